@@ -1,10 +1,11 @@
 """UAQ is a layer-wise learning rate: where the two are one, and how far they part elsewhere.
 
 Adam's step does not grow with the gradient. Fold s into a norm and the linear layers that read it
-(``weights.uaq``), and the same step is s times as far in W, of which W / s is trained, and 1 / s
-times as far in the norm's gain. So training the folded model is training the unfolded one with the
-learning rates that ``layerwise`` gives, as long as nothing looks at the size of a weight or of a
-gradient: with ``eps``, weight decay, a clipped gradient norm or weights rounded to BF16 they part.
+(``checkpoints.uaq``), and the same step is s times as far in W, of which W / s is trained, and
+1 / s times as far in the norm's gain. So training the folded model is training the unfolded one
+with the learning rates that ``layerwise`` gives, as long as nothing looks at the size of a weight
+or of a gradient: with ``eps``, weight decay, a clipped gradient norm or weights rounded to BF16
+they part.
 
 ``python -m benchmarks.folding`` trains a small model both ways, under each of these, and
 records how far they part in docs/results/folding.json; docs/algorithms.md has the table.
@@ -23,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qurl_megatron.disk import write_whole
+from qurl_megatron.checkpoints import fold_uaq
+from qurl_megatron.checkpoints.uaq import folded, takes_part, unfold_uaq
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights import fold_uaq
-from qurl_megatron.weights.uaq import folded, takes_part, unfold_uaq
 
 RECORD = Path(__file__).parents[1] / "docs/results/folding.json"
 

@@ -13,7 +13,7 @@ from typing import Any
 from qurl_megatron.bench.against import most_figures
 from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.bench.record import SCHEMA, BenchRecord, Case, Figure, percent, read
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many, number
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import argparse
 from pathlib import Path
 
-from qurl_megatron.convert.command import parser, run_main
+from qurl_megatron.checkpoints.convert_command import parser, run_main
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def body(arguments: argparse.Namespace) -> int:
-    from qurl_megatron.convert.anykind import open_any
-    from qurl_megatron.convert.diff import differences, row
+    from qurl_megatron.checkpoints.anykind import open_any
+    from qurl_megatron.checkpoints.diff import differences, row
 
     a = open_any(arguments.a, arguments.hf_a)
     b = open_any(arguments.b, arguments.hf_b)

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import argparse
 from pathlib import Path
 
-from qurl_megatron.convert.command import (
+from qurl_megatron.checkpoints.convert_command import (
     DTYPES,
     add_job_options,
     convert,
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def body(arguments: argparse.Namespace) -> int:
-    from qurl_megatron.convert.to_megatron import to_megatron
-    from qurl_megatron.weights import open_checkpoint
+    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.to_megatron import to_megatron
 
     return convert(
         lambda: to_megatron(

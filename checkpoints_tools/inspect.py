@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from qurl_megatron.convert.command import parser, run_main
+from qurl_megatron.checkpoints.convert_command import parser, run_main
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,9 +28,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def body(arguments: argparse.Namespace) -> int:
-    from qurl_megatron.convert.anykind import open_any
-    from qurl_megatron.convert.inspect import inspect, tensor_rows, text
-    from qurl_megatron.convert.job import verify
+    from qurl_megatron.checkpoints.anykind import open_any
+    from qurl_megatron.checkpoints.inspect import inspect, tensor_rows, text
+    from qurl_megatron.checkpoints.job import verify
 
     found = open_any(arguments.dir, arguments.hf)
     facts = inspect(found)

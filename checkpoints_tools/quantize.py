@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import argparse
 from pathlib import Path
 
-from qurl_megatron.convert.command import (
+from qurl_megatron.checkpoints.convert_command import (
     add_folder_options,
     convert,
     file_bytes,
@@ -61,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def body(arguments: argparse.Namespace) -> int:
-    from qurl_megatron.convert.quantized_export import to_quantized
-    from qurl_megatron.weights import open_checkpoint
+    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.quantized_export import to_quantized
 
     return convert(
         lambda: to_quantized(

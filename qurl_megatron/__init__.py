@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from qurl_megatron.algo import LossInputs as LossInputs
     from qurl_megatron.algo import objective as objective
     from qurl_megatron.algo import token_log_probs as token_log_probs
+    from qurl_megatron.checkpoints import fold_uaq as fold_uaq
+    from qurl_megatron.checkpoints import unfold_uaq as unfold_uaq
     from qurl_megatron.config import load as load
-    from qurl_megatron.errors import ConfigError as ConfigError
+    from qurl_megatron.kit.errors import ConfigError as ConfigError
     from qurl_megatron.quant import dequantize as dequantize
     from qurl_megatron.quant import quantize as quantize
     from qurl_megatron.run import Run as Run
     from qurl_megatron.run import train as train
-    from qurl_megatron.weights import fold_uaq as fold_uaq
-    from qurl_megatron.weights import unfold_uaq as unfold_uaq
 
 __version__ = "0.1.0"
 

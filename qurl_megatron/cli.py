@@ -9,8 +9,8 @@ from pathlib import Path
 
 from qurl_megatron import __version__
 from qurl_megatron.config.arguments import Parser, parse
-from qurl_megatron.errors import ConfigError, printable
-from qurl_megatron.runtime.terminal import terminal
+from qurl_megatron.kit.errors import ConfigError, printable
+from qurl_megatron.kit.terminal import terminal
 from qurl_megatron.schemes import ROLLOUT
 
 
@@ -62,7 +62,7 @@ def show(arguments: argparse.Namespace) -> int:
     """Print a recipe or that of a run's folder, resolved, or with --env what is installed and what
     it changes, or with --dry-run what each rank would keep in memory."""
     if arguments.env:
-        from qurl_megatron.runtime.env import describe
+        from qurl_megatron.actor.env import describe
 
         print(describe())
     if arguments.dry_run:
@@ -134,7 +134,7 @@ def samples(arguments: argparse.Namespace) -> int:
 def rescore(arguments: argparse.Namespace) -> int:
     """Score a step's recorded samples again, by a new engine and by the actor, and say where the
     log-probs part."""
-    from qurl_megatron.training.rescore import rescore as run
+    from qurl_megatron.evaluation.rescore import rescore as run
 
     return run(arguments.run_dir, arguments.step, responses=arguments.responses)
 
@@ -148,7 +148,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def study(arguments: argparse.Namespace) -> int:
     """Run a grid of methods, schemes and seeds of one recipe, and draw its tables and pictures."""
-    from qurl_megatron.study.command import main as run
+    from qurl_megatron.evaluation.study_command import main as run
 
     return run(
         arguments.study,
@@ -263,7 +263,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def slurm(arguments: argparse.Namespace) -> int:
     """Turn a recipe into a batch job, and look after it."""
-    from qurl_megatron.slurm.actions import ACTIONS
+    from qurl_megatron.cluster.actions import ACTIONS
 
     return ACTIONS[arguments.action](arguments)
 
@@ -428,7 +428,7 @@ def _bench_options(command: argparse.ArgumentParser) -> None:
 
 
 def _slurm_options(command: argparse.ArgumentParser) -> None:
-    from qurl_megatron.slurm.actions import add_actions
+    from qurl_megatron.cluster.actions import add_actions
 
     add_actions(command)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from qurl_megatron.errors import Unscored
+from qurl_megatron.kit.errors import Unscored
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from qurl_megatron import errors
+from qurl_megatron.kit import errors
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 The logits are the largest tensor of the step, so they are neither gathered nor copied whole to
 float32. Both directions walk over chunks of tokens through a small float32 scratch; the backward
 pass recomputes the softmax and writes the gradient over the logits, which nobody needs any more.
-On a GPU with Triton, ``fused.vocabulary`` does this instead, and needs no scratch.
+On a GPU with Triton, ``algo.fused_vocabulary`` does this instead, and needs no scratch.
 
 Shapes: T = tokens, v = this rank's slice of the vocabulary, C = tokens of one chunk,
 n = real (not padding) columns of the slice.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qurl_megatron.fused import has_kernels_for
+from qurl_megatron.kit.fused import has_kernels_for
 
 # Bytes of one float32 scratch buffer. On a CPU it should stay in a core's own cache; on a GPU it
 # should be large enough to hide the launches.
@@ -160,7 +160,7 @@ def _shard_sums(
     """This shard's maximum, [T], and with z = (logit - maximum) / temperature: sum exp z, z of the
     target (0 where another rank holds it), and sum z exp z, [3, T]."""
     if has_kernels_for(logits_Tv):
-        from qurl_megatron.fused import vocabulary  # imports triton
+        from qurl_megatron.algo import fused_vocabulary as vocabulary  # imports triton
 
         return vocabulary.shard_sums(
             *(logits_Tv, targets_T, shard.first, shard.columns, temperature),
@@ -222,7 +222,7 @@ def _write_gradient(
     column_T1, mine_T = shard.locate(targets_T)
     onehot_T1 = torch.where(mine_T, g_T / temperature, 0.0)[:, None]
     if has_kernels_for(logits_Tv):
-        from qurl_megatron.fused import vocabulary  # imports triton
+        from qurl_megatron.algo import fused_vocabulary as vocabulary  # imports triton
 
         vocabulary.write_gradient(
             *(grad_Tv, logits_Tv, column_T1, onehot_T1, max_T, a_T, b_T),

@@ -21,13 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo.ratios import (
-    RATIOS,
-    RatioKind,
-    RhoLevel,
-    bounded_exp,
-    importance_ratio,
-)
+from qurl_megatron.algo.ratios import RATIOS, RatioKind, RhoLevel, bounded_exp, importance_ratio
 
 ObjectiveKind = Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"]
 SurrogateKind = Literal["clip", "cispo"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algo.objective import Limits
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

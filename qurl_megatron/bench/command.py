@@ -13,7 +13,7 @@ from qurl_megatron.bench.against import compare
 from qurl_megatron.bench.machine_limits import limits
 from qurl_megatron.bench.options import REMOVED
 from qurl_megatron.bench.record import BenchRecord, Case, read
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 
 def bench(options: argparse.Namespace) -> int:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, Publication, TimedAnswer
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import answer_limit, parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
-from qurl_megatron.runtime.event_loop import run
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.event_loop import run
 from qurl_megatron.wire.schema import shortened
 
 LOOK_S = 0.25  # between two looks at the engine

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.observe.clock import now
+from qurl_megatron.kit.clock import now
 
 INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and what it is called
     "avx512f": "AVX-512",

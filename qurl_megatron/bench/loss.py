@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.algo import objective, token_log_probs
 from qurl_megatron.bench.machine_limits import limits
 from qurl_megatron.bench.options import chosen
@@ -35,9 +36,8 @@ from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress, yardstick
 from qurl_megatron.config import ParallelConfig
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime.launch import launch
-from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.launch import launch
 
 MIB = 1 << 20
 ENTROPY_COEF = 0.01

@@ -35,8 +35,8 @@ from qurl_megatron.config import (
     SyncConfig,
 )
 from qurl_megatron.engines.sglang.starting_sglang import sglang_python
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime.launch import launch
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.launch import launch
 
 TRANSPORTS = ("memory", "files", "group")
 MIB = 1 << 20
@@ -104,9 +104,9 @@ def measure(plan: PublishPlan) -> int:
     import torch
     import torch.distributed as dist
 
+    from qurl_megatron.actor.megatron import megatron_runtime
+    from qurl_megatron.actor.policy import Policy
     from qurl_megatron.fleet.fleet import Fleet
-    from qurl_megatron.model.policy import Policy
-    from qurl_megatron.runtime.megatron import megatron_runtime
     from qurl_megatron.wire.facts import settle_nccl
 
     torch.set_num_threads(1)

@@ -18,10 +18,10 @@ from qurl_megatron.bench.machine_limits import fastest
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import interleaved, progress
-from qurl_megatron.fused import SWITCH, has_kernels_for
+from qurl_megatron.checkpoints.shapes import hf_shapes
+from qurl_megatron.kit.fused import SWITCH, has_kernels_for
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch
-from qurl_megatron.weights.shapes import hf_shapes
 
 WAYS = {"torch": "0", "kernels": "1"}  # and what switches to it
 

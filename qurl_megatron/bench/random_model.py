@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 # Layers, hidden, heads, KV heads, intermediate, vocabulary; 0.5B and 1.5B are Qwen2.5's own.
 SIZES = {
@@ -71,15 +71,15 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
     """Write a BF16 Hugging Face folder without a tokenizer."""
     import torch  # not for those who want to know the sizes
 
-    from qurl_megatron.tensors.arch import read_arch
-    from qurl_megatron.weights.hf_writer import (
+    from qurl_megatron.checkpoints.hf_writer import (
         TensorGroup,
         TensorSpec,
         plan_files,
         write_safetensors,
     )
-    from qurl_megatron.weights.shapes import hf_shapes
-    from qurl_megatron.weights.source import write_json
+    from qurl_megatron.checkpoints.shapes import hf_shapes
+    from qurl_megatron.checkpoints.source import write_json
+    from qurl_megatron.tensors.arch import read_arch
 
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from qurl_megatron.disk import write_whole
-from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import ConfigError, reading
+from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.observe.text import NARROW_SPACE, number
-from qurl_megatron.runtime.filesystem import refusing
 
 SCHEMA = "qurl-bench/1"
 

@@ -45,8 +45,8 @@ from qurl_megatron.bench.rollout_load import (
     serial_digits,
 )
 from qurl_megatron.engines.kinds import ENGINE_KINDS
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan.constants import Constants
 from qurl_megatron.plan.rollout_time import decode_rank
 from qurl_megatron.tensors.arch import Arch, read_arch

@@ -16,20 +16,20 @@ from typing import Any
 from qurl_megatron.bench.drive import PROTOCOLS, Looking, Protocol, Publish
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.rollout_load import Look
+from qurl_megatron.checkpoints.read_source import folding, read_tensors
+from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.config import RolloutConfig, SyncConfig
-from qurl_megatron.convert.read_source import folding, read_tensors
 from qurl_megatron.engines.embedded.decoder import DTYPES
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.starting import given_key
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.update import BlobsFor, Update
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import stored
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.weights.source import Checkpoint, open_checkpoint
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import manifest_of
 from qurl_megatron.wire.message import Blob

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qurl_megatron.errors import ConfigError, reading
+from qurl_megatron.kit.errors import ConfigError, reading
 
 PROMPTS = 1_000_000  # that one benchmark can tell apart
 TOGETHER_S = 1e-4  # events closer than this came in one piece: their distance is this side's own

@@ -31,7 +31,7 @@ from qurl_megatron.bench import environment
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.config import load
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.history import History
 from qurl_megatron.observe.hours import accepted
 from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics

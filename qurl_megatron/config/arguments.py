@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from qurl_megatron.errors import printable
+from qurl_megatron.kit.errors import printable
 
 TAKERS = ("overrides", "words")  # arguments that take settings of the recipe
 

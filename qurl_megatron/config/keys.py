@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 OnResume = Literal["free", "change", "fork", "never"]
 """What a key may do where a run is resumed from its checkpoint. free: change, as it says how long

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from qurl_megatron.config import sections
 from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.keys import Section, did_you_mean, require, rules_of
-from qurl_megatron.errors import ConfigError, unprintable
+from qurl_megatron.kit.errors import ConfigError, unprintable
 from qurl_megatron.schemes import SCHEMES
 
 VARIANT = "--"  # stands before each override in the name of a run's folder

@@ -14,7 +14,7 @@ from qurl_megatron.config import DataConfig
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.rows import DataFile, Question
 from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.types import Prompt
 

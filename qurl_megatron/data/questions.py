@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qurl_megatron.config import DataConfig
 from qurl_megatron.data.rows import Columns, DataFile, Question, read_file
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 TRAIN_SEED, HELD_OUT_SEED = 1, 1_000_000_001  # far apart: item i of a task is drawn with seed + i
 HELD_OUT_SHARE = 8  # one text in eight is held out

@@ -19,7 +19,7 @@ from typing import Any
 
 from qurl_megatron.config import DataConfig
 from qurl_megatron.config.sections import ONE_FILE
-from qurl_megatron.errors import ConfigError, printable, reading
+from qurl_megatron.kit.errors import ConfigError, printable, reading
 from qurl_megatron.observe.text import how_many
 
 PROMPT_KEYS = ("prompt", "problem", "question", "messages")

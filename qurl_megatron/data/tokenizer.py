@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.data.rows import Question, Turn
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Sample
 

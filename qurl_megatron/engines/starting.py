@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 API_KEY = "QURL_API_KEY"
 """Environment variable that carries the key: command lines are there for everybody to read."""

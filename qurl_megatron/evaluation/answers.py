@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.errors import ConfigError, Unscored
+from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards.pool import Tally, way_of
 
 CODE = "code of "  # before what names code of the user's own: a setting, its checksum

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.data.rows import Columns, DataFile, Question, as_text, look_up, read_file
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron import __version__
+from qurl_megatron.checkpoints.integrity import refuse_damaged
+from qurl_megatron.checkpoints.places import description_of, find_torch_dist
 from qurl_megatron.config.load import variant_name
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
-from qurl_megatron.disk import lock, write_whole
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.starting import refuse_not_installed
-from qurl_megatron.environments import EnvironmentPool, check_environment
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import (
     CODE,
@@ -47,17 +46,18 @@ from qurl_megatron.evaluation.options import ADOPTED_S, Defaults
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.kit.disk import lock, write_whole
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import Example, as_text, clipped, say, telling
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
+from qurl_megatron.rewards.environment_pool import EnvironmentPool, check_environment
 from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from qurl_megatron.schemes import ROLLOUT, SERVED, simulation
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Prompt
-from qurl_megatron.weights.integrity import refuse_damaged
-from qurl_megatron.weights.places import description_of, find_torch_dist
 
 TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
 ANSWERS = ".samples.jsonl"  # file in --out, after a benchmark's name

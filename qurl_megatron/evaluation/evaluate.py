@@ -25,7 +25,6 @@ from typing import Any
 
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
-from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, Key
 from qurl_megatron.evaluation.benchmarks import ProblemSet
 from qurl_megatron.fleet.client import EngineError
@@ -33,6 +32,7 @@ from qurl_megatron.fleet.collect import EVALUATION, Finished, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.supervisor import IN_ALL
 from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.grading import graded
 from qurl_megatron.types import Prompt, Sample

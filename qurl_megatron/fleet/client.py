@@ -23,7 +23,6 @@ import orjson
 
 from qurl_megatron.config.keys import names_a_user
 from qurl_megatron.engines.starting import API_KEY
-from qurl_megatron.errors import Foreseen, keep_secret
 from qurl_megatron.fleet.answer import (
     BadAnswer,
     Info,
@@ -36,7 +35,8 @@ from qurl_megatron.fleet.answer import (
     read_longest_input,
     uncollected,
 )
-from qurl_megatron.runtime import event_loop
+from qurl_megatron.kit import event_loop
+from qurl_megatron.kit.errors import Foreseen, keep_secret
 from qurl_megatron.wire.lease import ENDPOINT, LeaseVerdict, Owner
 from qurl_megatron.wire.schema import shortened
 

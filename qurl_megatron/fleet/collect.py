@@ -30,7 +30,6 @@ from itertools import chain
 import numpy as np
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.errors import Interrupted, Unscored
 from qurl_megatron.fleet.answer import (
     NEUTRAL,
     Asked,
@@ -44,8 +43,9 @@ from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.kit import event_loop
+from qurl_megatron.kit.errors import Interrupted, Unscored
 from qurl_megatron.observe.text import how_many
-from qurl_megatron.runtime import event_loop
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at

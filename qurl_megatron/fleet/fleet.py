@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.starting import Launch, given_key
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet import process
 from qurl_megatron.fleet.client import EngineError, deadline
 from qurl_megatron.fleet.engine_record import EngineRecord
@@ -29,6 +28,7 @@ from qurl_megatron.fleet.process import SERVE_COMMAND, EngineProcess
 from qurl_megatron.fleet.roster import Roster
 from qurl_megatron.fleet.supervisor import Supervisor
 from qurl_megatron.fleet.tenancy import Tenancy
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.wire.lease import Owner

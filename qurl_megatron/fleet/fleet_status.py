@@ -17,9 +17,9 @@ from rich.table import Table
 
 from qurl_megatron.config.keys import names_a_user
 from qurl_megatron.engines.starting import given_key
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import Load
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
+from qurl_megatron.kit.errors import ConfigError
 
 PATIENCE_S = 10.0
 BETWEEN_S = 0.5  # two looks at an engine that counts tokens, for their number per second

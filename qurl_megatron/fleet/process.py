@@ -1,10 +1,10 @@
 """An engine's process: its log, its port file, and how it ends together with its children.
 
-What its environment says of ranks is left out (``runtime.children``), and it has all of the job's
+What its environment says of ranks is left out (``kit.children``), and it has all of the job's
 cores. It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can
 save first; and it leaves when the trainer is gone, however that happened: it watches its standard
 input, a pipe whose other end only the trainer holds, and where it is stopped or stuck, it and all
-that it started are killed (``runtime.undertaker``).
+that it started are killed (``kit.undertaker``).
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from pathlib import Path
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.starting import Launch, Start
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime.children import children_cores, on_cores, without_launcher
-from qurl_megatron.runtime.filesystem import free
-from qurl_megatron.runtime.undertaker import bury, remove, shared_by, spare
+from qurl_megatron.kit.children import children_cores, on_cores, without_launcher
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import free
+from qurl_megatron.kit.undertaker import bury, remove, shared_by, spare
 
 SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 PORT = re.compile(r"[1-9][0-9]{0,4}")

@@ -13,12 +13,12 @@ from typing import Any
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.starting import API_KEY
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.answer import Info
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.membership import Member
-from qurl_megatron.observe.clock import now
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.message import LOADER
 from qurl_megatron.wire.schema import shortened
 

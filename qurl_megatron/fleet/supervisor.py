@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.membership import WrongEntry, read_members
 from qurl_megatron.fleet.roster import Roster
 from qurl_megatron.fleet.tenancy import Tenancy
+from qurl_megatron.kit.errors import ConfigError, Interrupted
+from qurl_megatron.kit.stop import stop_comes
 from qurl_megatron.observe.text import how_many
-from qurl_megatron.runtime.stop import stop_comes
 
 LOOK_S = 0.25
 RETRY_S = 0.5  # between checks of an engine that gave no good answer

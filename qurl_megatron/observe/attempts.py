@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.sinks import Record, read_metrics
 
 BEGAN, ENDED, STEPS = "began.json", "attempt.json", "steps.json"

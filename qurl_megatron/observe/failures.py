@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from qurl_megatron.disk import write_whole
-from qurl_megatron.observe.clock import now
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.disk import write_whole
 
 FOLDER = "QURL_ATTEMPT"
 """Environment variable that names the attempt's folder; without it nothing is kept."""

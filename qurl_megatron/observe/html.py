@@ -5,7 +5,7 @@ from typing import Any
 
 import jinja2
 
-from qurl_megatron.errors import printable
+from qurl_megatron.kit.errors import printable
 
 HERE = Path(__file__).parent
 

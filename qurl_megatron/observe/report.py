@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe import drawing, lanes, panels
 from qurl_megatron.observe.acting import what_acted
 from qurl_megatron.observe.catalogue import GROUPS, known
@@ -17,14 +17,7 @@ from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.html import page
 from qurl_megatron.observe.panels import Picture
 from qurl_megatron.observe.predicted import compared
-from qurl_megatron.observe.samples import (
-    HELD_OUT,
-    TRAIN,
-    Example,
-    facts,
-    read_samples,
-    visible,
-)
+from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples, visible
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
 from qurl_megatron.observe.text import duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline

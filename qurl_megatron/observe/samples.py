@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qurl_megatron.disk import write_whole
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.growing import Growing
 from qurl_megatron.observe.text import how_many, number
 

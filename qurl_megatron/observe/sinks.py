@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from qurl_megatron.disk import write_whole
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.clock import now
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.growing import Growing
 from qurl_megatron.observe.samples import Example, as_text, visible
 

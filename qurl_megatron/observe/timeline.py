@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qurl_megatron.disk import write_whole
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.clock import now
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.growing import Growing
 
 HALTED, FALL_BACK = "halted", "falling back to "

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from qurl_megatron.config import RunConfig, load
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.plan.constants import GB, Constants, Gpu, gpu_of, table
 from qurl_megatron.plan.layouts import check_backend, overrides, own_choice, scaled

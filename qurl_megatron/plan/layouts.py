@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qurl_megatron.config import RolloutConfig, RunConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.footprint import engine_divides
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qurl_megatron.config import RunConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.plan.layouts import Choice, applied, choices, own_choice, scaled
 from qurl_megatron.plan.publish_time import publish_time

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from qurl_megatron.config import RunConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan.constants import Constants
 
 

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.actor.aligned import Align
+from qurl_megatron.actor.megatron import held, on_lead
+from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import QuantConfig, SyncConfig
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.model.aligned import Align
-from qurl_megatron.model.policy import Policy
-from qurl_megatron.observe.clock import now
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import Max, Metric, Sum
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.publish import routes
@@ -31,7 +32,6 @@ from qurl_megatron.publish.drift import Drift
 from qurl_megatron.publish.update import BlobsFor, Update
 from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.quant.formats import scheme_named
-from qurl_megatron.runtime.megatron import held, on_lead
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import hf_tensor, is_quantized, is_vocabulary
 from qurl_megatron.wire.manifest import manifest_of

@@ -11,7 +11,7 @@ first. Data-parallel replicas hold the same and take turns: bucket i is the work
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.tensors.table import HfTensor, hf_tensor

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import share
+from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import RolloutConfig, SyncConfig
-from qurl_megatron.disk import write_whole
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.model.policy import Policy
-from qurl_megatron.runtime.megatron import share
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.transport import Sender, Site
 from qurl_megatron.wire.transports import TRANSPORTS

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.weights import QuantizedWeight
 from qurl_megatron.schemes import BLOCK, EXPORTED, SCHEMES
 

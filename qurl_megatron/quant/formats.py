@@ -7,7 +7,7 @@ float32 element by element, so a slice of a tensor quantizes to the slice of the
 import torch
 from torch import Tensor
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import SCHEMES, Scheme
 
 

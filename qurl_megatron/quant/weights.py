@@ -2,7 +2,7 @@
 
 A pass over memory costs more than the arithmetic in it, so a weight is gone through once, a run of
 rows at a time: extremes, scales and codes of a run are made while it is in the caches. On a GPU
-with Triton, ``fused.channels`` computes the same codes and scales in one pass.
+with Triton, ``quant.fused_channels`` computes the same codes and scales in one pass.
 
 Shapes: O = output channels, I = input channels. A scale belongs to a square of h x w elements:
 1 x I where each channel has one, 128 x 128 for fp8_block. R x C squares cover the weight.
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.fused import has_kernels_for
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.fused import has_kernels_for
 from qurl_megatron.quant.formats import round_to_grid_, scale_of, scheme_named
 from qurl_megatron.quant.rounding import Draws, Rounding
 from qurl_megatron.schemes import Scheme
@@ -126,7 +126,7 @@ def _quantize_fused(
     rounding: Rounding | None,
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales by the kernels for GPUs; scales are inf or nan where the weight is."""
-    from qurl_megatron.fused import channels  # imports triton
+    from qurl_megatron.quant import fused_channels as channels  # imports triton
 
     counter = None if rounding is None else rounding.counter
     alone = input_group is None or dist.get_world_size(input_group) == 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qurl_megatron.errors import ConfigError, unscored
+from qurl_megatron.kit.errors import ConfigError, unscored
 from qurl_megatron.rewards.item import Item, Score, as_score
 
 FIELDS = ("prompt", "response", "answer", "metadata")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.config.sections import LARGEST_SCORE
-from qurl_megatron.errors import Unscored, unscored
+from qurl_megatron.kit.errors import Unscored, unscored
 
 
 @dataclass(frozen=True)

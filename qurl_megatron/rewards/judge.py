@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError, keep_secret, unscored
+from qurl_megatron.kit import event_loop
+from qurl_megatron.kit.errors import ConfigError, keep_secret, unscored
 from qurl_megatron.rewards.item import Item, Score, as_score
-from qurl_megatron.runtime import event_loop
 
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 ANSWER_BYTES = 1 << 22

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import CAUSES, ConfigError, Foreseen, Unscored, unscored
+from qurl_megatron.kit.errors import CAUSES, ConfigError, Foreseen, Unscored, unscored
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards.item import Item, Score

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import CAUSES, Unscored
+from qurl_megatron.kit.errors import CAUSES, Unscored
 from qurl_megatron.rewards.item import Score, as_score
-from qurl_megatron.runtime.line_pool import LOOK_S, TRIES, Abandoned, LinePool
+from qurl_megatron.rewards.line_pool import LOOK_S, TRIES, Abandoned, LinePool
 
 Line = str
 """An item as JSON."""

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import Unscored
+from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.rewards.functions import call, find_function
 from qurl_megatron.rewards.item import Item, Score
 from qurl_megatron.rewards.judge import Judge
+from qurl_megatron.rewards.line_worker import serve
 from qurl_megatron.rewards.verifiers import KINDS
-from qurl_megatron.runtime.line_worker import serve
 
 Scorer = Callable[[list[Item]], list[Score]]
 

@@ -10,8 +10,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from qurl_megatron.disk import read_json
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.disk import read_json
+from qurl_megatron.kit.errors import ConfigError
 
 Activation = Literal["silu", "gelu_tanh"]
 

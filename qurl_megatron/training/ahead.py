@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any, Generic, TypeVar
 
-from qurl_megatron.errors import Interrupted
 from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.kit.errors import Interrupted
 
 POLL_S = 0.1
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from qurl_megatron.actor.aligned import Align
 from qurl_megatron.config import RunConfig
-from qurl_megatron.model.aligned import Align
 
 
 def alignment(config: RunConfig, device: torch.device) -> Align | None:

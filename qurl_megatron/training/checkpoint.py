@@ -46,12 +46,23 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.model.critic import Critic
-from qurl_megatron.model.policy import Policy
-from qurl_megatron.model.trained import Trained
-from qurl_megatron.runtime.filesystem import FIXES, free, refusal, refusing
-from qurl_megatron.runtime.megatron import Ranks, share
+from qurl_megatron.actor.critic import Critic
+from qurl_megatron.actor.megatron import Ranks, share
+from qurl_megatron.actor.policy import Policy
+from qurl_megatron.actor.trained import Trained
+from qurl_megatron.checkpoints.integrity import (
+    RECORD,
+    FileSum,
+    Summing,
+    read_record,
+    to_disk,
+    write_record,
+)
+from qurl_megatron.checkpoints.megatron_reader import CRITIC
+from qurl_megatron.checkpoints.places import DESCRIPTION
+from qurl_megatron.checkpoints.source import describe
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import FIXES, free, refusal, refusing
 from qurl_megatron.training.boxes import in_place
 from qurl_megatron.training.state import (
     REFERENCE,
@@ -61,17 +72,6 @@ from qurl_megatron.training.state import (
     latest,
     set_aside,
 )
-from qurl_megatron.weights.integrity import (
-    RECORD,
-    FileSum,
-    Summing,
-    read_record,
-    to_disk,
-    write_record,
-)
-from qurl_megatron.weights.megatron_reader import CRITIC
-from qurl_megatron.weights.places import DESCRIPTION
-from qurl_megatron.weights.source import describe
 
 
 def save(

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.algo import Limits, importance_weights, kept
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.observe.metrics import Max, Mean, Metric
-from qurl_megatron.runtime.megatron import Ranks
 
 
 def rejected_responses(ranks: Ranks, batches: Sequence[TokenBatch], count: int) -> list[int]:

@@ -19,13 +19,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.algo import kl_penalty, token_advantages
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Summary
 from qurl_megatron.observe.metrics import Mean, Metric
 from qurl_megatron.rewards import overlong_penalty
-from qurl_megatron.runtime.megatron import Ranks
 
 
 def attach_advantages(

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.data.responses import Responses, Summary
-from qurl_megatron.runtime.megatron import Ranks
 
 Split = Callable[[Summary], list[list[int]]]
 """Which responses' tokens each data-parallel rank needs; the same on every rank."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.model.trained import Trained
+from qurl_megatron.actor.trained import Trained
 
 LARGEST = 1e7
 """Root mean square of a tensor from which on products of a few weights leave the range of FP32."""

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from qurl_megatron.checkpoints.integrity import RECORD, read_record, to_disk, write_record
 from qurl_megatron.config import Change, RunConfig, changes, refused
 from qurl_megatron.data.rows import changed_files
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.rewards.own_code import edited, named_code
-from qurl_megatron.runtime.filesystem import refusing
 from qurl_megatron.training.state import (
     REFERENCE,
     STATE,
@@ -33,7 +34,6 @@ from qurl_megatron.training.state import (
     setting_of,
     without_scores,
 )
-from qurl_megatron.weights.integrity import RECORD, read_record, to_disk, write_record
 
 FORK = "fork.json"
 ORDER = ("data.", "train.seed")  # keys that say which prompt comes when ...

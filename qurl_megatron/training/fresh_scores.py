@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from qurl_megatron.actor.env import prepare_cuda, use_transformer_engine
+from qurl_megatron.checkpoints.job import run
+from qurl_megatron.checkpoints.places import description_of
+from qurl_megatron.checkpoints.quantized_export import to_quantized
+from qurl_megatron.checkpoints.source import open_checkpoint
+from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 from qurl_megatron.config import RolloutConfig, RunConfig
-from qurl_megatron.convert.job import run
-from qurl_megatron.convert.quantized_export import to_quantized
-from qurl_megatron.convert.to_huggingface import to_huggingface
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
-from qurl_megatron.runtime.launch import launch, tell
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.launch import launch, tell
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.rollout_file import gather_proximal, read_rollouts
 from qurl_megatron.types import Sample
-from qurl_megatron.weights.places import description_of
-from qurl_megatron.weights.source import open_checkpoint
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def score_rank(config: RunConfig, rollouts: Path, count: int, out: Path) -> int:
 
 
 def _score(config: RunConfig, rollouts: Path, count: int, out: Path) -> None:
-    from qurl_megatron.runtime.megatron import megatron_runtime
+    from qurl_megatron.actor.megatron import megatron_runtime
     from qurl_megatron.training.sharded_loss import Scorer
     from qurl_megatron.training.step import attach_scores, lay_out
     from qurl_megatron.training.trained_models import policy_of  # Megatron comes with it

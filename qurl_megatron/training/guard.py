@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qurl_megatron.config import GuardConfig
-from qurl_megatron.errors import Foreseen
+from qurl_megatron.kit.errors import Foreseen
 
 
 class Collapse(Foreseen, RuntimeError):

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
 from qurl_megatron.engines.starting import refuse_not_installed
-from qurl_megatron.environments import check_environment
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
+from qurl_megatron.rewards.environment_pool import check_environment
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.footprint import find_models
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.too_long import longest_prompt, refuse_endless_responses
-from qurl_megatron.weights.places import description_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.observe.clock import now
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import refusal, refusing
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.samples import (
@@ -38,7 +39,6 @@ from qurl_megatron.observe.sinks import (
 from qurl_megatron.observe.text import percent
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import Tally
-from qurl_megatron.runtime.filesystem import refusal, refusing
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.mismatch import Alarms
 from qurl_megatron.training.rollout_file import Proximal, path_of, write_rollouts

@@ -6,22 +6,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.tokenizer import Tokenizer
-from qurl_megatron.environments import EnvironmentPool
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.kit.place import ranks_here
+from qurl_megatron.kit.stop import StopRequest
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.runtime.place import ranks_here
-from qurl_megatron.runtime.stop import StopRequest
+from qurl_megatron.rewards.environment_pool import EnvironmentPool
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_stop_ids
 from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.rollout_file import Proximal
 from qurl_megatron.training.rollout_source import RolloutSource
 from qurl_megatron.training.state import Claim, TrainState
-from qurl_megatron.weights.places import description_of
 from qurl_megatron.wire.lease import Owner
 
 

@@ -22,14 +22,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.critic import Critic
+from qurl_megatron.actor.megatron import Ranks, held, kept_on_lead, megatron_runtime, on_lead
+from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.data.rows import DataFile
-from qurl_megatron.errors import ConfigError, Foreseen, Interrupted
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.model.critic import Critic
-from qurl_megatron.model.policy import Policy
+from qurl_megatron.kit.errors import ConfigError, Foreseen, Interrupted
+from qurl_megatron.kit.stop import StopRequest
 from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
 from qurl_megatron.observe.timeline import FALL_BACK, HALTED
@@ -37,8 +39,6 @@ from qurl_megatron.publish.drift import of_an_update
 from qurl_megatron.publish.publisher import Publisher
 from qurl_megatron.publish.senders import make_sender
 from qurl_megatron.rewards.own_code import checksums, edited, named_code
-from qurl_megatron.runtime.megatron import Ranks, held, kept_on_lead, megatron_runtime, on_lead
-from qurl_megatron.runtime.stop import StopRequest
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.delivery import deliver
 from qurl_megatron.training.finite import NotFinite, check_losses, look, norm_of

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from qurl_megatron.errors import ConfigError, Unreadable
-from qurl_megatron.runtime.filesystem import wait_until_seen
-from qurl_megatron.runtime.megatron import Ranks, on_lead
+from qurl_megatron.actor.megatron import Ranks, on_lead
+from qurl_megatron.checkpoints.integrity import RECORD, FileSum, damaged, read_record, wrong_size
+from qurl_megatron.kit.errors import ConfigError, Unreadable
+from qurl_megatron.kit.filesystem import wait_until_seen
 from qurl_megatron.training.state import STATE, TrainState, folders, set_aside
 from qurl_megatron.training.whole import damage
-from qurl_megatron.weights.integrity import RECORD, FileSum, damaged, read_record, wrong_size
 
 
 def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:

@@ -7,7 +7,7 @@ import torch
 from qurl_megatron.algo import Limits
 from qurl_megatron.algo.own_loss import LossFunction, LossInputs, own_objective
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.rewards.functions import find_named
 
 KEY = "algo.function"

@@ -8,14 +8,14 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from qurl_megatron.actor.env import prepare_cuda, use_transformer_engine
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.rows import DataFile
-from qurl_megatron.errors import ConfigError, printable
+from qurl_megatron.kit.errors import ConfigError, printable
+from qurl_megatron.kit.launch import tell
+from qurl_megatron.kit.stop import StopRequest
+from qurl_megatron.kit.terminal import terminal
 from qurl_megatron.observe import failures
-from qurl_megatron.runtime.env import prepare_cuda, use_transformer_engine
-from qurl_megatron.runtime.launch import tell
-from qurl_megatron.runtime.stop import StopRequest
-from qurl_megatron.runtime.terminal import terminal
 
 
 @terminal(lasting=True)
@@ -33,9 +33,9 @@ def run_rank(config: RunConfig, prepare: Callable[[], dict[str, DataFile]] | Non
     """
     stop = StopRequest()
     prepare_cuda(config.parallel)
+    from qurl_megatron.actor.megatron import RankLost
     from qurl_megatron.fleet.client import EngineError
     from qurl_megatron.rewards.pool import RewardDown
-    from qurl_megatron.runtime.megatron import RankLost
     from qurl_megatron.training.guard import Collapse
 
     codes: dict[type[Exception], int]

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.data.pack import TokenBatch
-from qurl_megatron.errors import ConfigError, Unscored, reading
-from qurl_megatron.runtime.megatron import Ranks
+from qurl_megatron.kit.errors import ConfigError, Unscored, reading
 from qurl_megatron.types import Prompt, Sample
 
 Proximal = Mapping[int, np.ndarray]

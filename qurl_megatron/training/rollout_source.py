@@ -11,24 +11,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.errors import Interrupted
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.supervisor import IN_ALL
 from qurl_megatron.fleet.turns import Turns
-from qurl_megatron.observe.clock import now
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.errors import Interrupted
+from qurl_megatron.kit.stop import stop_comes
 from qurl_megatron.observe.metrics import Max, Metric, Timer
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import Span
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.grading import graded
+from qurl_megatron.rewards.line_pool import Abandoned
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
-from qurl_megatron.runtime.line_pool import Abandoned
-from qurl_megatron.runtime.stop import stop_comes
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.examples import kept_of
@@ -44,7 +45,6 @@ from qurl_megatron.training.rollout_metrics import (
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.too_long import no_room_for_the_environment
 from qurl_megatron.types import Prompt, Sample
-from qurl_megatron.weights.places import description_of
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ left out before any ratio is formed.
 import torch
 from torch import Tensor
 
+from qurl_megatron.actor.context import ContextPart
+from qurl_megatron.actor.policy import Policy
 from qurl_megatron.algo import Limits, LossInputs, k3, kl_penalty, objective_terms, token_log_probs
 from qurl_megatron.algo.own_loss import own_objective
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
-from qurl_megatron.model.context import ContextPart
-from qurl_megatron.model.policy import Policy
 from qurl_megatron.observe.metrics import Mean, Metric
 from qurl_megatron.training.own_loss import find_loss
 from qurl_megatron.training.sums import fetched_sums

@@ -7,19 +7,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.data.questions import training_questions
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.engines.starting import given_key, refuse_not_installed
-from qurl_megatron.environments import check_environment
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import refusing
+from qurl_megatron.kit.launch import launch
+from qurl_megatron.kit.muster import mustered
+from qurl_megatron.kit.place import end_with_launcher, place_under_launcher
 from qurl_megatron.observe.sinks import read_metrics, wandb_package
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
-from qurl_megatron.runtime.filesystem import refusing
-from qurl_megatron.runtime.launch import launch
-from qurl_megatron.runtime.muster import mustered
-from qurl_megatron.runtime.place import end_with_launcher, place_under_launcher
+from qurl_megatron.rewards.environment_pool import check_environment
 from qurl_megatron.schemes import simulation
 from qurl_megatron.tensors.arch import arch_of, read_arch
 from qurl_megatron.training.footprint import check_policy_division
@@ -38,7 +39,6 @@ from qurl_megatron.training.state import (
     tell_of_left_out,
 )
 from qurl_megatron.training.too_long import refuse_endless_responses
-from qurl_megatron.weights.places import description_of
 
 
 def start(config: RunConfig, fork: Path | None = None, given: Sequence[str] = ()) -> int:

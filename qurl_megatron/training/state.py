@@ -20,10 +20,10 @@ from typing import Any, TextIO
 from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_toml
 from qurl_megatron.config.load import VARIANT
 from qurl_megatron.data.rows import changed_files
-from qurl_megatron.disk import lock, write_whole
-from qurl_megatron.errors import ConfigError, Unreadable, reading
+from qurl_megatron.kit.disk import lock, write_whole
+from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
+from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.rewards.own_code import edited, named_code
-from qurl_megatron.runtime.filesystem import refusing
 
 STATE = "state.json"
 REFERENCE = (

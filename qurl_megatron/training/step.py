@@ -8,16 +8,16 @@ summed.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from qurl_megatron.actor.critic import Critic
+from qurl_megatron.actor.megatron import Ranks
+from qurl_megatron.actor.policy import Policy
+from qurl_megatron.actor.trained import Loss, Trained
 from qurl_megatron.algo import token_weights
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.dealing import deal, round_up, shuffled
 from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples
 from qurl_megatron.data.responses import Responses, Summary
-from qurl_megatron.model.critic import Critic
-from qurl_megatron.model.policy import Policy
-from qurl_megatron.model.trained import Loss, Trained
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
-from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.correction import attach_correction, rejected_responses
 from qurl_megatron.training.credit import attach_advantages
 from qurl_megatron.training.examples import advantages_of, kept_of

@@ -1,7 +1,7 @@
 """Responses that no engine has room for, found before one is started."""
 
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
 
 

@@ -1,10 +1,10 @@
 """The models that a recipe trains, as a rank holds them."""
 
+from qurl_megatron.actor.critic import Critic
+from qurl_megatron.actor.megatron import Ranks
+from qurl_megatron.actor.policy import Policy
+from qurl_megatron.actor.reference import Reference
 from qurl_megatron.config import RunConfig
-from qurl_megatron.model.critic import Critic
-from qurl_megatron.model.policy import Policy
-from qurl_megatron.model.reference import Reference
-from qurl_megatron.runtime.megatron import Ranks
 from qurl_megatron.training.alignment import alignment
 
 

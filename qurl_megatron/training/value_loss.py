@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from qurl_megatron.actor.context import ContextPart
+from qurl_megatron.actor.critic import Critic
+from qurl_megatron.actor.megatron import Axis
 from qurl_megatron.algo import value_loss
 from qurl_megatron.data.pack import TokenBatch
-from qurl_megatron.model.context import ContextPart
-from qurl_megatron.model.critic import Critic
 from qurl_megatron.observe.metrics import ExplainedVariance, Mean, Metric
-from qurl_megatron.runtime.megatron import Axis
 from qurl_megatron.training.sums import fetched_sums
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime.filesystem import wait_until_seen
-from qurl_megatron.runtime.megatron import Ranks, on_lead
-from qurl_megatron.weights.integrity import FIX, FileSum, damaged, read_record, wrong_size
-from qurl_megatron.weights.places import find_torch_dist
+from qurl_megatron.actor.megatron import Ranks, on_lead
+from qurl_megatron.checkpoints.integrity import FIX, FileSum, damaged, read_record, wrong_size
+from qurl_megatron.checkpoints.places import find_torch_dist
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import wait_until_seen
 
 
 def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:

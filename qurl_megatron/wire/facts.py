@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 import qurl_megatron
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.message import FORMAT
 
 NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")

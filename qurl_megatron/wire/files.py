@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import filesystem
-from qurl_megatron.runtime.undertaker import bury, remove
+from qurl_megatron.kit import filesystem
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.undertaker import bury, remove
 from qurl_megatron.tensors.formats_on_disk import NAMES
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.manifest import MANIFEST, Manifest

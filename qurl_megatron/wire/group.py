@@ -26,19 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.facts import own_facts
 from qurl_megatron.wire.link import Link, open_link
 from qurl_megatron.wire.manifest import Manifest
-from qurl_megatron.wire.meeting import (
-    Hello,
-    LinkError,
-    Meeting,
-    patient,
-    still_open,
-)
+from qurl_megatron.wire.meeting import Hello, LinkError, Meeting, patient, still_open
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
 from qurl_megatron.wire.receipts import missing, received
 from qurl_megatron.wire.transport import Failures, Rank, Site

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.disk import write_whole
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.schema import flag, or_none, record, seconds, shortened, text
 
 ENDPOINT = "/qurl_lease"

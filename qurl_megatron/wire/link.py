@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.runtime.network import own_address
+from qurl_megatron.kit.network import own_address
 from qurl_megatron.wire.meeting import POLL_S, LinkError
 
 GREETING = 2**30  # tag; far above the number of any bucket

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice, part_at
 from qurl_megatron.wire import schema
 

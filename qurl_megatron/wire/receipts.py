@@ -5,8 +5,8 @@ import os
 import time
 from pathlib import Path
 
-from qurl_megatron.disk import write_whole
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.message import Receipt
 from qurl_megatron.wire.schema import shortened
 

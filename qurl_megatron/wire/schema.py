@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from qurl_megatron.errors import printable
+from qurl_megatron.kit.errors import printable
 
 Range = Callable[[Any], bool]
 LONGEST = 200  # characters of what came from outside, in a sentence

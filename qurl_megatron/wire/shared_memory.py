@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import filesystem
-from qurl_megatron.runtime.children import expandable_segments
-from qurl_megatron.runtime.undertaker import bury, remove
+from qurl_megatron.kit import filesystem
+from qurl_megatron.kit.children import expandable_segments
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.undertaker import bury, remove
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.facts import check, own_facts

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
 from qurl_megatron.wire.group import GroupReceiver, GroupSender
 from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender

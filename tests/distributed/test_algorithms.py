@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import ALGORITHMS, CorrectionConfig, CriticConfig, RunConfig
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.runtime.megatron import megatron_runtime
 from tests.distributed.test_policy import build, recipe, relative, whole
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
@@ -46,8 +46,8 @@ def variants(folder: Path, parallel: dict) -> dict[str, RunConfig]:
 
 def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
     """Weights and metrics after two steps of each."""
-    from qurl_megatron.model.critic import Critic
-    from qurl_megatron.model.reference import Reference
+    from qurl_megatron.actor.critic import Critic
+    from qurl_megatron.actor.reference import Reference
     from qurl_megatron.observe.metrics import Timer, merge, values
     from qurl_megatron.training.step import improve
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig
 from qurl_megatron.engines.embedded.decoder import Matrix
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.types import Prompt, Sample
 from tests.cases import all_but
@@ -353,10 +353,10 @@ def test_two_trainer_ranks_have_the_log_probs_of_an_engine_of_one_rank_and_of_tw
 
 
 def check_the_others(device, config) -> None:
+    from qurl_megatron.actor.aligned import aligned_layers, plain
+    from qurl_megatron.actor.critic import Critic
+    from qurl_megatron.actor.reference import Reference
     from qurl_megatron.config import CriticConfig
-    from qurl_megatron.model.aligned import aligned_layers, plain
-    from qurl_megatron.model.critic import Critic
-    from qurl_megatron.model.reference import Reference
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
@@ -471,9 +471,9 @@ def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
     "kind, size, refused", [("sglang", 2, False), ("sglang", 4, True), ("embedded", 1, True)]
 )
 def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
+    from qurl_megatron.actor.aligned import Align
     from qurl_megatron.engines.kinds import ENGINE_KINDS
     from qurl_megatron.fleet.engine_record import EngineRecord
-    from qurl_megatron.model.aligned import Align
     from qurl_megatron.publish.publisher import refuse_unlike
 
     engines = [EngineRecord("one", tp=2), EngineRecord("two", kind=ENGINE_KINDS[kind], tp=size)]
@@ -485,9 +485,9 @@ def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
 
 
 def test_experts_are_not_aligned_in_full(tmp_path):
-    from qurl_megatron.model.aligned import Align
-    from qurl_megatron.model.build import build_model
-    from qurl_megatron.weights import open_checkpoint
+    from qurl_megatron.actor.aligned import Align
+    from qurl_megatron.actor.build import build_model
+    from qurl_megatron.checkpoints import open_checkpoint
 
     arch = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen3_moe")).arch
     with pytest.raises(ConfigError, match="train.align=full cannot compute experts"):
@@ -498,7 +498,7 @@ def test_experts_are_not_aligned_in_full(tmp_path):
 
 
 def check_split(device) -> None:
-    from qurl_megatron.model.aligned import as_engines_split
+    from qurl_megatron.actor.aligned import as_engines_split
 
     group, rank = dist.group.WORLD, dist.get_rank()
     amax_T1 = torch.tensor([[1.0, 5.0, 3.0, 2.0], [8.0, 6.0, 7.0, 9.0]], device=device)

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.checkpoints.integrity import RECORD, read_record, write_record
 from qurl_megatron.config import OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import free
 from qurl_megatron.observe.metrics import Timer
-from qurl_megatron.runtime.filesystem import free
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
-from qurl_megatron.weights.integrity import RECORD, read_record, write_record
 from tests.disks import small_disk
 from tests.distributed import test_critic
 from tests.distributed.test_policy import build, joined, recipe, relative, whole
@@ -200,11 +200,10 @@ def test_a_loaded_critic_takes_the_same_next_step(
 
 
 def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
-    from qurl_megatron.convert import job
-    from qurl_megatron.convert.anykind import open_any
-    from qurl_megatron.convert.inspect import inspect, text
-    from qurl_megatron.convert.to_huggingface import to_huggingface
-    from qurl_megatron.weights import HfReader, open_checkpoint
+    from qurl_megatron.checkpoints import HfReader, job, open_checkpoint
+    from qurl_megatron.checkpoints.anykind import open_any
+    from qurl_megatron.checkpoints.inspect import inspect, text
+    from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), dict(tensor=2), dtype="bfloat16")
     run = tmp_path / "run"
@@ -348,8 +347,8 @@ def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one
 def look_at_what_cannot_be_read(device, run):
     import torch.distributed as dist
 
+    from qurl_megatron.checkpoints import integrity
     from qurl_megatron.training.newest import newest_whole
-    from qurl_megatron.weights import integrity
 
     def fail(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.checkpoints import HfReader, open_checkpoint
+from qurl_megatron.checkpoints.job import run
+from qurl_megatron.checkpoints.to_huggingface import to_huggingface
+from qurl_megatron.checkpoints.to_megatron import to_megatron
 from qurl_megatron.config import ModelConfig, ParallelConfig
-from qurl_megatron.convert.job import run
-from qurl_megatron.convert.to_huggingface import to_huggingface
-from qurl_megatron.convert.to_megatron import to_megatron
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.training.state import TrainState, latest
-from qurl_megatron.weights import HfReader, open_checkpoint
 from tests.cases import all_but
 from tests.distributed.test_model import LAYOUTS, forward, hf_logits
 from tests.distributed.test_policy import build, recipe, whole
@@ -30,7 +30,7 @@ def check_logits(
     """Load ``converted`` as any user of megatron-core does, knowing nothing of this package."""
     from megatron.core import dist_checkpointing
 
-    from qurl_megatron.model.build import build_model, transformer_config
+    from qurl_megatron.actor.build import build_model, transformer_config
 
     with megatron_runtime(parallel) as ranks:
         arch = read_arch(read_config(hf))

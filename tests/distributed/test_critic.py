@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import Axis, megatron_runtime
 from qurl_megatron.config import CriticConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import merge, values
-from qurl_megatron.runtime.megatron import Axis, megatron_runtime
 from tests.cases import all_but
 from tests.distributed.test_policy import gradient, joined, recipe, relative
 from tests.support.models import as_stored, random_samples, tiny_checkpoint
@@ -35,7 +35,7 @@ HEAD = ("output_layer.weight", "output_layer.bias")
 
 def build(config, ranks, critic=FAST, *, head=True):
     """A critic, with a head that is not zero, so that its body has a gradient."""
-    from qurl_megatron.model.critic import Critic
+    from qurl_megatron.actor.critic import Critic
 
     built = Critic.build(config.model, config.parallel, critic, config.optimizer, ranks)
     if head and ranks.last_stage:
@@ -80,9 +80,9 @@ def minibatch(ranks, number: int, *, packed: bool = False) -> list:
 
 def named(critic, read=None):
     """A critic's weights by Hugging Face name, its head's by Megatron's; for ``joined``."""
-    from qurl_megatron.model.build import parameter_ops
+    from qurl_megatron.actor.build import parameter_ops
+    from qurl_megatron.checkpoints import open_checkpoint
     from qurl_megatron.tensors.slice import Shard
-    from qurl_megatron.weights import open_checkpoint
 
     ranks = critic.ranks
     arch = open_checkpoint(critic.folder).arch
@@ -274,8 +274,8 @@ def test_a_body_of_another_checkpoint_is_exact_in_fp32_and_not_folded(family, ba
 
     from safetensors.torch import load_file, save_file
 
+    from qurl_megatron.checkpoints import fold_uaq
     from qurl_megatron.tensors.arch import read_config
-    from qurl_megatron.weights import fold_uaq
 
     policy = tiny_checkpoint(tmp_path / "policy", "qwen2")
     body = tiny_checkpoint(tmp_path / "body", family)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import (
     AlgoConfig,
     DataConfig,
@@ -20,7 +21,6 @@ from qurl_megatron.config import (
     TrainConfig,
 )
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.runtime.megatron import megatron_runtime
 from tests.support.models import random_samples
 from tests.support.ranks import BACKENDS, run_on_ranks
 

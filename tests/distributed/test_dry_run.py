@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import (
     AlgoConfig,
     DataConfig,
@@ -16,7 +17,6 @@ from qurl_megatron.config import (
     TrainConfig,
 )
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.training.dry_run import dry_run
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
@@ -58,8 +58,8 @@ def what_is_held(model) -> dict[str, int]:
 
 
 def train_once_and_count(device, config: RunConfig, folder: Path) -> None:
-    from qurl_megatron.model.critic import Critic
-    from qurl_megatron.model.policy import Policy
+    from qurl_megatron.actor.critic import Critic
+    from qurl_megatron.actor.policy import Policy
     from qurl_megatron.observe.metrics import Timer
     from qurl_megatron.training.step import improve
 

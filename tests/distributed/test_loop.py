@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.runtime.megatron import megatron_runtime
 from tests.distributed.test_policy import recipe
 from tests.support.ranks import run_on_ranks
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.checkpoints import HfReader
 from qurl_megatron.config import ModelConfig, ParallelConfig
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.weights import HfReader
 from tests.cases import all_but
 from tests.support.models import FAMILIES, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
@@ -26,7 +26,7 @@ def hf_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 def megatron_logits(device, folder, parallel, uaq_scale, ids) -> torch.Tensor | None:
-    from qurl_megatron.model.build import build_model, load_weights, transformer_config
+    from qurl_megatron.actor.build import build_model, load_weights, transformer_config
 
     with megatron_runtime(parallel) as ranks:
         arch = read_arch(read_config(folder))
@@ -145,7 +145,7 @@ def test_probabilities_of_experts_sum_to_less_than_one_where_the_config_says_so(
 
 
 def test_experts_split_over_ranks_without_sequence_parallelism_are_refused(tmp_path):
-    from qurl_megatron.model.build import transformer_config
+    from qurl_megatron.actor.build import transformer_config
 
     arch = read_arch(read_config(tiny_checkpoint(tmp_path, "qwen3_moe")))
     parallel = ParallelConfig(tensor=2, sequence=False)
@@ -154,7 +154,7 @@ def test_experts_split_over_ranks_without_sequence_parallelism_are_refused(tmp_p
 
 
 def check_checkpoint_keys(device, folder, expected) -> None:
-    from qurl_megatron.model.build import build_model, transformer_config
+    from qurl_megatron.actor.build import build_model, transformer_config
 
     parallel = ParallelConfig()
     with megatron_runtime(parallel) as ranks:
@@ -204,7 +204,7 @@ def test_checkpoints_use_the_keys_of_transformer_engine(family, mlp, backend, tm
 
 
 def check_embedding(device, folder, ids, expected_BSH) -> None:
-    from qurl_megatron.model.build import build_model, load_weights, transformer_config
+    from qurl_megatron.actor.build import build_model, load_weights, transformer_config
 
     parallel = ParallelConfig()
     with megatron_runtime(parallel) as ranks:

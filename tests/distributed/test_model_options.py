@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.checkpoints import HfReader
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.weights import HfReader
 from tests.distributed.test_model import forward
 from tests.distributed.test_policy import (
     ALGO,
@@ -30,7 +30,7 @@ PARAMETERS_A_BUCKET = 5_000  # of some 60,000: the tiny model goes in one otherw
 def train_in_buckets(device, config, samples, out: Path) -> None:
     from functools import partial
 
-    from qurl_megatron.model import trained
+    from qurl_megatron.actor import trained
 
     plain = trained.DistributedDataParallelConfig
     trained.DistributedDataParallelConfig = partial(plain, bucket_size=PARAMETERS_A_BUCKET)
@@ -98,7 +98,7 @@ def test_after_an_update_every_rank_has_all_new_weights(backend, tmp_path):
 
 def check_output(device, folder, parallel, ids) -> None:
     """FP32 logits are what BF16 logits are rounded from."""
-    from qurl_megatron.model.build import build_model, load_weights, transformer_config
+    from qurl_megatron.actor.build import build_model, load_weights, transformer_config
 
     with megatron_runtime(parallel) as ranks:
         arch = read_arch(read_config(folder))

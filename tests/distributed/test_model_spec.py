@@ -6,8 +6,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from qurl_megatron.model import spec
-from qurl_megatron.model.aligned import Align, AlignedColumn, AlignedRow
+from qurl_megatron.actor import spec
+from qurl_megatron.actor.aligned import Align, AlignedColumn, AlignedRow
 
 
 def as_builder(given):

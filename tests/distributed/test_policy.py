@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.reference import Reference
 from qurl_megatron.config import (
     AlgoConfig,
     DataConfig,
@@ -19,8 +21,6 @@ from qurl_megatron.config import (
     TrainConfig,
 )
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.model.reference import Reference
-from qurl_megatron.runtime.megatron import megatron_runtime
 from tests.cases import all_but
 from tests.support.models import (
     FAMILIES,
@@ -58,7 +58,7 @@ def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, *
 
 
 def build(config: RunConfig, ranks, **kwargs):
-    from qurl_megatron.model.policy import Policy
+    from qurl_megatron.actor.policy import Policy
     from qurl_megatron.training.alignment import alignment
 
     align = alignment(config, ranks.device)
@@ -237,8 +237,8 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
 ):
     from safetensors.torch import load_file
 
+    from qurl_megatron.checkpoints import fold_uaq
     from qurl_megatron.tensors.arch import read_config
-    from qurl_megatron.weights import fold_uaq
 
     folder = tiny_checkpoint(tmp_path / "model", family)
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)

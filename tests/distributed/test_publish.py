@@ -6,15 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.checkpoints import fold_uaq
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.quant import quantize, rounding_of
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights import fold_uaq
 from qurl_megatron.wire.manifest import Manifest, read_version
 from tests.distributed.test_policy import build, recipe
 from tests.publishing import KeepsVersions

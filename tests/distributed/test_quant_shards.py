@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize, rounding_of
 from tests.support.ranks import run_on_ranks
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.runtime import megatron
+from qurl_megatron.actor import megatron
 from tests.support.ranks import GROUPS, RankError, run_on_ranks
 
 

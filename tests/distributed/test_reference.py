@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.reference import Reference
 from qurl_megatron.algo import k3
+from qurl_megatron.checkpoints.integrity import damaged, read_record
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.model.reference import Reference
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.training.state import TrainState, latest
-from qurl_megatron.weights.integrity import damaged, read_record
 from tests.distributed.test_policy import build, recipe, whole
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
@@ -96,9 +96,9 @@ def check_same_weights(device, config, reference) -> None:
 def test_before_any_update_the_divergence_from_the_same_weights_is_exactly_zero(
     where, backend, tmp_path
 ):
-    from qurl_megatron.convert.job import run
-    from qurl_megatron.convert.to_megatron import to_megatron
-    from qurl_megatron.weights import open_checkpoint
+    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.job import run
+    from qurl_megatron.checkpoints.to_megatron import to_megatron
 
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     path = ""

@@ -11,17 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qurl_megatron.actor import cpu, megatron
+from qurl_megatron.actor.megatron import RankLost, kept_on_lead, megatron_runtime, on_lead, share
 from qurl_megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.runtime import cpu, filesystem, launch, megatron
-from qurl_megatron.runtime.megatron import (
-    RankLost,
-    kept_on_lead,
-    megatron_runtime,
-    on_lead,
-    share,
-)
+from qurl_megatron.kit import filesystem, launch
+from qurl_megatron.kit.errors import ConfigError, Interrupted
 from tests.support.ranks import run_on_ranks
 from tests.waiting import wait_until
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import ModelConfig, ParallelConfig, TrainConfig
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.cases import all_but
 from tests.distributed import test_checkpoint, test_critic, test_model, test_packing, test_publish
@@ -52,7 +52,7 @@ ATTENTION = {
 
 
 def check_names(device, folder, expected) -> None:
-    from qurl_megatron.model.build import build_model, transformer_config
+    from qurl_megatron.actor.build import build_model, transformer_config
     from tests.support.transformer_engine.layers import LayerNormLinear
 
     parallel = ParallelConfig()
@@ -160,7 +160,7 @@ def test_sequences_that_lie_end_to_end_train_as_padded_ones_do(
 def test_masters_hold_the_exact_folded_checkpoint(family, backend, tmp_path):
     from safetensors.torch import load_file
 
-    from qurl_megatron.weights import fold_uaq
+    from qurl_megatron.checkpoints import fold_uaq
 
     folder = tiny_checkpoint(tmp_path / "model", family)
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import AlgoConfig, OptimizerConfig, QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
-from qurl_megatron.runtime.megatron import megatron_runtime
 from qurl_megatron.training.dry_run import dry_run
 from qurl_megatron.training.state import TrainState, latest
 from tests.cases import all_but
@@ -64,8 +64,8 @@ def go_through_all(device, config, out: Path) -> None:
 
 
 def _build(phase, config, ranks):
-    from qurl_megatron.model.critic import Critic
-    from qurl_megatron.model.policy import Policy
+    from qurl_megatron.actor.critic import Critic
+    from qurl_megatron.actor.policy import Policy
 
     with phase("build"):
         policy = Policy.build(config.model, config.parallel, config.optimizer, ranks)
@@ -139,7 +139,7 @@ def count_waits(device, config, out: Path) -> None:
     """How often the host waits for the GPU in one update, by the number of its microbatches."""
     import emulated_cuda
 
-    from qurl_megatron.model.policy import Policy
+    from qurl_megatron.actor.policy import Policy
     from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.runtime.megatron import megatron_runtime
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import MANIFEST, Manifest
 from tests.disks import exhaust_names, fill, small_disk

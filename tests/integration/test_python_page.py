@@ -10,7 +10,7 @@ import pytest
 
 import qurl_megatron as qurl
 from qurl_megatron.config import load
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/python.md").read_text(encoding="utf-8")

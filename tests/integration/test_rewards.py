@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.weights.integrity import refuse_damaged
+from qurl_megatron.checkpoints.integrity import refuse_damaged
 from tests.rewards import reward_server
 from tests.runs import QURL, Run, make_recipe
 

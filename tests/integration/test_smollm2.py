@@ -3,12 +3,12 @@ Megatron."""
 
 import pytest
 
+from qurl_megatron.checkpoints import HfReader
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.smollm2 import convert
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights import HfReader
 from tests.distributed import test_convert
 from tests.distributed.test_model import check_logits, hf_logits
 from tests.plain_transformers import Answer, answers

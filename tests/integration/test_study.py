@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from qurl_megatron.study.runner import at_work
+from qurl_megatron.evaluation.runner import at_work
 from tests.runs import RECIPE
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.data.tokenizer import Tokenizer
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.training.rescore import rescore
+from qurl_megatron.evaluation.rescore import rescore
+from qurl_megatron.kit.errors import ConfigError
 from tests.integration.test_train import RECIPE, metrics, qurl
 
 CALCULATOR = Path(__file__).parents[2] / "launch/environments/calculator.py"

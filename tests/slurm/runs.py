@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from qurl_megatron.observe.clock import now
+from qurl_megatron.cluster import folder
+from qurl_megatron.kit.clock import now
 from qurl_megatron.observe.sinks import read_metrics
-from qurl_megatron.slurm import folder
 from tests.slurm.conftest import User
 
 STEPS = 16

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.slurm import folder, pace
-from qurl_megatron.slurm.verdict import NO_PROGRESS
+from qurl_megatron.cluster import folder, pace
+from qurl_megatron.cluster.verdict import NO_PROGRESS
 from qurl_megatron.training.state import TrainState, latest
 from tests.disks import fill, small_disk
 from tests.slurm.conftest import User

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.slurm import folder
+from qurl_megatron.cluster import folder
 from tests.slurm.cluster import NODES
 from tests.slurm.conftest import User
 from tests.slurm.runs import (

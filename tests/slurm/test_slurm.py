@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.slurm import folder
-from qurl_megatron.slurm.ready import FOLDER, READY
+from qurl_megatron.checkpoints.integrity import refuse_damaged
+from qurl_megatron.cluster import folder
+from qurl_megatron.cluster.ready import FOLDER, READY
 from qurl_megatron.training.state import TrainState, latest
-from qurl_megatron.weights.integrity import refuse_damaged
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, User
 from tests.slurm.runs import (

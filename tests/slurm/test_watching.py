@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.cluster import folder
 from qurl_megatron.observe.hours import hours_of
 from qurl_megatron.observe.sinks import read_metrics
-from qurl_megatron.slurm import folder
 from tests.slurm.conftest import ROOT, SMALL, User
 from tests.slurm.runs import ONE_RANK
 

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from qurl_megatron.runtime.launch import FORK_SERVER
+from qurl_megatron.kit.launch import FORK_SERVER
 
 BACKENDS = ["gloo"] + (["nccl"] if torch.cuda.device_count() else [])
 
 # Imported once by the server that forks the ranks; importing Megatron again takes 6 s a rank. Ours
 # comes first: it keeps from Megatron what only GPUs can run.
-PRELOAD = ("torch.distributed", "qurl_megatron.model", "qurl_megatron.training.step")
+PRELOAD = ("torch.distributed", "qurl_megatron.actor", "qurl_megatron.training.step")
 
 ENVIRONMENT = {
     "gloo": {"CUDA_VISIBLE_DEVICES": ""},

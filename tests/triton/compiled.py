@@ -16,7 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qurl_megatron.fused import channels, vocabulary
+from qurl_megatron.algo import fused_vocabulary as vocabulary
+from qurl_megatron.quant import fused_channels as channels
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 FORMATS = {"bf16": "*bf16", "fp32": "*fp32"}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.fused import SWITCH, has_kernels_for
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.fused import SWITCH, has_kernels_for
 from qurl_megatron.quant import quantize, rounding_of
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -91,7 +91,7 @@ def test_every_bfloat16_that_fits(device, scheme):
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", FORMATS[:2])
 def test_rows_too_long_for_one_pass_give_the_same(device, dtype, scheme, monkeypatch):
-    from qurl_megatron.fused import channels
+    from qurl_megatron.quant import fused_channels as channels
 
     weight = torch.randn(3, channels.HELD + 17, generator=torch.Generator().manual_seed(0))
     weight[1] = 0
@@ -104,7 +104,7 @@ def test_rows_too_long_for_one_pass_give_the_same(device, dtype, scheme, monkeyp
 @pytest.mark.parametrize("dim", [None, 0, 1])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_kernels_draw_what_torch_draws(device, scheme, dim, passes, monkeypatch):
-    from qurl_megatron.fused import channels
+    from qurl_megatron.quant import fused_channels as channels
 
     if passes == 2:
         monkeypatch.setattr(channels, "HELD_DRAWN", 0)
@@ -123,7 +123,7 @@ def test_the_kernels_draw_what_torch_draws(device, scheme, dim, passes, monkeypa
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_inf_and_nan_are_refused(device, scheme, bad, passes, monkeypatch):
-    from qurl_megatron.fused import channels
+    from qurl_megatron.quant import fused_channels as channels
 
     if passes == 2:
         monkeypatch.setattr(channels, "HELD", 0)
@@ -144,7 +144,7 @@ def test_slices_and_transposes_give_what_their_copies_give(device, scheme):
 
 
 def test_the_kernels_are_what_runs_unless_they_are_switched_off(device, monkeypatch):
-    from qurl_megatron.fused import channels
+    from qurl_megatron.quant import fused_channels as channels
 
     calls = []
     kernel = channels.quantize_rows

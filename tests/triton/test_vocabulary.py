@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qurl_megatron.algo import token_log_probs
-from qurl_megatron.fused import SWITCH
+from qurl_megatron.kit.fused import SWITCH
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = 6
@@ -14,7 +14,7 @@ TOKENS = 6
 
 @pytest.fixture(params=[16, 4096])
 def block(request, device, monkeypatch) -> int:
-    from qurl_megatron.fused import vocabulary
+    from qurl_megatron.algo import fused_vocabulary as vocabulary
 
     monkeypatch.setattr(vocabulary, "BLOCK", request.param)
     return request.param
@@ -135,7 +135,7 @@ def test_padding_of_any_width_gets_no_gradient(block, device):
 
 
 def test_the_kernels_are_what_runs_unless_they_are_switched_off(device, monkeypatch):
-    from qurl_megatron.fused import vocabulary
+    from qurl_megatron.algo import fused_vocabulary as vocabulary
 
     calls = []
     for name in ("shard_sums", "write_gradient"):

@@ -13,6 +13,7 @@ from qurl_megatron.schemes import SCHEMES
 ROOT = Path(qurl_megatron.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 README = ROOT.parent / "README.md"
+KERNELS = {"qurl_megatron.algo.fused_vocabulary", "qurl_megatron.quant.fused_channels"}
 BELOW_ALL = "engines.kinds"  # a table, which keys of the configuration read
 
 
@@ -64,7 +65,7 @@ def test_imports_point_downwards(file):
 
 
 def test_algorithms_and_quantizers_are_pure():
-    allowed = {"algo", "quant", "fused", "schemes", "types", "errors"}
+    allowed = {"algo", "quant", "kit", "schemes", "types"}
     for file in [*ROOT.glob("algo/*.py"), *ROOT.glob("quant/*.py")]:
         for module in imports(file):
             top = module.split(".")[0]
@@ -76,51 +77,52 @@ def test_rollout_knows_no_megatron_and_the_model_no_engine():
     for room in ("wire", "engines", "fleet"):
         for file in ROOT.glob(f"{room}/**/*.py"):
             assert not any(m.startswith("megatron") for m in imports(file)), file
-    for file in ROOT.glob("model/*.py"):
+    for file in ROOT.glob("actor/*.py"):
         assert not any(m.startswith(("sglang", "qurl_megatron.engines")) for m in imports(file))
 
 
 def test_what_travels_into_an_engine_imports_next_to_nothing():
     """SGLang's environment has no Megatron, and none of what only a trainer needs."""
     packages = {"torch", "numpy", "orjson", "safetensors", "xxhash"}
-    ours = {"disk", "errors", "tensors", "wire"}
-    helpers = {f"runtime.{name}" for name in ("children", "filesystem", "network", "undertaker")}
+    ours = {"tensors", "wire"}
+    names = ("children", "disk", "errors", "filesystem", "network", "undertaker")
+    helpers = {f"kit.{name}" for name in names}
     for file in ROOT.glob("wire/*.py"):
         for module in imports(file):
             name = module.removeprefix("qurl_megatron").removeprefix(".")
             if module.startswith("qurl_megatron"):
-                known = not name or part(module) in ours or name in helpers | {"runtime"}
+                known = not name or part(module) in ours or name in helpers | {"kit"}
             else:
                 known = module.split(".")[0] in packages | sys.stdlib_module_names
             assert known, f"{file}: {module}"
     for name in helpers:
         for module in imports(ROOT / f"{name.replace('.', '/')}.py"):
             known = module.split(".")[0] in sys.stdlib_module_names
-            assert known or module == "qurl_megatron.errors", f"{name}: {module}"
+            assert known or module == "qurl_megatron.kit.errors", f"{name}: {module}"
 
 
 def test_only_commands_and_the_training_see_a_whole_recipe():
     for file in FILES:
-        may = ("cli.py", "config", "plan", "run.py", "slurm", "training")
+        may = ("cli.py", "config", "plan", "run.py", "cluster", "training")
         if file.relative_to(ROOT).parts[0] in may:
             continue
         assert "RunConfig" not in file.read_text(encoding="utf-8"), file
 
 
 def test_nothing_is_measured_with_a_clock_that_can_be_set():
-    for file in set(FILES) - {ROOT / "observe/clock.py"}:
+    for file in set(FILES) - {ROOT / "kit/clock.py"}:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             set_by_hand = isinstance(node, ast.Attribute) and ast.unparse(node) == "time.time"
-            assert not set_by_hand, f"{file}: take time.monotonic, or observe.clock.now"
+            assert not set_by_hand, f"{file}: take time.monotonic, or kit.clock.now"
 
 
 def test_triton_is_imported_by_its_kernels_alone_and_they_only_inside_functions():
     kernels = {
-        f"qurl_megatron.fused.{file.stem}"
-        for file in ROOT.glob("fused/*.py")
+        f"qurl_megatron.{file.parent.name}.{file.stem}"
+        for file in FILES
         if any(module.startswith("triton") for module in imports(file))
     }
-    assert kernels == {"qurl_megatron.fused.channels", "qurl_megatron.fused.vocabulary"}
+    assert kernels == KERNELS
     for file in FILES:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         at_once = {id(node) for node in tree.body}
@@ -129,8 +131,6 @@ def test_triton_is_imported_by_its_kernels_alone_and_they_only_inside_functions(
                 names = [alias.name for alias in node.names]
                 if isinstance(node, ast.ImportFrom):
                     names = [node.module] + [f"{node.module}.{name}" for name in names]
-                if any(name.split(".")[0] == "triton" for name in names):
-                    assert file.parent.name == "fused", file
                 assert not (kernels & set(names) and id(node) in at_once), file
 
 

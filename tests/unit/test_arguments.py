@@ -5,7 +5,7 @@ import pytest
 from qurl_megatron.cli import _parser
 from qurl_megatron.config import load
 from qurl_megatron.config.arguments import parse
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 GIVEN = ["train.steps=2", "quant.scheme=fp8"]
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from qurl_megatron.convert.backends import BACKENDS, by_modelopt, check_backend, cropped
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.checkpoints.backends import BACKENDS, by_modelopt, check_backend, cropped
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize
 from qurl_megatron.quant.export import extra_files, quantization_config, stored
 from qurl_megatron.schemes import EXPORTED
@@ -145,7 +145,7 @@ def test_a_backend_that_cannot_run_here_says_what_to_use(monkeypatch):
 
 def test_a_backend_is_imported_when_it_is_asked_for():
     code = (
-        "import sys, qurl_megatron.convert.backends\n"
+        "import sys, qurl_megatron.checkpoints.backends\n"
         "assert not {'modelopt', 'transformer_engine'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ from qurl_megatron.bench import command, machine_limits, quantize, random_model
 from qurl_megatron.bench.options import BENCHMARKS, REMOVED
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure, read
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 QUANTIZE = ["bench", "quantize", "--model", "tiny", "--dtype", "float32", "--device", "cpu"]
 

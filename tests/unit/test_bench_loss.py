@@ -7,7 +7,7 @@ import pytest
 
 from qurl_megatron.bench import loss
 from qurl_megatron.bench.options import BENCHMARKS, add_options
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 
 def options(*given: str) -> argparse.Namespace:

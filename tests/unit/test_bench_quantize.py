@@ -4,10 +4,11 @@ import os
 import pytest
 import torch
 
-from qurl_megatron import fused, quant
+from qurl_megatron import quant
 from qurl_megatron.bench import quantize
 from qurl_megatron.bench.options import BENCHMARKS, add_options
 from qurl_megatron.bench.quantize import run
+from qurl_megatron.kit import fused
 
 
 def cases(*given: str) -> dict:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, read
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 
 def speed(**given) -> Figure:

@@ -21,8 +21,8 @@ from qurl_megatron.bench.rollout_engines import (
 )
 from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, Publication, TimedAnswer
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.wire.manifest import Manifest, read_version
 

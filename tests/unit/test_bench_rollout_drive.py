@@ -16,8 +16,8 @@ from qurl_megatron.bench import load_figures
 from qurl_megatron.bench.drive import PROTOCOLS, DrivenLoad, Publishing
 from qurl_megatron.bench.rollout_engines import read_look
 from qurl_megatron.bench.rollout_load import Ask
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineClient, EngineError
+from qurl_megatron.kit.errors import ConfigError
 
 
 class Streams:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qurl_megatron.bench.rollout_load import groups, long_tailed, recorded, serial_digits
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 
 @pytest.mark.parametrize("mean, sigma, longest", [(64, 1.0, 256), (300, 1.5, 8192), (3, 0.5, 9)])

@@ -21,7 +21,7 @@ from qurl_megatron.bench.step import (
     read_run,
     smallest,
 )
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
 SETTINGS = """

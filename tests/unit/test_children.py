@@ -9,9 +9,9 @@ import pytest
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet.process import EngineProcess
+from qurl_megatron.kit.children import expandable_segments, job_cores, without_launcher
+from qurl_megatron.kit.place import ranks_here
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.runtime.children import expandable_segments, job_cores, without_launcher
-from qurl_megatron.runtime.place import ranks_here
 
 TORCHRUN = {
     "RANK": "0",

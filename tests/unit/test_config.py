@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import changes, from_elsewhere, load, refused, to_toml
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import simulation
 
 RECIPE = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[rollout]\nsamples_per_prompt = 8\n'

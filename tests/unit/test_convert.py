@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qurl_megatron.convert.anykind import open_any
-from qurl_megatron.convert.diff import differences
-from qurl_megatron.convert.job import (
+from qurl_megatron.checkpoints import HfReader, fold_uaq, open_checkpoint
+from qurl_megatron.checkpoints.anykind import open_any
+from qurl_megatron.checkpoints.diff import differences
+from qurl_megatron.checkpoints.job import (
     MANIFEST,
     ConversionJob,
     partial_folder,
@@ -21,16 +22,15 @@ from qurl_megatron.convert.job import (
     run,
     verify,
 )
-from qurl_megatron.convert.quantized_export import to_quantized
-from qurl_megatron.convert.to_huggingface import to_huggingface
-from qurl_megatron.convert.to_megatron import to_megatron
-from qurl_megatron.convert.workers import Workers
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.checkpoints.quantized_export import to_quantized
+from qurl_megatron.checkpoints.shapes import hf_shapes, parameter_count
+from qurl_megatron.checkpoints.to_huggingface import to_huggingface
+from qurl_megatron.checkpoints.to_megatron import to_megatron
+from qurl_megatron.checkpoints.torch_dist import TorchDistReader
+from qurl_megatron.checkpoints.workers import Workers
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_config
-from qurl_megatron.weights import HfReader, fold_uaq, open_checkpoint
-from qurl_megatron.weights.shapes import hf_shapes, parameter_count
-from qurl_megatron.weights.torch_dist import TorchDistReader
 from tests.support.models import FAMILIES, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qurl_megatron.convert.job import partial_folder
+from qurl_megatron.checkpoints.job import partial_folder
+from qurl_megatron.checkpoints.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.weights.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
 from tests.support.models import tiny_checkpoint
 
 TOOLS = Path(__file__).parents[2] / "checkpoints_tools"

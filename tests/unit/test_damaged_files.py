@@ -20,11 +20,15 @@ import pytest
 import torch
 from hypothesis import given
 
+from qurl_megatron.checkpoints.hf_reader import INDEX, HfReader
+from qurl_megatron.checkpoints.integrity import RECORD, read_record, write_record, wrong_size
+from qurl_megatron.checkpoints.job import MANIFEST, read_manifest, verify
+from qurl_megatron.checkpoints.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
+from qurl_megatron.checkpoints.uaq import folded_scale
 from qurl_megatron.cli import main
 from qurl_megatron.config import DataConfig, load, to_toml
-from qurl_megatron.convert.job import MANIFEST, read_manifest, verify
 from qurl_megatron.data.questions import training_questions
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.sinks import JsonlSink, read_metrics
 from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.quant.export import read_quantization
@@ -32,10 +36,6 @@ from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.training.rollout_file import read_rollouts
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
-from qurl_megatron.weights.hf_reader import INDEX, HfReader
-from qurl_megatron.weights.integrity import RECORD, read_record, write_record, wrong_size
-from qurl_megatron.weights.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
-from qurl_megatron.weights.uaq import folded_scale
 from qurl_megatron.wire import manifest
 from tests.fuzz import damaged, damaged_bytes, examples
 
@@ -417,9 +417,9 @@ def test_a_table_on_a_disk_that_fails_is_not_called_damaged(megatron, tmp_path):
 READS_IN_SMALL_ROOM = """
 import resource, sys, psutil
 from pathlib import Path
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.weights.torch_dist import TorchDistReader
+from qurl_megatron.checkpoints.torch_dist import TorchDistReader
 reader, size = TorchDistReader(Path(sys.argv[1])), int(sys.argv[2])
 room = psutil.Process().memory_info().vms + size // 4
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
@@ -450,7 +450,7 @@ def test_a_record_finds_every_kind_of_damage(place):
     @given(content=damaged_bytes((folder / "a").read_bytes()))
     @examples(200)
     def check(content):
-        from qurl_megatron.weights.integrity import damaged as found
+        from qurl_megatron.checkpoints.integrity import damaged as found
 
         before = (folder / "a").read_bytes()
         put(folder / "a", content)

@@ -8,7 +8,7 @@ import pytest
 
 from qurl_megatron.config import DataConfig
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 
 class Letters:

@@ -10,7 +10,7 @@ import pytest
 from qurl_megatron.config import DataConfig
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 ROWS = [{"prompt": "1 + 1 =", "answer": "2", "level": 3}, {"prompt": "x — y", "answer": "-7"}]
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.errors import Unscored
+from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.types import Prompt, Sample, in_a_row
 from tests.support.models import random_samples
 

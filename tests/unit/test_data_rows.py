@@ -15,8 +15,8 @@ from qurl_megatron.config import DataConfig
 from qurl_megatron.config.load import build
 from qurl_megatron.data.questions import training_questions
 from qurl_megatron.data.rows import Columns, changed_files, checksum_of, read_file
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation.benchmarks import read_benchmarks
+from qurl_megatron.kit.errors import ConfigError
 from tests.datasets import SYSTEM, slime_lines, verl_table
 
 SUMS = [("1 + 1 =", "2"), ("2 + 3 =", "5")]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import example_of
 from qurl_megatron.training.warmstart import build_tokenizer
 from qurl_megatron.types import Prompt, Sample

@@ -1,6 +1,6 @@
 import pytest
 
-from qurl_megatron.disk import lock, write_whole
+from qurl_megatron.kit.disk import lock, write_whole
 
 
 def test_a_file_that_cannot_be_written_whole_is_left_as_it_was_with_nothing_beside_it(tmp_path):

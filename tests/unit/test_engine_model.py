@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qurl_megatron.convert.job import run
-from qurl_megatron.convert.quantized_export import to_quantized
+from qurl_megatron.checkpoints.job import run
+from qurl_megatron.checkpoints.quantized_export import to_quantized
+from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.read_weights import read_weights
-from qurl_megatron.engines.session import UpdateEnd
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import FORMATS
 from qurl_megatron.tensors.arch import (
     Arch,
@@ -23,9 +23,9 @@ from qurl_megatron.tensors.arch import (
 )
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights.source import open_checkpoint
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Message
+from qurl_megatron.wire.session import UpdateEnd
 from tests.unit.engine_models import (
     CPU,
     TINY,

@@ -1,12 +1,6 @@
 import torch
 
-from qurl_megatron.engines.embedded.sampling import (
-    SamplingState,
-    blocks,
-    draw,
-    sample,
-    uniform,
-)
+from qurl_megatron.engines.embedded.sampling import SamplingState, blocks, draw, sample, uniform
 
 
 def state(

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
+from qurl_megatron.actor import env
 from qurl_megatron.config import ParallelConfig
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import env
+from qurl_megatron.kit.errors import ConfigError
 
 
 @pytest.fixture

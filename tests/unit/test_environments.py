@@ -9,10 +9,10 @@ import pytest
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward, RolloutConfig
-from qurl_megatron.environments import EnvironmentPool, check_environment
-from qurl_megatron.environments.environment_worker import call, make_environment
-from qurl_megatron.errors import ConfigError, Unscored
+from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
+from qurl_megatron.rewards.environment_pool import EnvironmentPool, check_environment
+from qurl_megatron.rewards.environment_worker import call, make_environment
 from qurl_megatron.rewards.pool import items_of
 from tests.environments import write_classes
 from tests.support.models import random_samples

@@ -20,7 +20,6 @@ from qurl_megatron.cli import main
 from qurl_megatron.config.sections import MixedReward, RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer as Words
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, tally_of
 from qurl_megatron.evaluation.benchmarks import Problem, ProblemSet, read_benchmarks
@@ -29,6 +28,7 @@ from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_mean
 from qurl_megatron.evaluation.evaluate import as_prompts, fingerprint
 from qurl_megatron.evaluation.options import Defaults, add_options
 from qurl_megatron.fleet.collect import NEUTRAL, sample_seed
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import quantization_config
 from tests.support.fake_engine import FakeEngine, token_at
 

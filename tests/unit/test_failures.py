@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe import failures
 from qurl_megatron.observe.failures import FOLDER, Whereabouts, keep, kept, read_failures
 from qurl_megatron.observe.metrics import Timer
@@ -49,8 +49,8 @@ def test_a_folder_that_cannot_be_written_hides_no_failure(tmp_path, monkeypatch)
 
 
 def test_a_mistake_before_there_are_ranks_is_kept_too(tmp_path, monkeypatch):
-    from qurl_megatron.slurm import folder, task
-    from qurl_megatron.slurm.cluster import ClusterConfig
+    from qurl_megatron.cluster import folder, task
+    from qurl_megatron.cluster.cluster import ClusterConfig
 
     monkeypatch.setattr(task, "stop_on_usr1", lambda _: None)  # it would block SIGUSR1 in pytest
     monkeypatch.setenv(FOLDER, str(tmp_path))

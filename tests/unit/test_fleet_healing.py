@@ -16,7 +16,6 @@ import torch
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS
-from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet import process, supervisor
 from qurl_megatron.fleet.client import EngineError
@@ -24,6 +23,7 @@ from qurl_megatron.fleet.collect import collect, greedy
 from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.membership import WrongEntry, read_members
+from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.types import Prompt
 from tests.publishing import publish
 from tests.support.fake_engine import FakeEngine

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from qurl_megatron import cli
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet import fleet_status
 from qurl_megatron.fleet.client import EngineClient
+from qurl_megatron.kit.errors import ConfigError
 from tests.support.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S, wait_until
 

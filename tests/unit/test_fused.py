@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qurl_megatron import fused
-from qurl_megatron.fused import SWITCH, has_kernels_for
+from qurl_megatron.kit import fused
+from qurl_megatron.kit.fused import SWITCH, has_kernels_for
 
 
 @pytest.fixture

@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.runtime import launch, megatron, muster, place
-from qurl_megatron.runtime.undertaker import bury
+from qurl_megatron.actor import megatron
+from qurl_megatron.kit import launch, muster, place
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.undertaker import bury
 from tests.leftovers import Footprint
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -299,7 +300,7 @@ def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, light, tmp_path, mo
 NO_TORCH = """
 import sys
 from qurl_megatron.fleet import fleet_status
-from qurl_megatron.runtime import launch
+from qurl_megatron.kit import launch
 from qurl_megatron.training import start
 if __name__ == "__main__":
     launch.PRELOAD = []
@@ -317,7 +318,7 @@ def test_what_only_starts_ranks_or_looks_at_engines_needs_no_torch(tmp_path):
 
 IMPORTING = """
 import sys
-from qurl_megatron.runtime import launch
+from qurl_megatron.kit import launch
 if __name__ == "__main__":
     launch.PRELOAD = ["slow"]
     launch.glob.glob = lambda _: []
@@ -455,8 +456,8 @@ def settle_in(shared: Path, folder: Path) -> int:
 LAUNCHER = """
 import sys
 from pathlib import Path
-from qurl_megatron.runtime import launch, megatron
-from qurl_megatron.runtime.undertaker import bury
+from qurl_megatron.kit import launch, megatron
+from qurl_megatron.kit.undertaker import bury
 from tests.leftovers import Footprint
 from tests.unit.test_launch import settle_in
 if __name__ == "__main__":

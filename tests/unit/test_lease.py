@@ -10,11 +10,11 @@ import time
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet import supervisor, tenancy
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire import lease

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from qurl_megatron.errors import Unscored
-from qurl_megatron.runtime.line_pool import Abandoned, LinePool
+from qurl_megatron.kit.errors import Unscored
+from qurl_megatron.rewards.line_pool import Abandoned, LinePool
 from tests.waiting import PATIENCE_S, wait_until
 
 ECHO = """
 import json, pathlib, sys, time
-from qurl_megatron.runtime.line_worker import serve
+from qurl_megatron.rewards.line_worker import serve
 
 gate = json.loads(sys.argv[1])["gate"]
 while gate and not pathlib.Path(gate).exists():
@@ -40,7 +40,7 @@ def echo(pool: LinePool) -> int:
 
 STRAY = """
 import os, time
-from qurl_megatron.runtime.line_worker import serve
+from qurl_megatron.rewards.line_worker import serve
 
 pipe = os.dup(1)
 
@@ -74,7 +74,7 @@ def _number(said: object) -> int:
 
 LEAVES_ITS_GROUP = """
 import os, time
-from qurl_megatron.runtime.line_worker import serve
+from qurl_megatron.rewards.line_worker import serve
 
 def answer(asked):
     os.setpgid(0, os.getpgid(os.getppid()))

@@ -5,13 +5,13 @@ import re
 
 import pytest
 
+from qurl_megatron.checkpoints.places import find_torch_dist, safetensors_files
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
-from qurl_megatron.disk import read_json
-from qurl_megatron.errors import ConfigError, Unreadable
+from qurl_megatron.kit.disk import read_json
+from qurl_megatron.kit.errors import ConfigError, Unreadable
 from qurl_megatron.tensors.arch import arch_of, read_eos
 from qurl_megatron.training.warmstart import build_tokenizer
-from qurl_megatron.weights.places import find_torch_dist, safetensors_files
 
 CONFIG = {
     "model_type": "qwen2",

@@ -3,7 +3,7 @@
 import math
 import random
 
-from qurl_megatron.errors import CAUSES
+from qurl_megatron.kit.errors import CAUSES
 from qurl_megatron.observe.catalogue import GROUPS, known, unit
 from qurl_megatron.observe.panels import SECTIONS
 from qurl_megatron.observe.progress import FIELDS

@@ -7,16 +7,7 @@ import sys
 
 import pytest
 
-from qurl_megatron.observe import (
-    EffectiveSampleSize,
-    Max,
-    Mean,
-    Min,
-    Sum,
-    Timer,
-    merge,
-    values,
-)
+from qurl_megatron.observe import EffectiveSampleSize, Max, Mean, Min, Sum, Timer, merge, values
 from qurl_megatron.observe.metrics import Correlation, Cosine, ExplainedVariance, StdDev
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.drawing import draw_lines, smooth, thin
 from qurl_megatron.observe.history import History
 from qurl_megatron.observe.panels import COLORS, SECTIONS

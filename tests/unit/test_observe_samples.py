@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from qurl_megatron.cli import main
+from qurl_megatron.cluster.tracebacks import tracebacks
 from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.look import Wanted, chosen
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.samples import (
@@ -28,7 +29,6 @@ from qurl_megatron.observe.samples import (
     telling,
     visible,
 )
-from qurl_megatron.slurm.tracebacks import tracebacks
 from qurl_megatron.training.examples import advantages_of, kept_of
 from qurl_megatron.types import Prompt, Sample
 from tests.unit.observe_fake_run import write_fake_run

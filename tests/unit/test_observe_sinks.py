@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe import JsonlSink, TensorBoardSink, WandbSink, read_metrics
 from tests.disks import fill, small_disk
 from tests.unit.test_observe_samples import example

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.lanes import lanes_svg, recent
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline

@@ -7,18 +7,12 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.publish.routes import (
-    Layout,
-    buckets,
-    engine_part,
-    trainer_part,
-    transfers,
-)
+from qurl_megatron.checkpoints import stage_ops
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.publish.routes import Layout, buckets, engine_part, trainer_part, transfers
 from qurl_megatron.tensors.arch import Arch, Experts
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
-from qurl_megatron.weights import stage_ops
 
 BASE = Arch(
     family="qwen2",

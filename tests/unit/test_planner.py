@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.actor.memory import GIB, engine_weights
+from qurl_megatron.checkpoints.shapes import parameter_count
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.plan import rollout_time as rollouts
@@ -20,10 +22,8 @@ from qurl_megatron.plan.publish_time import publish_time
 from qurl_megatron.plan.rollout_time import DecodeRank, decode_rank, decode_step, rollout_time
 from qurl_megatron.plan.training_time import Hand, Trainer, deal_out, training_time
 from qurl_megatron.plan.workload import Workload, decay, in_turn, workload
-from qurl_megatron.sizes.memory import GIB, engine_weights
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.footprint import find_models, footprint
-from qurl_megatron.weights.shapes import parameter_count
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 

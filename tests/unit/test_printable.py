@@ -7,8 +7,8 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from qurl_megatron.errors import ConfigError, keep_secret, printable, unscored
 from qurl_megatron.fleet.answer import BadAnswer, parsed
+from qurl_megatron.kit.errors import ConfigError, keep_secret, printable, unscored
 from qurl_megatron.wire.schema import shortened
 
 HOSTILE = "\x1b]0;owned\x07 \x1b[2J \x9b31m \ud800 \u202eabc \r"

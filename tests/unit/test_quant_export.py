@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qurl_megatron.convert.job import run
-from qurl_megatron.convert.quantized_export import to_quantized
+from qurl_megatron.checkpoints import open_checkpoint
+from qurl_megatron.checkpoints.job import run
+from qurl_megatron.checkpoints.quantized_export import to_quantized
 from qurl_megatron.engines.embedded.decoder import Decoder
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.quant.export import (
     FORMATS,
@@ -28,7 +29,6 @@ from qurl_megatron.quant.export import (
 from qurl_megatron.schemes import EXPORTED
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights import open_checkpoint
 from tests.unit.engine_models import CPU, write_model
 
 COMBINATIONS = [(scheme, fmt) for fmt, layouts in FORMATS.items() for scheme in layouts]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.quant import weights as quant_weights
 from qurl_megatron.quant.formats import scheme_named

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from qurl_megatron.config import load
-from qurl_megatron.errors import ConfigError, unscored
+from qurl_megatron.evaluation.rescore import _by_engine, compared, verdict
+from qurl_megatron.kit.errors import ConfigError, unscored
 from qurl_megatron.training.fresh_scores import actor_recipe
-from qurl_megatron.training.rescore import _by_engine, compared, verdict
 from qurl_megatron.training.rollout_file import Recorded, path_of, read_rollouts, write_rollouts
 from qurl_megatron.types import Prompt, Sample
 from tests.unit.engine_models import write_model

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import ConfigError, Unscored
+from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.judge import Judge
+from qurl_megatron.rewards.line_pool import Abandoned
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
-from qurl_megatron.runtime.line_pool import Abandoned
 from tests.rewards import answered, items, numbers, reward_server
 from tests.waiting import NEVER_S, wait_until
 

@@ -13,7 +13,7 @@ import pytest
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward
-from qurl_megatron.errors import ConfigError, Unscored, unscored
+from qurl_megatron.kit.errors import ConfigError, Unscored, unscored
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.functions import call, find_function
 from qurl_megatron.rewards.item import as_score

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import RewardConfig, load
-from qurl_megatron.errors import CAUSES
+from qurl_megatron.kit.errors import CAUSES
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from tests.rewards import serving
 

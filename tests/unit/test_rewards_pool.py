@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.errors import Unscored
+from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.rewards import Item, RewardPool
 from qurl_megatron.rewards.scoring import WorkerPool
 from tests.waiting import NEVER_S, wait_until

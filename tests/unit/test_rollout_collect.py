@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy, sample_seed
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import Prompt
 from tests.names import unanswered

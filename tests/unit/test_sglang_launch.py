@@ -8,7 +8,7 @@ from qurl_megatron.cli import main
 from qurl_megatron.config import RolloutConfig
 from qurl_megatron.engines.sglang.command_line import engine_launch, server_arguments
 from qurl_megatron.engines.starting import API_KEY, Launch, Start, given_key
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

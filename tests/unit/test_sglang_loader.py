@@ -3,12 +3,12 @@ import dataclasses
 import pytest
 import torch
 
-from qurl_megatron.engines.session import UpdateEnd, pointers
 from qurl_megatron.engines.sglang.loader import SGLangWeights
 from qurl_megatron.engines.sglang.targets import targets
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of
+from qurl_megatron.wire.session import UpdateEnd, pointers
 from tests.shards import shard
 from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
 

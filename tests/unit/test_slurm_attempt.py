@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.cluster import examination, folder
+from qurl_megatron.cluster.attempt import attempt
+from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
+from qurl_megatron.cluster.ready import ROOT
+from qurl_megatron.cluster.supervise import Received
+from qurl_megatron.cluster.task import STOPPED
+from qurl_megatron.cluster.verdict import BAD_NODE, NO_PROGRESS
 from qurl_megatron.config import to_toml
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm import examination, folder
-from qurl_megatron.slurm.attempt import attempt
-from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, NodeConfig
-from qurl_megatron.slurm.ready import ROOT
-from qurl_megatron.slurm.supervise import Received
-from qurl_megatron.slurm.task import STOPPED
-from qurl_megatron.slurm.verdict import BAD_NODE, NO_PROGRESS
+from qurl_megatron.kit.errors import ConfigError
 from tests.programs import Programs
 from tests.waiting import PATIENCE_S
 
@@ -25,9 +25,9 @@ QUICK = ROOT / "launch/recipes/quickstart.toml"
 
 
 def test_the_supervisor_needs_neither_torch_nor_megatron():
-    looks = "import sys, qurl_megatron.cli, qurl_megatron.slurm.attempt, qurl_megatron.slurm.submit"
+    looks = "import sys, qurl_megatron.cli\nfrom qurl_megatron.cluster import attempt, submit\n"
     heavy = "sorted({'torch', 'megatron', 'numpy', 'psutil'} & set(sys.modules))"
-    command = [sys.executable, "-c", f"{looks}; print({heavy})"]
+    command = [sys.executable, "-c", f"{looks}print({heavy})"]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
 
 
@@ -280,7 +280,7 @@ def back_in_the_queue(restarts: int) -> str:
 def test_a_job_that_slurm_has_put_back_itself_has_failed_and_was_not_cancelled(
     slurm, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr("qurl_megatron.slurm.attempt.LINGER_S", 0.0)  # then Slurm kills it
+    monkeypatch.setattr("qurl_megatron.cluster.attempt.LINGER_S", 0.0)  # then Slurm kills it
     run_dir = submitted(tmp_path / "run")
     slurm("scontrol", back_in_the_queue(restarts=1))
     slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 143")
@@ -296,7 +296,7 @@ def test_a_job_that_slurm_has_put_back_itself_has_failed_and_was_not_cancelled(
 def test_a_job_that_slurm_puts_back_time_and_again_without_a_checkpoint_is_ended(
     slurm, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("qurl_megatron.slurm.attempt.LINGER_S", 0.0)
+    monkeypatch.setattr("qurl_megatron.cluster.attempt.LINGER_S", 0.0)
     run_dir = submitted(tmp_path / "run")
     slurm("srun", "kill -TERM $PPID; sleep 0.1; exit 143")
     slurm("scancel", "")
@@ -376,9 +376,9 @@ def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, tmp_path)
 
 
 def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("qurl_megatron.slurm.supervise.WATCH_S", 0.1)
-    monkeypatch.setattr("qurl_megatron.slurm.supervise.POLL_S", 0.05)
-    monkeypatch.setattr("qurl_megatron.slurm.supervise.STACKS_S", 0.2)
+    monkeypatch.setattr("qurl_megatron.cluster.supervise.WATCH_S", 0.1)
+    monkeypatch.setattr("qurl_megatron.cluster.supervise.POLL_S", 0.05)
+    monkeypatch.setattr("qurl_megatron.cluster.supervise.STACKS_S", 0.2)
     run_dir = submitted(tmp_path / "run", hung_s=1)
     stack = f"{run_dir}/slurm/attempts/1/stack-0.txt"
     first, second = saves(run_dir, 3), saves(run_dir, 7)
@@ -431,7 +431,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
 
 RANK = """
 import signal, subprocess, sys, time
-from qurl_megatron.slurm.task import stop_on_usr1
+from qurl_megatron.cluster.task import stop_on_usr1
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 stop_on_usr1()
 child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)

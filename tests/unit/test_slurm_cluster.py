@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.cluster.cluster import JobConfig, load_cluster
+from qurl_megatron.cluster.ready import FOLDER
 from qurl_megatron.config import to_toml
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm.cluster import JobConfig, load_cluster
-from qurl_megatron.slurm.ready import FOLDER
+from qurl_megatron.kit.errors import ConfigError
 
 
 def written(path: Path, text: str) -> Path:

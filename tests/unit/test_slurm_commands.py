@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm import commands
+from qurl_megatron.cluster import commands
+from qurl_megatron.kit.errors import ConfigError
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.cli import main
+from qurl_megatron.cluster import folder
 from qurl_megatron.observe import attempts as records
 from qurl_megatron.observe.attempts import Began, Step, tried
 from qurl_megatron.observe.hours import accepted, hours_of, split
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.sinks import Record
-from qurl_megatron.slurm import folder
 
 INFINITE = float("inf")
 

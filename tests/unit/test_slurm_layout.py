@@ -1,9 +1,9 @@
 import pytest
 
+from qurl_megatron.cluster.cluster import NodeConfig
+from qurl_megatron.cluster.layout import Allocation, Component, lay_out
 from qurl_megatron.config import ParallelConfig, RolloutConfig
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm.cluster import NodeConfig
-from qurl_megatron.slurm.layout import Allocation, Component, lay_out
+from qurl_megatron.kit.errors import ConfigError
 
 NODE = NodeConfig(gpus=8, cpus=96, memory_gib=1600)
 

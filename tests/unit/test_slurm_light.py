@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.slurm.folder import Attempt, close_attempt, open_attempt
-from qurl_megatron.slurm.ready import ROOT
+from qurl_megatron.cluster.folder import Attempt, close_attempt, open_attempt
+from qurl_megatron.cluster.ready import ROOT
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 SIZES = {

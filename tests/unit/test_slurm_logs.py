@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 
 from qurl_megatron.cli import main
+from qurl_megatron.cluster import folder
+from qurl_megatron.cluster.cause import KINDS, Evidence, Log, exit_codes, first_cause, kind_of
+from qurl_megatron.cluster.logs import section
+from qurl_megatron.cluster.tracebacks import tracebacks
 from qurl_megatron.observe.failures import Failure, read_failures
-from qurl_megatron.slurm import folder
-from qurl_megatron.slurm.cause import KINDS, Evidence, Log, exit_codes, first_cause, kind_of
-from qurl_megatron.slurm.logs import section
-from qurl_megatron.slurm.tracebacks import tracebacks
 from tests.fuzz import damaged, damaged_bytes, examples
 
 GLOO = (

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from qurl_megatron.cluster import examination, folder, measure
+from qurl_megatron.cluster.addresses import reachable
+from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
+from qurl_megatron.cluster.examination import Examination, judge, tell_apart
+from qurl_megatron.cluster.layout import lay_out
+from qurl_megatron.cluster.measure import GIB, Report
+from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm import examination, folder, measure
-from qurl_megatron.slurm.addresses import reachable
-from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig, NodeConfig
-from qurl_megatron.slurm.examination import Examination, judge, tell_apart
-from qurl_megatron.slurm.layout import lay_out
-from qurl_megatron.slurm.measure import GIB, Report
-from qurl_megatron.slurm.verdict import Decision
+from qurl_megatron.kit.errors import ConfigError
 from tests.programs import Programs
 
 # -- the verdict -----------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.cluster.offer import PAUSE_S, Offered, address_towards, prepare
+from qurl_megatron.cluster.ready import ROOT
 from qurl_megatron.config import load
 from qurl_megatron.engines.starting import Launch
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.membership import Member, read_members
 from qurl_megatron.fleet.process import EngineProcess, port_file
-from qurl_megatron.slurm.offer import PAUSE_S, Offered, address_towards, prepare
-from qurl_megatron.slurm.ready import ROOT
+from qurl_megatron.kit.errors import ConfigError
 from tests.waiting import PATIENCE_S
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"

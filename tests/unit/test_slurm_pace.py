@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from qurl_megatron.slurm.pace import MARGIN_S, SEEN_S, Pace, Stillness, mark, measured
+from qurl_megatron.cluster.pace import MARGIN_S, SEEN_S, Pace, Stillness, mark, measured
 
 
 def step(number: int, at: float, seconds: float) -> str:
@@ -55,7 +55,7 @@ def test_lines_that_are_damaged_are_not_measured(line, tmp_path):
 
 
 def test_of_a_long_file_only_its_end_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("qurl_megatron.slurm.pace.TAIL", 200)
+    monkeypatch.setattr("qurl_megatron.cluster.pace.TAIL", 200)
     (tmp_path / "metrics.jsonl").write_text("".join(step(n, n, n) for n in range(100)))
     assert measured(tmp_path, since=1e9).steps[-1] == 99.0
     assert len(measured(tmp_path, since=1e9).steps) < 5

@@ -4,20 +4,20 @@ import subprocess
 
 import pytest
 
-from qurl_megatron.config import load
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm.cluster import (
+from qurl_megatron.cluster.cluster import (
     ClusterConfig,
     ContainerConfig,
     JobConfig,
     NodeConfig,
     SiteConfig,
 )
-from qurl_megatron.slurm.jobs import tool_job, training_job
-from qurl_megatron.slurm.layout import lay_out
-from qurl_megatron.slurm.ready import FOLDER, READY, ROOT, rendered
-from qurl_megatron.slurm.script import HERE, Script, render
-from qurl_megatron.slurm.steps import inside, rollout_step, training_step
+from qurl_megatron.cluster.jobs import tool_job, training_job
+from qurl_megatron.cluster.layout import lay_out
+from qurl_megatron.cluster.ready import FOLDER, READY, ROOT, rendered
+from qurl_megatron.cluster.script import HERE, Script, render
+from qurl_megatron.cluster.steps import inside, rollout_step, training_step
+from qurl_megatron.config import load
+from qurl_megatron.kit.errors import ConfigError
 
 BIG = ROOT / "launch/recipes/grpo_qwen2.5_32b.toml"
 QUICK = ROOT / "launch/recipes/quickstart.toml"
@@ -34,7 +34,7 @@ def with_job(**values) -> ClusterConfig:
 @pytest.mark.parametrize("name", READY)
 def test_the_scripts_that_ship_are_what_render_gives(name):
     assert (FOLDER / name).read_text() == rendered(name), (
-        "python -m qurl_megatron.slurm.ready writes them again"
+        "python -m qurl_megatron.cluster.ready writes them again"
     )
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.cli import main
+from qurl_megatron.cluster import folder
+from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig
+from qurl_megatron.cluster.commands import Queued
+from qurl_megatron.cluster.status import Facts, describe, pace, render
 from qurl_megatron.config import load
 from qurl_megatron.observe.attempts import Attempt, Began, Step, Tried
 from qurl_megatron.observe.sinks import Record
-from qurl_megatron.slurm import folder
-from qurl_megatron.slurm.cluster import ClusterConfig, JobConfig
-from qurl_megatron.slurm.commands import Queued
-from qurl_megatron.slurm.status import Facts, describe, pace, render
 
 QUICK = Path(__file__).parents[2] / "launch/recipes/quickstart.toml"
 NOW = 10_000.0

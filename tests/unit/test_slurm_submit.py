@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.checkpoints.integrity import write_record
 from qurl_megatron.cli import main
-from qurl_megatron.config import load
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.slurm import checks, folder
-from qurl_megatron.slurm.cluster import (
+from qurl_megatron.cluster import checks, folder
+from qurl_megatron.cluster.cluster import (
     ClusterConfig,
     ContainerConfig,
     JobConfig,
@@ -19,9 +18,10 @@ from qurl_megatron.slurm.cluster import (
     SiteConfig,
     load_cluster,
 )
-from qurl_megatron.slurm.pace import Pace
-from qurl_megatron.slurm.ready import FOLDER, ROOT
-from qurl_megatron.weights.integrity import write_record
+from qurl_megatron.cluster.pace import Pace
+from qurl_megatron.cluster.ready import FOLDER, ROOT
+from qurl_megatron.config import load
+from qurl_megatron.kit.errors import ConfigError
 from tests.programs import Programs
 from tests.support.models import tiny_checkpoint
 

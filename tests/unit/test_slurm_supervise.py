@@ -8,8 +8,8 @@ from datetime import datetime
 import psutil
 import pytest
 
-from qurl_megatron.slurm.pace import MARGIN_S
-from qurl_megatron.slurm.supervise import (
+from qurl_megatron.cluster.pace import MARGIN_S
+from qurl_megatron.cluster.supervise import (
     ENGINES_S,
     LAST_S,
     POLL_S,
@@ -127,7 +127,7 @@ def test_engines_that_do_not_leave_are_killed_once_their_time_is_over():
 RANK = """
 import subprocess, sys, time
 from pathlib import Path
-from qurl_megatron.slurm.task import stop_on_usr1
+from qurl_megatron.cluster.task import stop_on_usr1
 stop_on_usr1(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)
 def stuck_here():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qurl_megatron.slurm import task
+from qurl_megatron.cluster import task
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 import pytest
 
-from qurl_megatron.slurm.folder import Attempt
-from qurl_megatron.slurm.task import STOPPED
-from qurl_megatron.slurm.verdict import NO_PROGRESS, Before, Decision, before, decide
+from qurl_megatron.cluster.folder import Attempt
+from qurl_megatron.cluster.task import STOPPED
+from qurl_megatron.cluster.verdict import NO_PROGRESS, Before, Decision, before, decide
 
 AGAIN, DONE, RETRY, STOP = Decision.AGAIN, Decision.DONE, Decision.RETRY, Decision.STOP
 

@@ -14,22 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qurl_megatron.checkpoints.integrity import RECORD, read_record, write_record, wrong_size
 from qurl_megatron.config import load, to_toml
 from qurl_megatron.data.questions import held_out_questions
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.evaluation import findings, study_command
+from qurl_megatron.evaluation.finished import groups, read_results, to_json
+from qurl_megatron.evaluation.greedy_accuracy import due, empty_checkpoints
+from qurl_megatron.evaluation.numbers import WINDOW, aggregate, band, collapse_step, finals, spread
+from qurl_megatron.evaluation.plan import read_study
+from qurl_megatron.evaluation.runner import at_work, claim, failures, run, share
+from qurl_megatron.evaluation.study_command import main, matching
+from qurl_megatron.evaluation.tables import TABLE_1, TABLE_4, page, table
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.history import History
 from qurl_megatron.observe.sinks import Record
-from qurl_megatron.study import command as study_command
-from qurl_megatron.study import findings
-from qurl_megatron.study.command import main, matching
-from qurl_megatron.study.finished import groups, read_results, to_json
-from qurl_megatron.study.greedy_accuracy import due, empty_checkpoints
-from qurl_megatron.study.numbers import WINDOW, aggregate, band, collapse_step, finals, spread
-from qurl_megatron.study.plan import read_study
-from qurl_megatron.study.runner import at_work, claim, failures, run, share
-from qurl_megatron.study.tables import TABLE_1, TABLE_4, page, table
 from qurl_megatron.training.state import TrainState, latest
-from qurl_megatron.weights.integrity import RECORD, read_record, write_record, wrong_size
 from tests.waiting import PATIENCE_S
 
 FAKE = (sys.executable, str(Path(__file__).with_name("study_fake_train.py")))
@@ -395,7 +394,8 @@ def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, numbe
     (root / "model").mkdir()
     behave(root, **{name: {"hold_at": 1} for name in CELLS[:2]})
     code = (
-        "import sys; from pathlib import Path; from qurl_megatron.study.command import main; "
+        "import sys; from pathlib import Path\n"
+        "from qurl_megatron.evaluation.study_command import main\n"
         f"root = Path({str(root)!r}); "
         f"sys.exit(main(root / 'study.toml', root / 'out', jobs=2, qurl={FAKE!r}))"
     )

@@ -16,9 +16,9 @@ from benchmarks.folding import (
     table,
     train,
 )
+from qurl_megatron.checkpoints import fold_uaq
+from qurl_megatron.checkpoints.uaq import takes_part
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights import fold_uaq
-from qurl_megatron.weights.uaq import takes_part
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")

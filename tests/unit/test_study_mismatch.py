@@ -12,12 +12,12 @@ from benchmarks.mismatch_page import BEGIN, END, LOSS, PAGE, kept, page, record,
 from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.evaluation.finished import groups, read_results, to_json
+from qurl_megatron.evaluation.plan import read_study
+from qurl_megatron.evaluation.runs import run_dir
+from qurl_megatron.evaluation.tables import TABLE_MISMATCH, table
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import plus_minus
-from qurl_megatron.study.finished import groups, read_results, to_json
-from qurl_megatron.study.plan import read_study
-from qurl_megatron.study.runs import run_dir
-from qurl_megatron.study.tables import TABLE_MISMATCH, table
 
 STUDIES = Path(__file__).parents[2] / "launch/studies"
 MACHINE = {"cpu": "some CPU", "cores": 2, "commit": "abc"}

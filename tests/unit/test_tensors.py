@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Experts
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.tensors.table import hf_tensor, uaq_role

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from qurl_megatron.runtime.stop import StopRequest
-from qurl_megatron.runtime.terminal import terminal
+from qurl_megatron.kit.stop import StopRequest
+from qurl_megatron.kit.terminal import terminal
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 
@@ -73,7 +73,7 @@ def test_a_lasting_command_raises_the_soft_limit_on_open_files(hard, code):
 
 TWICE = """
 import os, signal, sys, time
-from qurl_megatron.runtime.stop import StopRequest
+from qurl_megatron.kit.stop import StopRequest
 number, apart = int(sys.argv[1]), float(sys.argv[2])
 stop = StopRequest()
 os.kill(os.getpid(), number)

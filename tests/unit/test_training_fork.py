@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from qurl_megatron.checkpoints.integrity import damaged, read_record, write_record
 from qurl_megatron.config import load
 from qurl_megatron.data.rows import checksum_of
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.sinks import WANDB_ID, JsonlSink
 from qurl_megatron.observe.timeline import Timeline, read_timeline
@@ -20,7 +21,6 @@ from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
 from qurl_megatron.training.start import _prepare
 from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
-from qurl_megatron.weights.integrity import damaged, read_record, write_record
 from tests.unit.test_damaged_files import RECIPE_TEXT
 from tests.unit.test_observe_samples import example, keep
 

@@ -8,7 +8,7 @@ import pytest
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.data.rows import Question
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import simulation
 from qurl_megatron.training.inputs import check_files, describe_data, doubts, read_prompts
 from qurl_megatron.training.warmstart import build_tokenizer

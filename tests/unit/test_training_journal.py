@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from qurl_megatron.config import load
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import HELD_OUT, TRAIN, read_samples
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.timeline import read_timeline

@@ -3,7 +3,7 @@
 import pytest
 
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.too_long import (
     longest_prompt,

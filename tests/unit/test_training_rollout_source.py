@@ -8,9 +8,9 @@ import pytest
 
 from qurl_megatron.config import RewardConfig, load
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.errors import ConfigError, Interrupted
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.observe.metrics import Timer, values
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.training.rollout_metrics import from_quantized

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from qurl_megatron.actor.trained import schedule
 from qurl_megatron.config import OptimizerConfig
-from qurl_megatron.model.trained import schedule
 
 SIX = dict(lr=1.0, warmup_steps=2, decay_steps=6)  # updates, of which two warm up
 

@@ -11,8 +11,8 @@ import pytest
 
 from qurl_megatron.config import DataConfig, load
 from qurl_megatron.data.rows import checksum_of
-from qurl_megatron.errors import ConfigError
 from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.loop import _ending
 from qurl_megatron.training.sources import sources

@@ -15,20 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from qurl_megatron.config import SyncConfig
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit import undertaker
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.senders import run_token
-from qurl_megatron.runtime import undertaker
 from qurl_megatron.wire import facts
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import MANIFEST, Manifest, manifest_of, read_version
-from qurl_megatron.wire.message import (
-    Message,
-    Receipt,
-    Room,
-    checksum,
-    piece_of,
-    word_sum,
-)
+from qurl_megatron.wire.message import Message, Receipt, Room, checksum, piece_of, word_sum
 from qurl_megatron.wire.receipts import collect, leave
 from qurl_megatron.wire.shared_memory import MemorySender
 from qurl_megatron.wire.transports import open_receiver

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import facts
 from qurl_megatron.wire.group import GroupSender, host_store, join_store
 from qurl_megatron.wire.meeting import Hello, still_open

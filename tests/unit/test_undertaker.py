@@ -10,7 +10,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 BEGIN = """
 import os, pathlib, signal, subprocess, sys, time
-from qurl_megatron.runtime.undertaker import bury, spare
+from qurl_megatron.kit.undertaker import bury, spare
 def sleeper():
     return subprocess.Popen(["sleep", "600"], start_new_session=True)
 folder = pathlib.Path(sys.argv[1])
@@ -125,7 +125,7 @@ except NotADirectoryError:
 def test_without_its_undertaker_a_process_goes_on(tmp_path):
     body = """
 bury(sleeper().pid)
-from qurl_megatron.runtime import undertaker
+from qurl_megatron.kit import undertaker
 undertaker._own._process.kill()
 undertaker._own._process.wait()
 bury(sleeper().pid)

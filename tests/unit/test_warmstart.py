@@ -12,7 +12,7 @@ from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.training.warmstart import (
     accuracy,

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.checkpoints import HfReader, fold_uaq, load_parameter, stage_ops, unfold_uaq
+from qurl_megatron.checkpoints.megatron_reader import MegatronReader
+from qurl_megatron.checkpoints.ops import FusedQKV, GateUp
+from qurl_megatron.checkpoints.torch_dist import Chunk, write_chunks, write_table
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.tensors.table import HfTensor, is_quantized
-from qurl_megatron.weights import HfReader, fold_uaq, load_parameter, stage_ops, unfold_uaq
-from qurl_megatron.weights.megatron_reader import MegatronReader
-from qurl_megatron.weights.ops import FusedQKV, GateUp
-from qurl_megatron.weights.torch_dist import Chunk, write_chunks, write_table
 from tests.support.models import FAMILIES, tiny_checkpoint
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qurl_megatron.engines.embedded import kernels, native
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.products import has_fp8_hardware
 from qurl_megatron.schemes import INTEGER as CODES
 from qurl_megatron.schemes import ROLLOUT as SCHEMES
@@ -120,7 +120,7 @@ class Decoder:
             for matrix in layer.matrices:
                 matrix.pack()
 
-    # What an update asks (``engines.session.LiveWeights``).
+    # What an update asks (``wire.session.LiveWeights``).
 
     def tensor_rank(self) -> int:
         return 0

@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qurl_megatron import __version__
+from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.engines.embedded.engine import Engine
@@ -34,12 +35,11 @@ from qurl_megatron.engines.embedded.protocol import RequestLimits, parse_generat
 from qurl_megatron.engines.embedded.read_weights import read_weights, refuse_other_scheme
 from qurl_megatron.engines.embedded.thread import EngineThread
 from qurl_megatron.engines.kinds import ENGINE_KINDS
-from qurl_megatron.engines.session import UpdateEnd
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_eos
-from qurl_megatron.weights.places import description_of
 from qurl_megatron.wire.lease import ENDPOINT, Lease
 from qurl_megatron.wire.message import LOADER, message_in
+from qurl_megatron.wire.session import UpdateEnd
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from qurl_megatron.engines.embedded.batch_rows import Rows
 from qurl_megatron.engines.embedded.cache import Cache
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.sampling import sample
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.engines.embedded.engine import Sequence
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 
 KNOWN = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "rid"}
 

@@ -11,21 +11,21 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.quant import quantize
-from qurl_megatron.quant.export import read_quantization
-from qurl_megatron.schemes import ROLLOUT
-from qurl_megatron.tensors.arch import read_config
-from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.weights.hf_reader import opened
-from qurl_megatron.weights.places import (
+from qurl_megatron.checkpoints.hf_reader import opened
+from qurl_megatron.checkpoints.places import (
     INDEX,
     description_of,
     find_torch_dist,
     safetensors_files,
 )
-from qurl_megatron.weights.source import open_checkpoint
+from qurl_megatron.checkpoints.source import open_checkpoint
+from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.quant import quantize
+from qurl_megatron.quant.export import read_quantization
+from qurl_megatron.schemes import ROLLOUT
+from qurl_megatron.tensors.arch import read_config
+from qurl_megatron.tensors.table import is_quantized
 
 
 def read_weights(folder: Path, decoder: Decoder) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from qurl_megatron.engines.session import UpdateEnd
 from qurl_megatron.engines.sglang.targets import targets, tensor_rank, turn_back
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.message import Message
+from qurl_megatron.wire.session import UpdateEnd
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.sglang.command_line import engine_launch
 from qurl_megatron.engines.starting import Launch, Start
-from qurl_megatron.errors import ConfigError
-from qurl_megatron.weights.places import description_of
+from qurl_megatron.kit.errors import ConfigError
 
 
 def refuse_not_installed(config: RolloutConfig) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from qurl_megatron.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -1,0 +1,279 @@
+"""From an ``Arch`` to one rank's part of a GPTModel, with weights."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from qurl_megatron.actor.aligned import Align, aligned_layers
+from qurl_megatron.actor.env import use_transformer_engine
+from qurl_megatron.actor.megatron import Ranks
+from qurl_megatron.actor.spec import decoder_spec
+from qurl_megatron.checkpoints import CheckpointReader, load_parameter, stage_ops
+from qurl_megatron.checkpoints.ops import Op
+from qurl_megatron.config import ModelConfig, ParallelConfig
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.arch import Arch, Experts
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def transformer_config(
+    arch: Arch, model: ModelConfig, parallel: ParallelConfig
+) -> TransformerConfig:
+    """Megatron's configuration of this model; only Transformer Engine brings fused kernels.
+
+    Raises:
+        ConfigError: Megatron does not compute the model so.
+    """
+    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
+    dtype = getattr(torch, model.dtype)
+    gpu = use_transformer_engine()
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.intermediate,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_eps,
+        layernorm_zero_centered_gamma=arch.zero_centred_norm,
+        activation_func=ACTIVATIONS[arch.activation],
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        recompute_granularity="full" if model.recompute else None,
+        recompute_method="uniform" if model.recompute else None,
+        recompute_num_layers=1 if model.recompute else None,
+        # Weights come from a checkpoint: nothing is drawn.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Megatron fuses the exact functions it knows.
+        bias_activation_fusion=gpu and arch.activation == "silu",
+        bias_dropout_fusion=gpu,
+        # Megatron's own rotation rounds sines and cosines to BF16, as transformers do and as SGLang
+        # does without a GPU, and fetches the lengths of packed sequences from the GPU in every
+        # layer. The fused one waits for nothing and rotates in FP32, as SGLang does on GPUs.
+        apply_rope_fusion=gpu,
+        masked_softmax_fusion=False,
+        # Would want apex for the output layer; see ``_accumulate_in_place`` for the others.
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        deallocate_pipeline_outputs=True,
+        **_expert_options(arch.experts),
+    )
+
+
+def _expert_options(experts: Experts | None) -> dict[str, Any]:
+    """Every token reaches the experts its router chose: none is dropped, no loss balances them.
+
+    The router computes in the dtype of the model, as transformers and engines do; in FP32 it would
+    choose other experts than they where two are nearly equal.
+    """
+    if experts is None:
+        return {}
+    return dict(
+        num_moe_experts=experts.count,
+        moe_ffn_hidden_size=experts.intermediate,
+        moe_router_topk=experts.top_k,
+        # Softmax over the chosen ones is softmax over all of them, made to sum to one.
+        moe_router_pre_softmax=not experts.norm_topk_prob,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        # Each rank holds a slice of every expert: tokens are gathered before they are copied to
+        # their top_k experts, where "alltoall" would send every copy.
+        moe_token_dispatcher_type="allgather",
+        moe_grouped_gemm=False,
+    )
+
+
+def build_model(
+    arch: Arch,
+    config: TransformerConfig,
+    ranks: Ranks,
+    *,
+    fp32_output: bool = False,
+    align: Align | None = None,
+) -> GPTModel:
+    """This rank's part of the model, with undefined weights, on its device.
+
+    Args:
+        fp32_output: compute logits in FP32, whatever the format of weights and hidden states.
+        align: what its linear layers do as the engines' do, once they are given codes.
+
+    Raises:
+        ConfigError: experts shall quantize their tokens as an engine's do.
+    """
+    if arch.experts and align is not None and align.activations:
+        # Megatron multiplies by the router's probability before an expert's second product.
+        raise ConfigError(
+            "train.align=full cannot compute experts as the engines do, which weigh an expert's "
+            "output where Megatron-Core weighs what its second product takes; set "
+            "train.align=weights"
+        )
+    model = GPTModel(
+        config,
+        decoder_spec(config, qk_norm=arch.qk_norm, align=align),
+        vocab_size=padded_vocab(arch, ranks),
+        max_sequence_length=arch.max_position,
+        pre_process=ranks.first_stage,
+        post_process=ranks.last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        rope_scaling=arch.rope_scaling is not None,
+        rope_scaling_factor=arch.rope_scaling.factor if arch.rope_scaling else 8.0,
+    )
+    if arch.embedding_scale != 1.0 and ranks.first_stage:
+        _scale_embedding(model, arch.embedding_scale)
+    if fp32_output and ranks.last_stage:
+        model.output_layer.register_forward_pre_hook(_widened, with_kwargs=True)
+    _accumulate_in_place(model)
+    return model.to(ranks.device)
+
+
+def _scale_embedding(model: GPTModel, scale: float) -> None:
+    """Multiply what the first layer reads; GPTModel builds its embedding without such a switch.
+
+    The output layer reads the same weights unscaled where they are tied, so they stay as they are.
+    """
+    # Hugging Face rounds the factor to the weights' dtype before it multiplies.
+    dtype = model.config.params_dtype
+    rounded = torch.tensor(scale, dtype=dtype, device="cpu").item()  # a dry run's is "meta"
+    model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
+
+
+def _widened(layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    """The output layer's input and weight in FP32; the weight's gradient comes back in its format.
+
+    GPTModel gives a tied weight as an argument, and None for one of the layer's own.
+    """
+    (hidden,) = args
+    weight = layer.weight if kwargs.get("weight") is None else kwargs["weight"]
+    return (hidden.float(),), {**kwargs, "weight": weight.float()}
+
+
+def _accumulate_in_place(model: GPTModel) -> None:
+    """Let Transformer Engine's layers add weight gradients to the FP32 sum in their own product.
+
+    Otherwise each microbatch's gradient is rounded to BF16 first, and takes memory and another pass
+    over the sum. Megatron's switch would include its own output layer, which wants apex for it.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
+def padded_vocab(arch: Arch, ranks: Ranks) -> int:
+    """The vocabulary rounded up to a multiple of the tensor-parallel size."""
+    return -(-arch.vocab // ranks.tensor.size) * ranks.tensor.size
+
+
+def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[str, Op]:
+    """The op behind each parameter this rank holds, by the local name GPTModel gives it.
+
+    Megatron numbers layers from 0 on every pipeline stage; ops carry global numbers.
+
+    Args:
+        aligned: the layers are ``aligned``: norms have parameters of their own everywhere.
+    """
+    per_stage = arch.num_layers // ranks.pipeline.size
+    layers = range(ranks.pipeline.rank * per_stage, (ranks.pipeline.rank + 1) * per_stage)
+    ops = stage_ops(
+        arch,
+        layers,
+        first=ranks.first_stage,
+        last=ranks.last_stage,
+        fused_norms=use_transformer_engine() and not aligned,
+    )
+    return {_local_name(op.megatron, layers.start): op for op in ops}
+
+
+def _local_name(name: str, first_layer: int) -> str:
+    prefix = "decoder.layers."
+    if not name.startswith(prefix):
+        return name
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{int(number) - first_layer}.{rest}"
+
+
+def load_weights(
+    model: GPTModel,
+    arch: Arch,
+    ranks: Ranks,
+    reader: CheckpointReader,
+    uaq_scale: float,
+    *,
+    output_layer: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Copy a Hugging Face checkpoint into this rank's parameters.
+
+    Args:
+        output_layer: False leaves the output layer as it is; the checkpoint need not have one.
+
+    Returns:
+        The same values in FP32 by local name, for the master weights: they keep what BF16 rounds
+        away.
+
+    Raises:
+        ConfigError: the checkpoint lacks a tensor or has one of another shape than its config says.
+    """
+    ops = parameter_ops(arch, ranks, aligned=bool(aligned_layers(model)))
+    parameters = dict(model.named_parameters())
+    if not output_layer:
+        ops.pop("output_layer.weight", None)
+        parameters = {k: p for k, p in parameters.items() if not k.startswith("output_layer.")}
+    assert ops.keys() == parameters.keys(), (
+        f"no op or no parameter: {ops.keys() ^ parameters.keys()}"
+    )
+    loaded = {}
+    for name, parameter in parameters.items():
+        value = load_parameter(
+            ops[name],
+            reader,
+            rank=ranks.tensor.rank,
+            size=ranks.tensor.size,
+            uaq_scale=uaq_scale,
+            padded_vocab=padded_vocab(arch, ranks),
+        )
+        if value.shape != parameter.shape:
+            names = ", ".join(tensor.name for tensor in ops[name].hf)
+            raise ConfigError(
+                f"{names} in {reader.folder} make up shape {list(value.shape)}, "
+                f"config.json says {list(parameter.shape)}"
+            )
+        with torch.no_grad():
+            parameter.copy_(value)
+        _mark_split(parameter, ops[name])
+        loaded[name] = value
+    return loaded
+
+
+def _mark_split(parameter: torch.nn.Parameter, op: Op) -> None:
+    """Tell Megatron that the tensor ranks hold different parts of a parameter.
+
+    It marks weights only while it initialises them, which is switched off here; an unmarked one
+    counts as a copy, and the gradient norm would leave out all shards but the first.
+    """
+    split_dim = op.hf[0].split_dim
+    if split_dim is not None and not getattr(parameter, "tensor_model_parallel", False):
+        set_tensor_model_parallel_attributes(parameter, True, split_dim, stride=len(op.hf))

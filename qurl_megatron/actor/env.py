@@ -1,0 +1,195 @@
+"""What is installed, and what each thing changes; what the environment sets, and may not."""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import sys
+import types
+from dataclasses import dataclass
+
+from qurl_megatron.config import ParallelConfig
+from qurl_megatron.kit.errors import ConfigError
+
+FUSED = ("transformer_engine", "apex", "amp_C")
+"""What Megatron takes instead of torch's own kernels where it finds it; none runs on a CPU."""
+DECORATOR = "megatron.core.jit"
+"""Where Megatron has ``torch.compile`` from, under a name of its own."""
+
+# What a compiled package may raise that was built for another torch, CUDA or driver.
+_BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, NameError, TypeError)
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str  # as pip knows it
+    module: str
+    found: str  # what it changes where it is there
+    absent: str  # what happens without it
+
+
+PACKAGES = (
+    Package("torch", "torch", "tensors, collectives", "nothing runs"),
+    Package(
+        "megatron-core",
+        "megatron.core",
+        "model, parallelism, schedules, optimizer",
+        "qurl train cannot run",
+    ),
+    Package(
+        "transformer-engine",
+        "transformer_engine",
+        "layers with fused norm + linear kernels on GPUs",
+        "Megatron's local layers; pip install 'qurl-megatron[gpu]' on a machine with CUDA",
+    ),
+    Package(
+        "apex",
+        "apex",
+        "fused Adam and multi-tensor kernels",
+        "torch's own kernels; build it from NVIDIA's source (PyPI's package is something else)",
+    ),
+    Package(
+        "triton",
+        "triton",
+        "weights quantized and log-probs taken in one pass on GPUs, where there is a C compiler",
+        "torch's operations, which pass over the memory more often",
+    ),
+    Package(
+        "nvidia-modelopt",
+        "modelopt",
+        "checkpoints_tools/quantize.py --backend modelopt",
+        "the quantizers of this package alone",
+    ),
+    Package(
+        "sglang",
+        "sglang",
+        "rollout fleet on GPUs, reached through rollout.urls",
+        "the embedded engine; servers elsewhere can still be named in rollout.urls",
+    ),
+    Package(
+        "wandb",
+        "wandb",
+        "metrics and samples in Weights & Biases (observe.wandb_project)",
+        "metrics.jsonl, samples.jsonl and TensorBoard only",
+    ),
+)
+
+
+def version(package: Package) -> str | None:
+    """Installed version, or None, as for a module without its own distribution (PyPI's apex)."""
+    if importlib.util.find_spec(package.module.split(".")[0]) is None:
+        return None
+    if package.name == "apex" and importlib.util.find_spec("apex.normalization") is None:
+        return None
+    try:
+        return importlib.metadata.version(package.name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+def prepare_cuda(parallel: ParallelConfig) -> None:
+    """Set what CUDA reads once, when it starts; call before. What the user has set stays.
+
+    With one hardware queue, kernels start in the order in which they were launched: Megatron relies
+    on it to have a collective of tensor or context parallelism running beside the product that
+    follows it. GPUs from Blackwell on do not need it.
+    """
+    if parallel.tensor > 1 or parallel.context > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def keep_out_without_gpu() -> None:
+    """Where torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed, and
+    have Megatron compile nothing.
+
+    Megatron takes what it can import for what it can use: a fused optimizer would allocate on
+    "cuda" all the same. Its fused kernels, which nothing runs on a CPU, would bring in torch's
+    compiler: 1.5 s and 70 MB. Call before Megatron is imported; ``qurl_megatron.actor`` does.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for name in FUSED:
+        # None, as the import system has it, makes an import of the name fail.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    as_it_is = types.ModuleType(DECORATOR)
+    vars(as_it_is)["jit_fuser"] = lambda function: function
+    sys.modules.setdefault(DECORATOR, as_it_is)
+    # Megatron has torch look for CUDA's compiler, which may be there although no GPU is.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    compiled, torch.compile = torch.compile, as_it_is.jit_fuser  # 0.19 has a router compiled
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiled
+
+
+def use_transformer_engine() -> bool:
+    """True where layers are Transformer Engine's: CUDA and the package are both there.
+
+    Raises:
+        ConfigError: the package is installed, and cannot be imported.
+    """
+    import torch
+
+    if getattr(sys.modules.get("transformer_engine"), "runs_without_cuda", False):
+        return True  # the tests' stand-in
+    if not torch.cuda.is_available() or not importlib.util.find_spec("transformer_engine"):
+        return False
+    if error := transformer_engine_error():
+        raise ConfigError(
+            f"transformer-engine is installed, and importing it fails ({error}); install the build "
+            "for this torch and CUDA, or uninstall it to train with Megatron's own layers"
+        )
+    return True
+
+
+@functools.cache
+def transformer_engine_error() -> str:
+    """Why an installed Transformer Engine cannot be imported, in one line; "" where it can be."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except _BROKEN as error:
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return ""
+
+
+def broken(package: Package) -> str:
+    """Why an installed package cannot be used, in one line; "" where nothing is known against it.
+
+    Transformer Engine alone is tried: it is built for one torch and one CUDA, and Megatron takes it
+    for usable by its name.
+    """
+    if package.name != "transformer-engine" or not version(package):
+        return ""
+    return transformer_engine_error()
+
+
+def describe() -> str:
+    """One line per fact about this machine and per package."""
+    import torch
+
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+        device = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, collectives over NCCL"
+    else:
+        device = "no CUDA device: CPU with collectives over gloo (actor/cpu.py is active)"
+    lines = [
+        f"python {platform.python_version()}, {os.cpu_count()} cores",
+        f"device: {device}",
+        f"int8 on this CPU: {torch.backends.cpu.get_cpu_capability()}, torch.backends.mkldnn "
+        f"{'available' if torch.backends.mkldnn.is_available() else 'missing'}",
+        "",
+    ]
+    for package in PACKAGES:
+        found = version(package)
+        effect = package.found if found else f"without it: {package.absent}"
+        if error := broken(package):
+            effect = f"cannot be imported ({error}); qurl train refuses it where there is a GPU"
+        lines.append(f"{package.name:20} {found or 'not found':16} {effect}")
+    return "\n".join(lines)

@@ -1,0 +1,268 @@
+"""The only door to Megatron's process-wide state: enter, train, leave.
+
+Megatron keeps its process groups in module globals. Everything above this module receives a
+``Ranks`` with the groups it needs, so that pure code can take a group as an argument.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.actor import cpu
+from qurl_megatron.config import ParallelConfig
+from qurl_megatron.kit.errors import ConfigError, Foreseen
+
+T = TypeVar("T")
+
+WAIT = timedelta(hours=2)
+"""How long a rank waits for another before it gives up on it; rollouts take longest. NCCL's too."""
+
+WARN_IN_VAIN = (
+    "rerun_state_machine",  # of its own creation, in every process
+    "models.gpt.gpt_model",  # 0.19: the class is deprecated
+    "distributed.distributed_data_parallel",  # 0.19: it works a layout out by itself
+    "dist_checkpointing.strategies.torch",  # 0.19: a plain save goes by way of a deprecated one
+)
+"""Parts of Megatron-Core whose warnings the user of a run can do nothing about."""
+
+
+class RankLost(Exception):
+    """Another rank is gone, or has kept this one waiting for too long."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of parallelism, as this rank sees it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    tensor: Axis
+    pipeline: Axis
+    context: Axis
+    data: Axis  # ranks with other samples
+    copies: Axis  # data x context: ranks with the same weights, which share the optimizer's state
+
+    @property
+    def first_stage(self) -> bool:
+        return self.pipeline.rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def counted(self) -> bool:
+        """True on one of the ranks that see the same samples, so that sums count them once."""
+        return self.tensor.rank == 0 and self.context.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """True on the one process that talks to engines, files and the terminal."""
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks]:
+    """Initialise torch.distributed and Megatron's groups from the environment torchrun or srun set.
+
+    Yields:
+        This process' place. On leaving, groups are destroyed and the process can start afresh.
+
+    Raises:
+        ConfigError: the number of processes is not the product of the parallel sizes, or they
+            cannot meet.
+    """
+    started_here = not dist.is_initialized()
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if started_here else dist.get_world_size()
+    if world_size != config.world_size:
+        raise ConfigError(
+            "parallel.tensor * parallel.pipeline * parallel.context * parallel.data = "
+            f"{config.world_size}, but {world_size} processes were started; make them equal"
+        )
+    if started_here:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+    device = _device()
+    if device.type == "cpu":
+        cpu.install()
+    for part in WARN_IN_VAIN:
+        logging.getLogger(f"megatron.core.{part}").setLevel(logging.ERROR)
+    from megatron.core import parallel_state, tensor_parallel
+
+    if started_here:
+        _meet(device)
+        _refuse_shared_gpus(device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        context_parallel_size=config.context,
+        # A second, gloo set of groups helps only where the first is NCCL.
+        create_gloo_process_groups=device.type == "cuda",
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    yield Ranks(
+        device=device,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor=axis_of(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=axis_of(parallel_state.get_pipeline_model_parallel_group()),
+        context=axis_of(parallel_state.get_context_parallel_group()),
+        data=axis_of(parallel_state.get_data_parallel_group()),
+        copies=axis_of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+    )
+    # Only after success: where this rank failed, the others may be in a collective, and the process
+    # that tears its groups down would wait for them instead of saying what went wrong.
+    parallel_state.destroy_model_parallel()
+    if started_here:
+        dist.destroy_process_group()
+
+
+def _meet(device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: rank 0 cannot listen where the ranks are to meet.
+    """
+    try:
+        dist.init_process_group(_backend(device), timeout=WAIT)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']}, where the ranks are to meet, is taken on "
+            f"{socket.gethostname()}; set MASTER_PORT to another one"
+        ) from None
+
+
+def axis_of(group: dist.ProcessGroup) -> Axis:
+    return Axis(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def share(value: Any, *, waiting_for: str) -> Any:
+    """The leading rank's value, on every rank; those wait on the CPU.
+
+    Args:
+        waiting_for: what the leading rank is doing, for the error message.
+
+    Raises:
+        RankLost: it never came.
+    """
+    box = [value]
+    try:
+        dist.broadcast_object_list(box, src=0)
+    except RuntimeError as error:  # gloo raises no more specific type
+        rank, hours = dist.get_rank(), WAIT.total_seconds() / 3600
+        if "timed out" in str(error).lower():
+            why = f"waited {hours:g} hours for rank 0 ({waiting_for}); look at its log"
+        else:
+            why = f"lost contact with rank 0 or another rank during its part ({waiting_for})"
+        raise RankLost(f"rank {rank} {why}: {error}") from error
+    return box[0]
+
+
+def on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T:
+    """The leading rank acts; what comes of it is the same on every rank.
+
+    Args:
+        act: called on the leading rank alone. What it returns is pickled.
+        waiting_for: as for ``share``.
+
+    Raises:
+        Foreseen: ``act`` did, on every rank. What else it raises is raised there alone.
+    """
+    result: T | None = None
+    failure: Foreseen | None = None
+    if ranks.leads:
+        try:
+            result = act()
+        except Foreseen as error:  # the others must not wait for what never comes
+            failure = error
+    result, failure = share((result, failure), waiting_for=waiting_for)
+    if failure is not None:
+        raise failure
+    return result
+
+
+def kept_on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T | None:
+    """As ``on_lead``, but what ``act`` returns stays there; None on the others."""
+    kept: list[T] = []
+    on_lead(lambda: kept.append(act()), ranks, waiting_for=waiting_for)
+    return kept[0] if kept else None
+
+
+def held(kept: T | None) -> T:
+    """What ``kept_on_lead`` has kept here, on the leading rank."""
+    assert kept is not None, "only the leading rank has it"
+    return kept
+
+
+def _backend(device: torch.device) -> str:
+    """What the default group, and with it every group of Megatron's, speaks.
+
+    On GPUs it is two: NCCL for tensors there, gloo for what is not a tensor on a GPU. Objects and
+    barriers, ours as well as Megatron's, then meet over gloo, in any group; over NCCL a rank would
+    wait for rollouts in a kernel that spins on the engines' GPU. No device is bound to the group:
+    barriers would go there, and a communicator of all ranks would be made that nobody needs.
+    """
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _device() -> torch.device:
+    """This rank's GPU; the CPU where there is none, or where ranks that have met speak gloo alone.
+
+    Too few GPUs are not this rank's to report: ``_refuse_shared_gpus`` does, once all have met.
+    """
+    over_nccl = not dist.is_initialized() or "nccl" in dist.get_backend_config()
+    if not over_nccl or not torch.cuda.is_available():
+        return torch.device("cpu")
+    found, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    # A launcher may show each rank a device of its own, which is then the only one.
+    device = torch.device("cuda", min(local_rank, found - 1))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _refuse_shared_gpus(device: torch.device) -> None:
+    """Raise ``ConfigError`` where two ranks have one GPU; all ranks call it together.
+
+    A rank that sees a single GPU cannot know by itself whether its neighbours see another.
+    """
+    if device.type != "cuda":
+        return
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, _identity(device))
+    for rank, identity in enumerate(everywhere):
+        first = everywhere.index(identity)
+        if first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} have the same GPU ({identity}); start at most one rank "
+                "per GPU, and let the launcher show each rank all GPUs of its node or one of its "
+                "own"
+            )
+
+
+def _identity(device: torch.device) -> str:
+    """Names a GPU, or the part of one that MIG makes, among those of all nodes."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if device.index < len(named) and named[device.index].startswith("MIG-"):
+        return named[device.index]  # CUDA's own answer may be that of the whole GPU
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,241 @@
+"""What one rank of a run, and one rank of an engine, must keep in memory.
+
+What is held all the time is known, not estimated: ``buffers`` has it from shapes alone, a dry run
+from a model that is built. Activations are estimated by the accounting of Korthikanti et al. 2022
+(arXiv:2205.05198), section 4: what a backward pass will read again. None of it needs torch.
+
+Shapes: T = tokens of one pass on one rank, h = hidden size, f = size between the two MLP
+projections, t = tensor-parallel size. All sizes are bytes.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from qurl_megatron.checkpoints import stage_ops
+from qurl_megatron.schemes import SCHEMES
+from qurl_megatron.tensors.arch import Arch
+
+GIB = 1 << 30
+
+DRIVER = round(0.9 * GIB)
+"""What an 80 GB H100 keeps from programs: torch finds 79.1 GiB of it."""
+
+CONTEXT = round(0.6 * GIB)
+"""One process on one GPU: its CUDA context and the kernels it has loaded, 0.5 to 0.7 GiB."""
+
+NCCL = GIB
+"""Buffers of a process' communicators: tens of MiB a peer and channel, in several groups."""
+
+ENGINE_RUNTIME = 6 * GIB
+"""An engine's CUDA graphs, workspaces and activations: 4 to 6 GiB, which it keeps while it lends
+its weights' and cache's memory. (SGLang's own rule for a GPU of this size leaves 10 for them.)"""
+
+SCRATCH = 64 << 20
+"""Each of two buffers in which a GPU works out log-probs: ``algo.log_probs.SCRATCH_BYTES``, which a
+test holds equal to it, for that module is torch's."""
+
+GAPS = 0.05
+"""Share of a trainer's memory that lies unused between its allocations."""
+
+CODE = 1
+"""Bytes of a quantized weight; each output channel has a float32 scale besides."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank keeps for one model that it trains."""
+
+    parameters: int  # their number, not bytes
+    largest: int  # numbers in the largest of them
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.moments
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass over T tokens, as one rank sees it."""
+
+    tokens: int  # T: of the rank's own part where sequences are split over a context group
+    tensor: int
+    sequence: bool  # sequence parallelism
+    itemsize: int  # of an activation
+    transposed: bool  # several rows: Megatron copies [s, b, v] logits to [b, s, v]
+    fp32_output: bool = False  # logits in FP32, from an FP32 copy of the output layer
+
+
+def layer_activations(arch: Arch, passed: Pass) -> int:
+    """What one layer keeps for its backward pass, without recomputation.
+
+    The terms of Korthikanti et al., Table 2, for this package's layers: no dropout, no T x T
+    attention matrix (fused kernels keep one float32 per token and head), fewer keys than queries, a
+    gated MLP whose activation is recomputed from its input. Without fused kernels it is about twice
+    as much.
+    """
+    T, t = passed.tokens, passed.tensor
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    # The inputs of both norms, of q/k/v, and of the MLP: split only with sequence parallelism.
+    whole = 4 * arch.hidden
+    # q, k, v as the kernel reads them, and what it returns, which is also o_proj's input.
+    split = 2 * queries + 2 * keys
+    if arch.qk_norm:
+        split += queries + keys
+    if arch.experts:
+        # Every token's copies for its experts, gathered on each tensor rank.
+        copies = arch.experts.top_k
+        gathered, split = copies * arch.hidden, split + copies * 3 * arch.experts.intermediate
+    else:
+        gathered, split = 0, split + 3 * arch.intermediate  # gate and up; their product
+    numbers = whole / (t if passed.sequence else 1) + gathered + split / t
+    return round(T * (passed.itemsize * numbers + 4 * arch.heads / t))
+
+
+def stage_activations(arch: Arch, layers: int, passed: Pass, *, recompute: bool) -> int:
+    """What ``layers`` layers keep of one pass: with recomputation the input of each alone."""
+    if not recompute:
+        return layers * layer_activations(arch, passed)
+    split = passed.tensor if passed.sequence else 1
+    return layers * passed.tokens * passed.itemsize * arch.hidden // split
+
+
+def logits(arch: Arch, passed: Pass) -> int:
+    """The logits of one pass on the last stage, and what they and log-probs of them need besides.
+
+    Their gradient is written over them. Several rows of a pass cost a second copy. Logits in FP32
+    keep the FP32 output layer and hidden states that they were made from, for the backward pass.
+    """
+    columns = -(-arch.vocab // passed.tensor)
+    one = passed.tokens * columns * (4 if passed.fp32_output else passed.itemsize)
+    sources = 4 * arch.hidden * (columns + passed.tokens) if passed.fp32_output else 0
+    scratch = min(2 * SCRATCH, 2 * 4 * passed.tokens * columns)
+    return one * (2 if passed.transposed else 1) + sources + scratch
+
+
+@cache
+def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
+    """One engine rank's weights: codes and scales of the linear layers, the rest as it is.
+
+    Ranks that share a key/value head each have it.
+    """
+    ops = stage_ops(arch, range(arch.num_layers), first=True, last=True)
+    total = 0.0
+    for part in (part for op in ops for part in op.hf):
+        size = math.prod(part.shape)
+        quantized = bool(SCHEMES[scheme].stored) and part.quantized
+        shared = tensor if part.split_dim is not None else 1
+        if part.units is not None and part.units.repeats:
+            shared = min(tensor, part.units.count)
+        total += size * (CODE if quantized else itemsize) / shared
+        if quantized:
+            total += 4 * part.shape[0] / (shared if part.split_dim == 0 else 1)
+    return round(total)
+
+
+@cache
+def aligned(arch: Arch, layers: range, tensor: int, itemsize: int) -> tuple[int, int]:
+    """What a rank whose layers compute with the engines' codes has besides.
+
+    Returns:
+        Bytes of the codes and scales; and of the largest weight, whose codes a product takes in the
+        model's format, for as long as it takes.
+    """
+    codes, largest = 0, 0
+    for op in stage_ops(arch, layers, first=False, last=False):
+        parts = [part for part in op.hf if part.quantized]
+        numbers = sum(math.prod(part.shape) // tensor for part in parts)
+        rows = sum(part.shape[0] // (tensor if part.split_dim == 0 else 1) for part in parts)
+        codes += numbers + 4 * rows
+        largest = max(largest, numbers * itemsize)
+    return codes, largest
+
+
+def cached_token(arch: Arch, tensor: int, itemsize: int) -> int:
+    """One token's keys and values on one engine rank."""
+    heads = max(1, arch.kv_heads // tensor)
+    return 2 * arch.num_layers * heads * arch.head_dim * itemsize
+
+
+def publishing(largest: int, bucket: int, *, slots: int) -> int:
+    """What a rank needs besides while it publishes.
+
+    Of one parameter, ``largest`` numbers at most: the FP32 value, its Hugging Face tensors, and two
+    more of them while it is quantized. Of what it becomes: a bucket, and the transport's slots.
+    """
+    filled = max(bucket, 2 * largest)  # replicas do not divide a parameter
+    return 4 * 4 * largest + (1 + slots) * filled
+
+
+def loading(held: Held) -> int:
+    """What a rank needs besides while it resumes, at most; engines start after it.
+
+    Weights that another rank read arrive beside this rank's own. Transformer Engine's Adam takes
+    its moments over into new memory. Masters and moments are read into place.
+    """
+    return held.weights + held.moments
+
+
+def engine_free(gpu: int, at_rest: int | None) -> int:
+    """Bytes an engine rank finds free when it starts.
+
+    Args:
+        at_rest: of the trainer on its GPU; None where there is none.
+    """
+    trainer = 0 if at_rest is None else CONTEXT + NCCL + round((1 + GAPS) * at_rest)
+    return max(0, gpu - DRIVER - CONTEXT - NCCL - trainer)
+
+
+def phases(
+    at_rest: int,
+    step: int,
+    publishing: int,
+    loading: int,
+    *,
+    engine: int | None = None,
+    mapped_by: int = 0,
+) -> dict[str, dict[str, int]]:
+    """What lies on a trainer's GPU in each phase of a run, by name.
+
+    Args:
+        at_rest: what the trainer keeps between steps.
+        step: what it has at most in one, ``at_rest`` included.
+        publishing, loading: what these take besides ``at_rest``.
+        engine: weights and cache of the engine rank on the same GPU; None: there is none.
+        mapped_by: engine ranks of other GPUs that map the trainer's slots on this one.
+    """
+    common = {"driver": DRIVER, "trainer's context": CONTEXT, "trainer's NCCL": NCCL}
+    asleep = {"other engines' contexts": mapped_by * CONTEXT} if mapped_by else {}
+    awake = asleep
+    if engine is not None:
+        own = {
+            "engine's context": CONTEXT,
+            "engine's NCCL": NCCL,
+            "engine's graphs, workspaces": ENGINE_RUNTIME,
+        }
+        asleep = own | asleep
+        awake = asleep | {"engine's weights, cache": engine}
+
+    def phase(passing: int, engines: dict[str, int]) -> dict[str, int]:
+        gaps = round(GAPS * (at_rest + passing))
+        rows = {"trainer at rest": at_rest, "what the phase takes": passing, "gaps": gaps}
+        return {**common, **rows, **engines}
+
+    published = phase(publishing, awake)
+    # Writing takes nothing, but the allocator still has what publishing took.
+    return {
+        "resume": phase(loading, {}),
+        "train": phase(step - at_rest, asleep),
+        "publish": published,
+        "save": published,
+    }
+
+
+def host(held: Held) -> dict[str, int]:
+    """Host memory of a rank, by what it does: the FP32 weights while they load; one tensor at a
+    time, with the bytes it is read from or written as, for a checkpoint."""
+    return {"start": 4 * held.parameters, "save": 2 * 4 * held.largest}

@@ -1,0 +1,216 @@
+"""The policy: one rank's part of a GPTModel, its optimizer, and FP32 truth behind BF16 weights.
+
+Shapes: B = responses of a microbatch, S = padded length, v = this tensor rank's part of the
+vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor, nn
+
+from qurl_megatron.actor.aligned import Align, aligned_layers, plain
+from qurl_megatron.actor.build import build_model, load_weights, parameter_ops, transformer_config
+from qurl_megatron.actor.megatron import Ranks
+from qurl_megatron.actor.reference import Reference, WaitingWeights, check_same_shape
+from qurl_megatron.actor.trained import Trained, with_optimizer
+from qurl_megatron.checkpoints import Checkpoint, open_checkpoint
+from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.slice import Shard
+
+
+class Policy(Trained):
+    """A Megatron actor: forward, update, and its weights under their Hugging Face names."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        uaq_scale: float,
+        ranks: Ranks,
+        model: DistributedDataParallel,
+        optimizer: Any,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        super().__init__(ranks, model, optimizer, scheduler)
+        self.source = source  # what the weights were loaded from; its config describes the model
+        self.uaq_scale = uaq_scale  # folded into the weights, there or on the way
+        self.arch = source.arch
+        self._aligned = aligned_layers(self.gpt)
+        self._coded = not self._aligned  # what they multiply by is of the weights as they are
+        self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
+        self._parameters = list(self.gpt.named_parameters())
+        self._reference: WaitingWeights | None = None
+        self.reference_moved = False  # since it was built: a checkpoint has to have it
+
+    @staticmethod
+    def build(
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        ranks: Ranks,
+        *,
+        uaq_scale: float = 1.0,
+        reference: Reference | None = None,
+        align: Align | None = None,
+    ) -> "Policy":
+        """Load ``model.path`` into the given layout, folding ``uaq_scale`` on the way.
+
+        Args:
+            uaq_scale: the factor the weights shall have; a checkpoint that was converted with it
+                has it already.
+            reference: the frozen policy to be kept, for the KL term; folded like the actor.
+            align: what the linear layers do as the engines' do; None: nothing.
+
+        Raises:
+            ConfigError: a checkpoint is unusable; the actor's is folded by another factor, or does
+                not divide over the ranks; the reference's is of another shape.
+        """
+        source = open_checkpoint(model.path)
+        arch = source.arch
+        if source.uaq_scale not in (1.0, uaq_scale):
+            raise ConfigError(
+                f"{model.path} has the UAQ factor {source.uaq_scale} folded in, the recipe says "
+                f"quant.uaq_scale={uaq_scale}; set it to {source.uaq_scale}, or unfold the "
+                "checkpoint with checkpoints_tools/megatron_to_hf.py"
+            )
+        fold = uaq_scale / source.uaq_scale
+        arch.check_parallel(parallel.tensor, parallel.pipeline)
+        megatron_config = transformer_config(arch, model, parallel)
+        gpt = build_model(arch, megatron_config, ranks, fp32_output=model.fp32_output, align=align)
+        waiting = None
+        if reference and reference.path:
+            other = open_checkpoint(reference.path)
+            check_same_shape(other, source, "algo.reference")
+            load_weights(gpt, arch, ranks, other.reader, uaq_scale / other.uaq_scale)
+            waiting = WaitingWeights(gpt.parameters(), reference.memory)
+        fp32 = load_weights(gpt, arch, ranks, source.reader, fold)
+        if reference and not reference.path:
+            waiting = WaitingWeights(gpt.parameters(), reference.memory)
+        ddp, chained, scheduler = with_optimizer(gpt, megatron_config, optimizer)
+        policy = Policy(source, source.uaq_scale * fold, ranks, ddp, chained, scheduler)
+        for name, parameter in gpt.named_parameters():
+            policy.write_master(parameter, fp32.pop(name))
+        policy._reference = waiting
+        return policy
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the model holds the frozen reference weights, and its own wait outside.
+
+        No engine runs the reference, so it is computed in full precision.
+        """
+        assert self._reference is not None, "built without a reference"
+        self._take_codes()  # or they would be made of the reference
+        self._reference.swap(self.gpt.parameters())
+        try:
+            with plain(self._aligned):
+                yield
+        finally:
+            self._reference.swap(self.gpt.parameters())
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    def move_reference(self) -> None:
+        """Hold the model against the weights it has now from here on."""
+        assert self._reference is not None, "built without a reference"
+        self._reference.take(self.gpt.parameters())
+        self.reference_moved = True
+
+    @property
+    def align(self) -> Align | None:
+        """What the linear layers do as the engines' do; None: nothing."""
+        return self._aligned[0].align if self._aligned else None
+
+    def unalign(self) -> None:
+        """Compute with the weights as they are from now on: rollouts are no longer quantized."""
+        for layer in self._aligned:
+            layer.quantized = None
+        self._aligned, self._coded = [], True
+
+    def weights_changed(self) -> None:
+        self._coded = not self._aligned
+
+    def _schedule(self, *arguments: Any, **named: Any) -> list:
+        self._take_codes()
+        return super()._schedule(*arguments, **named)
+
+    def _take_codes(self) -> None:
+        """Have the codes made once for each state of the weights, from the FP32 masters, as for a
+        published version."""
+        if self._coded:
+            return
+        for layer in self._aligned:
+            layer.take(self._master(layer.weight))
+        self._coded = True
+
+    @property
+    def parameter_count(self) -> int:
+        """Megatron parameters on this rank, tied copies included."""
+        return len(self._parameters)
+
+    def hf_layout(self) -> list[list[Shard]]:
+        """The shards of each Megatron parameter on the meta device: places without values."""
+        return [
+            list(self.hf_parameter(index, lambda parameter: parameter.detach().to("meta")))
+            for index in range(self.parameter_count)
+        ]
+
+    def master_shards(self, index: int, *, owner: int) -> list[Shard]:
+        """The shards of one Megatron parameter from its FP32 master, on one rank of its copies.
+
+        Args:
+            owner: which of ``ranks.copies`` gets them. All of these must call together; the others
+                lend what they own and get an empty list.
+        """
+        value = self._read_master(self._parameters[index][1], owner=owner)
+        return [] if value is None else list(self.hf_parameter(index, lambda _: value))
+
+    def hf_parameter(self, index: int, read: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:
+        """``read`` of one Megatron parameter, as the Hugging Face tensors it holds."""
+        name, parameter = self._parameters[index]
+        if self.arch.tied and name == "output_layer.weight":
+            return
+        tensor = self.ranks.tensor
+        op = self._ops[name]
+        for part, value in zip(op.hf, op.to_hf(read(parameter)).values(), strict=True):
+            start = 0 if part.split_dim is None else tensor.rank * value.shape[part.split_dim]
+            if part.vocabulary:
+                value = value[: max(0, part.shape[0] - start)]
+            yield Shard(part.name, value, part.shape, part.split_dim, start)
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        value = self._read_master(parameter)
+        assert value is not None, "without an owner every rank has it"
+        return value
+
+    def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
+        """The FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.
+
+        With a distributed optimizer each of them owns a range of it: the ranges are summed into
+        place, which is exact because the others are zero.
+        """
+        copies = self.ranks.copies
+        elsewhere = owner is not None and owner != copies.rank
+        if parameter.dtype == torch.float32:
+            return None if elsewhere else parameter.detach()
+        master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
+        if not getattr(parameter, "main_param_sharded", False):
+            return None if elsewhere else master.detach()
+        if copies.size == 1:
+            return master.detach().view(parameter.shape)
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if master is not None:
+            whole[self.owned_range(parameter)] = master.detach()
+        if owner is None:
+            dist.all_reduce(whole, group=copies.group)
+        else:
+            dist.reduce(whole, dist.get_global_rank(copies.group, owner), group=copies.group)
+        return None if elsewhere else whole.view(parameter.shape)

@@ -1,0 +1,293 @@
+"""A Megatron model that learns: forward through Megatron's schedules, gradients, optimizer steps.
+
+What it learns is not its business: losses and readers are arguments. The policy and the critic are
+two of it.
+
+Shapes: B = rows, S = padded length, s = this context-parallel rank's part of it, v = this tensor
+rank's part of what the output layer gives.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from qurl_megatron.actor.context import ContextPart
+from qurl_megatron.actor.megatron import Ranks
+from qurl_megatron.config import OptimizerConfig
+from qurl_megatron.data.pack import TokenBatch
+
+Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, dict[str, Any]]]
+"""(output [B, s, v], microbatch) -> (this microbatch's share of the batch loss, its metrics).
+
+The microbatch is whole; ``ContextPart.join`` makes [B, S] out of what is computed of an output. All
+context-parallel ranks return the same loss."""
+
+
+class Trained:
+    """This rank's part of a model, with its optimizer and learning-rate schedule."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: DistributedDataParallel,
+        optimizer: Any,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+
+    @property
+    def gpt(self) -> GPTModel:
+        return self.model.module
+
+    def score(
+        self, microbatches: Sequence[TokenBatch], read: Callable[[Tensor, TokenBatch], Tensor]
+    ) -> list[Tensor]:
+        """``read(output, microbatch)`` of every microbatch, without gradients; see ``Loss``.
+
+        Returns:
+            One result per microbatch on the last pipeline stage, an empty list on the others.
+        """
+
+        def collect(microbatch: TokenBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
+            return read(logits, microbatch)
+
+        with torch.no_grad():
+            return self._schedule(microbatches, collect, forward_only=True)
+
+    def accumulate(self, microbatches: Sequence[TokenBatch], loss: Loss) -> list[dict[str, Any]]:
+        """Forward and backward over ``microbatches``; gradients end up reduced over all ranks.
+
+        ``loss`` returns shares of one batch loss: they are summed, over microbatches and data
+        ranks. Megatron averages over both instead, so each share is scaled up by their number;
+        data ranks may have different numbers of microbatches. Context-parallel ranks return the
+        same shares, each with its part of the gradient, and count once (``ContextPart.join``).
+
+        Returns:
+            Metrics of every microbatch on the last pipeline stage, an empty list on the others.
+        """
+        scale = len(microbatches) * self.ranks.data.size
+
+        def share(microbatch: TokenBatch, logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            value, metrics = loss(logits, microbatch)
+            return value * scale, metrics
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._schedule(microbatches, share, forward_only=False)
+
+    def apply(self) -> dict[str, float]:
+        """One optimizer step on the accumulated gradients."""
+        self.scheduler.step(1)
+        lr = self.optimizer.param_groups[0]["lr"]
+        _, grad_norm, _ = self.optimizer.step()
+        self.weights_changed()
+        return {"optimizer/grad_norm": float(grad_norm), "optimizer/lr": float(lr)}
+
+    def weights_changed(self) -> None:
+        """Whoever writes into weights or masters of a model that has computed says so."""
+
+    def _schedule(
+        self, microbatches: Sequence[TokenBatch], finish: Callable, *, forward_only: bool
+    ) -> list:
+        """Run Megatron's schedule (1F1B in a pipeline); ``finish`` sees the last stage's output.
+
+        Pipeline stages tell each other the shapes to come only where there are several. (Given to
+        TransformerConfig, the same switch would forbid the all-gather of tokens before experts,
+        for the sake of expert-parallel ranks with sequences of their own, which we do not have.)
+        """
+
+        def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Tensor, Callable]:
+            batch = next(batches)
+            part = ContextPart.of(self.ranks.context, batch)
+            logits = model(
+                part.cut(batch.input_ids),
+                part.cut(batch.positions),
+                None,
+                packed_seq_params=_packed(batch, split=self.ranks.context.size > 1),
+            )
+            return logits, partial(finish, batch)
+
+        rows, length = microbatches[0].input_ids.shape
+        self.gpt.config.variable_seq_lengths = any(
+            b.input_ids.shape != (rows, length) for b in microbatches
+        )
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(microbatches),
+            model=self.model,
+            num_microbatches=len(microbatches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    @torch.no_grad()
+    def write_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give a parameter's master the FP32 value that BF16 rounded."""
+        if parameter.dtype == torch.float32:
+            return
+        master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
+        if not getattr(parameter, "main_param_sharded", False):
+            master.copy_(value)
+        elif master is not None:
+            master.copy_(value.flatten()[self.owned_range(parameter)])
+
+    def masters(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """The FP32 values this rank's optimizer updates: name, value, and whether it counts here.
+
+        A distributed optimizer's rank has a part of each, flattened. Over all ranks each value
+        counts once, wherever else there are copies of it.
+        """
+        ranks = self.ranks
+        for name, parameter in self.gpt.named_parameters():
+            full = parameter.dtype == torch.float32
+            master = parameter if full else parameter.main_param
+            if master is None:
+                continue
+            sharded = not full and getattr(parameter, "main_param_sharded", False)
+            split = getattr(parameter, "tensor_model_parallel", False)
+            once = (sharded or ranks.copies.rank == 0) and (split or ranks.tensor.rank == 0)
+            yield name, master.detach(), once and not getattr(parameter, "shared", False)
+
+    def owned_range(self, parameter: nn.Parameter) -> slice:
+        """The part of a flattened parameter this rank's optimizer updates; may be empty.
+
+        The ranges of ``ranks.copies`` make up the whole.
+        """
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if parameter in optimizer.model_param_gbuf_map:
+                owned = optimizer._get_model_param_range_map(parameter)["param"]
+                return slice(owned.start, owned.end)
+        return slice(0, 0)
+
+
+def _packed(batch: TokenBatch, *, split: bool) -> PackedSeqParams | None:
+    """Where sequences that lie end to end begin; padding is part of the sequence before.
+
+    Megatron divides the places by the number of context-parallel ranks itself. Transformer Engine's
+    attention over these ranks wants to be told where there is padding between sequences: nowhere.
+    """
+    if batch.starts is None:
+        return None
+    starts = torch.tensor(batch.starts, dtype=torch.int32)
+    longest = int(starts.diff().max())
+    starts = starts.to(batch.input_ids.device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        cu_seqlens_q_padded=starts if split else None,
+        cu_seqlens_kv_padded=starts if split else None,
+    )
+
+
+def with_optimizer(
+    gpt: GPTModel, config: TransformerConfig, optimizer: OptimizerConfig
+) -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
+    """A loaded model wrapped for data parallelism, its optimizer and schedule."""
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.distributed,
+            overlap_grad_reduce=optimizer.overlap_grad_reduce,
+            # Never: between an update and the next pass a rank's weights would be old but for its
+            # own part, while the reference changes places with them, checkpoints and FP32 versions
+            # read them, and the next pass would come too late for all of these.
+            overlap_param_gather=False,
+            # It would end one rank in the middle of what all do. The norm tells all of them.
+            check_for_nan_in_grad=False,
+        ),
+        gpt,
+    )
+    chained, scheduler = _optimizer(optimizer, config.params_dtype, ddp)
+    _make_state(chained)
+    config.grad_scale_func = chained.scale_loss
+    # All but the last microbatch of an update only add up; that one sends each bucket when ready.
+    config.no_sync_func = ddp.no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    return ddp, chained, scheduler
+
+
+def _make_state(optimizer: Any) -> None:
+    """Make Adam's moments now, where every kind of Adam would make them in its first step.
+
+    Engines that share the GPU are sized by the memory they find free, and Megatron saves and loads
+    moments as if they were there.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
+        # torch's own counts steps per parameter; the fused ones per group, from their first step.
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+
+
+def _optimizer(
+    config: OptimizerConfig, dtype: torch.dtype, model: DistributedDataParallel
+) -> tuple[Any, OptimizerParamScheduler]:
+    megatron = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.lr * config.decay_to,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.distributed,
+        clip_grad=config.clip_grad,
+    )
+    overrides = get_standard_config_overrides(megatron)
+    optimizer = get_megatron_optimizer(
+        megatron,
+        [model],
+        config_overrides=overrides,
+        # Beside NCCL it wants gloo groups for host tensors; on a CPU the groups are gloo already.
+        use_gloo_process_groups=torch.cuda.is_available(),
+    )
+    return optimizer, schedule(optimizer, config)
+
+
+def schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
+    """Megatron's schedule of the learning rate, by updates: warm-up, then ``config.schedule``."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.lr * config.decay_to,
+        lr_warmup_steps=config.warmup_steps,
+        # One more, or the last update would be of no size where the rate decays to 0. "constant"
+        # does not use it, but it must exceed the warm-up.
+        lr_decay_steps=max(config.decay_steps, config.warmup_steps) + 1,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # What a recipe says now counts, not what it said when a checkpoint was written.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

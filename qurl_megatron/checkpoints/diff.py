@@ -1,0 +1,108 @@
+"""Two checkpoints of any kinds, tensor by tensor: what differs, and by how much.
+
+What is compared are the numbers the model computes with: fused Megatron parameters are taken apart,
+codes are multiplied by their scales, and a UAQ factor that one side has folded in is taken out.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.checkpoints.anykind import AnyCheckpoint
+from qurl_megatron.checkpoints.uaq import unfolded
+from qurl_megatron.quant import QuantizedWeight, code_flips, dequantize
+from qurl_megatron.tensors.table import HfTensor
+
+_CHUNK = 4 << 20  # elements in float64 at once: 32 MB
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor of B compares with that of A."""
+
+    name: str
+    only_in: str | None = None  # "A" or "B"
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # where they differ
+    max_abs: float = 0.0
+    relative: float = 0.0  # ||b - a|| / ||a||
+    flips: float | None = None  # share of codes that differ, where both are quantized alike
+
+    def beyond(self, tolerance: float) -> bool:
+        """True where the tensors are not the same within a relative norm of ``tolerance``."""
+        return bool(self.only_in or self.shapes or not self.relative <= tolerance)
+
+
+def differences(
+    a: AnyCheckpoint, b: AnyCheckpoint, *, as_stored: bool = False
+) -> Iterator[Difference]:
+    """Compare all tensors of both, in the order of A's layers, then what B alone has.
+
+    Args:
+        as_stored: leave folded UAQ factors where they are.
+    """
+    unfold = not as_stored and a.uaq_scale != b.uaq_scale
+    in_b = {tensor.name: (tensor, op) for tensor, op in b.tensors()}
+    for tensor, op in a.tensors():
+        if tensor.name not in in_b:
+            yield Difference(tensor.name, only_in="A")
+            continue
+        left, right = a.read(tensor, op), b.read(*in_b.pop(tensor.name))
+        flips = None
+        codes = [x.values for x in (left, right) if isinstance(x, QuantizedWeight)]
+        if len(codes) == 2 and a.scheme == b.scheme and codes[0].shape == codes[1].shape:
+            changed, count = code_flips(*codes).tolist()
+            flips = changed / count
+        yield _compare(
+            tensor.name,
+            _numbers(left, tensor, a.uaq_scale if unfold else 1.0),
+            _numbers(right, tensor, b.uaq_scale if unfold else 1.0),
+            flips,
+        )
+    for name in in_b:
+        yield Difference(name, only_in="B")
+
+
+def _numbers(stored: Tensor | QuantizedWeight, tensor: HfTensor, scale: float) -> Tensor:
+    wide = dequantize(stored) if isinstance(stored, QuantizedWeight) else stored
+    if scale == 1.0:
+        return wide
+    return unfolded(tensor.name, wide.float(), scale, zero_centred=tensor.zero_centred)
+
+
+def _compare(name: str, a: Tensor, b: Tensor, flips: float | None) -> Difference:
+    if a.shape != b.shape:
+        return Difference(name, shapes=(tuple(a.shape), tuple(b.shape)))
+    largest = squares = own = 0.0
+    for left, right in zip(_chunks(a), _chunks(b), strict=True):
+        if not left.numel():
+            continue
+        difference = right.double() - left.double()
+        # A nan, or an inf beside anything else, makes nan: that is a difference, whatever else.
+        largest = max(largest, difference.abs().max().nan_to_num(torch.inf).item())
+        squares += difference.dot(difference).item()
+        own += left.double().square().sum().item()
+    if math.isnan(squares) or squares and not own:
+        squares, own = math.inf, 1.0
+    relative = (squares / own) ** 0.5 if own else 0.0
+    return Difference(name, max_abs=largest, relative=relative, flips=flips)
+
+
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.reshape(-1).split(_CHUNK)
+
+
+def row(difference: Difference) -> str:
+    """One line for a person."""
+    if difference.only_in:
+        return f"{difference.name}: in {difference.only_in} only"
+    if difference.shapes:
+        a, b = (list(shape) for shape in difference.shapes)
+        return f"{difference.name}: {a} in A, {b} in B"
+    flips = "" if difference.flips is None else f", code flips {difference.flips:.3%}"
+    return (
+        f"{difference.name}: max abs {difference.max_abs:.3g}, "
+        f"relative {difference.relative:.3g}{flips}"
+    )

@@ -1,0 +1,179 @@
+"""Is a run's checkpoint what was written? Size and XXH3-128 of each of its files, beside them.
+
+    step_000040/files.json   {"format": "qurl-files-1", "files": {"common.pt": [1234, "5c.."]}}
+
+Disks, and copies from one to another, lose and change bytes without a word. XXH3 finds that, at the
+speed of memory; it does not find malice.
+"""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
+
+RECORD = "files.json"
+FORMAT = "qurl-files-1"
+FIX = "copy the checkpoint again, or name an older one"
+"""What a user can do about a damaged checkpoint that nothing is resumed from."""
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file held when it was written."""
+
+    bytes: int
+    xxh3: str  # of 128 bits, hexadecimal
+
+
+class Summing:
+    """Sums up bytes as they go by."""
+
+    def __init__(self) -> None:
+        self._digest, self._bytes = xxhash.xxh3_128(), 0
+
+    def update(self, data) -> None:
+        self._digest.update(data)
+        self._bytes += memoryview(data).nbytes
+
+    def done(self) -> FileSum:
+        return FileSum(self._bytes, self._digest.hexdigest())
+
+
+def sum_of(path: Path) -> FileSum:
+    """Of a file as it is on disk."""
+    summing, buffer = Summing(), memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            summing.update(buffer[:count])
+    return summing.done()
+
+
+def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
+    """Record every file of a folder that is whole now, those in folders inside included.
+
+    Args:
+        known: sums by name of what was summed up while it was written, and forced to disk; the
+            rest is read back, and forced to disk here.
+    """
+    sums = dict(known)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in known and name not in (RECORD, f".{RECORD}.new"):
+            to_disk(path)
+            sums[name] = sum_of(path)
+    record = {name: [found.bytes, found.xxh3] for name, found in sorted(sums.items())}
+    text = json.dumps({"format": FORMAT, "files": record}, indent=1)
+    aside = folder / f".{RECORD}.new"
+    aside.write_text(text + "\n", encoding="utf-8")
+    to_disk(aside)
+    aside.replace(folder / RECORD)
+    to_disk(folder)
+
+
+def read_record(folder: Path) -> dict[str, FileSum] | None:
+    """The sums of a folder's files by name; None where it has no record.
+
+    Raises:
+        Unreadable: the system cannot read the record, or another version wrote it.
+        ConfigError: the record is damaged.
+    """
+    path = folder / RECORD
+    try:
+        with reading(path):
+            content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(content)
+        newer = re.fullmatch(r"qurl-files-[2-9]", found["format"])
+        if not newer:
+            if found["format"] != FORMAT:
+                raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
+            return {_inside(name): _file_sum(*entry) for name, entry in found["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({error!r:.200})") from None
+    raise Unreadable(
+        f"{path} is of the format {newer[0]}, which this version does not know; read it with the "
+        "version that wrote it"
+    )
+
+
+def _inside(name: str) -> str:
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise ValueError(f"{name!r:.80} does not lie in the folder")
+    return name
+
+
+def _file_sum(size: int, digest: str) -> FileSum:
+    if type(size) is not int or size < 0 or type(digest) is not str:
+        raise ValueError(f"{size!r:.40}, {digest!r:.40} is not a size and a sum")
+    return FileSum(size, digest)
+
+
+def wrong_size(folder: Path, record: Mapping[str, FileSum]) -> str | None:
+    """What is to be seen without reading: the first file that is missing, cut off or too long.
+
+    Raises:
+        Unreadable: the system does not say.
+    """
+    for name, entry in record.items():
+        path = folder / name
+        try:
+            with reading(path):
+                size = path.stat().st_size
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if size != entry.bytes:
+            return f"{path} has {size} bytes where {entry.bytes} were written"
+    return None
+
+
+def damaged(folder: Path, record: Mapping[str, FileSum], names: Iterable[str]) -> str | None:
+    """The first of some files that is not what was written, as a sentence; reads them all.
+
+    Raises:
+        Unreadable: the system cannot read one.
+    """
+    for name in names:
+        path = folder / name
+        try:
+            with reading(path):
+                found = sum_of(path)
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if found != record[name]:
+            return f"{path} has changed since it was written: its checksum differs"
+    return None
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Read every file of a folder that has a record of them.
+
+    Raises:
+        ConfigError: one is not what was written, or cannot be read.
+    """
+    record = read_record(folder) or {}
+    if wrong := wrong_size(folder, record) or damaged(folder, record, record):
+        raise ConfigError(f"{wrong}; {FIX}")
+
+
+def to_disk(path: Path) -> None:
+    """Force a file to disk; or a folder, by which new names in it last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems keep their names safe by themselves, and refuse this.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

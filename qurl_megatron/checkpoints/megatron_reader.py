@@ -1,0 +1,197 @@
+"""Read a Megatron ``torch_dist`` checkpoint through the ops, whatever layout wrote it."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.checkpoints.families import stage_ops
+from qurl_megatron.checkpoints.hf_reader import FLOATS
+from qurl_megatron.checkpoints.ops import GateUp, Op
+from qurl_megatron.checkpoints.torch_dist import TorchDistReader
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.slice import Slice
+
+# Where an optimizer keeps FP32 masters: with and without Megatron's distributed optimizer.
+_MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+
+CRITIC = "critic."
+"""How the names of everything begin that a run's checkpoint has of its critic."""
+
+# What lies beside the model in a checkpoint of a run.
+_BESIDE = ("optimizer.", "chained_", "rng", CRITIC)
+
+# Megatron-LM pads a vocabulary to 128 rows for each of at most 64 tensor-parallel ranks.
+_MOST_PADDING = 128 * 64
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+
+
+def disk_key(parameter: str) -> tuple[str, tuple[int, ...]]:
+    """The tensor a parameter lies in, and where: all layers are one tensor, all experts of them.
+
+    >>> disk_key("decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight")
+    ('decoder.layers.mlp.experts.experts.linear_fc2.weight', (3, 5))
+    """
+    layer = _LAYER.fullmatch(parameter)
+    if layer is None:
+        return parameter, ()
+    expert = _EXPERT.fullmatch(layer[2])
+    if expert is None:
+        return f"decoder.layers.{layer[2]}", (int(layer[1]),)
+    return f"decoder.layers.mlp.experts.experts.{expert[2]}", (int(layer[1]), int(expert[1]))
+
+
+def stacked_parts(op: Op) -> int:
+    """How many tensors lie one behind the other in a parameter, each split over tensor ranks."""
+    return len(op.hf) if isinstance(op, GateUp) else 1
+
+
+class MegatronReader:
+    """The Hugging Face tensors of a Megatron checkpoint, from FP32 masters where it has them."""
+
+    def __init__(self, folder: str | Path, arch: Arch) -> None:
+        self.folder = Path(folder)
+        self.arch = arch
+        self.table = TorchDistReader(self.folder)
+        # Names on disk follow from the Hugging Face names: a model without Transformer Engine has
+        # other names for its norms, and a tied output layer is the embedding.
+        self._on_disk = {
+            op.hf[0].name: op.megatron
+            for op in stage_ops(
+                arch, range(arch.num_layers), first=True, last=True, fused_norms=True
+            )
+        }
+        self.masters = next(
+            (
+                prefix
+                for prefix in _MASTERS
+                if f"{prefix}embedding.word_embeddings.weight" in self.table
+            ),
+            None,
+        )
+
+    def shards(
+        self, op: Op, *, rank: int = 0, size: int = 1, padded_vocab: int | None = None
+    ) -> dict[str, Tensor]:
+        """The Hugging Face tensors of an op, or slice ``rank`` of ``size`` of each.
+
+        Args:
+            padded_vocab: rows of an embedding split evenly over ``size``; those beyond the
+                vocabulary are zero. None leaves the padding out.
+        """
+        if op.hf[0].vocabulary:
+            rows = padded_vocab or self.arch.vocab
+            return op.to_hf(self._vocabulary(op, rank * (rows // size), rows // size))
+        return op.to_hf(self._parameter(op, rank, size))
+
+    def widest(self, op: Op) -> torch.dtype:
+        """The format ``shards`` are in: the master's where there is one."""
+        return self.table.dtype(self._place(op)[0])
+
+    def dtype(self, op: Op) -> torch.dtype:
+        """The format the model has a parameter in; its master is FP32 all the same."""
+        key, _ = self._place(op)
+        return self.table.dtype(key.removeprefix(self.masters or ""))
+
+    def shape(self, op: Op) -> tuple[int, ...]:
+        """Of the whole Megatron parameter; an embedding's as it was padded."""
+        key, index = self._place(op)
+        return self.table.shape(key)[len(index) :]
+
+    def holds(self, op: Op) -> bool:
+        """True where the checkpoint has the parameter at all."""
+        return self._found(op) is not None
+
+    def cuts(self, op: Op) -> int:
+        """How many chunks a parameter is stored in; its master's are cut by data ranks as well."""
+        key, index = self._place(op)
+        return self.table.cuts(key.removeprefix(self.masters or ""), index)
+
+    def check(self, ops: Iterable[Op]) -> None:
+        """Hold every tensor against the config.
+
+        Raises:
+            ConfigError: one is missing, or is left over, or has another shape or format.
+        """
+        experts = self.arch.experts.count if self.arch.experts else 0
+        expected: set[str] = set()
+        for op in ops:
+            key, index = self._place(op)
+            expected.add(key.removeprefix(self.masters or ""))
+            whole = ((self.arch.num_layers, experts)[: len(index)]) + op.shape
+            found = self.table.shape(key)
+            rows = len(index)
+            padding = found[rows] - whole[rows] if len(found) == len(whole) else -1
+            padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING
+            same = found == whole or padded and found[rows + 1 :] == whole[rows + 1 :]
+            if not same:
+                raise ConfigError(
+                    f"tensor {key} in {self.folder} has shape {list(found)} where config.json "
+                    f"says {list(whole)}; give the config of this model"
+                )
+            if self.table.dtype(key) not in FLOATS:
+                raise ConfigError(
+                    f"tensor {key} in {self.folder} is stored as {self.table.dtype(key)}, which is "
+                    "not high precision"
+                )
+        extra = [
+            key
+            for key in self.table.keys()  # noqa: SIM118  not a dict
+            if key not in expected and not key.startswith(_BESIDE)
+        ]
+        if extra:
+            raise ConfigError(
+                f"tensor {extra[0]} in {self.folder} is not part of a model of type "
+                f"{self.arch.family} as config.json has it; it would be lost"
+            )
+
+    def _parameter(self, op: Op, rank: int, size: int) -> Tensor:
+        key, index = self._place(op)
+        shape = list(self.table.shape(key)[len(index) :])
+        split_dim, parts = op.hf[0].split_dim, stacked_parts(op)
+        if split_dim is None:
+            return self._read(key, index, [0] * len(shape), shape)
+        part = shape[split_dim] // parts
+        shape[split_dim] = part // size
+        boxes = []
+        for number in range(parts):
+            offsets = [0] * len(shape)
+            offsets[split_dim] = number * part + rank * shape[split_dim]
+            boxes.append(self._read(key, index, offsets, shape))
+        return boxes[0] if parts == 1 else torch.cat(boxes, split_dim)
+
+    def _vocabulary(self, op: Op, start: int, rows: int) -> Tensor:
+        key, index = self._place(op)
+        width = self.table.shape(key)[-1]
+        stop = min(start + rows, self.arch.vocab)
+        if stop <= start:
+            return torch.zeros(rows, width, dtype=self.table.dtype(key))
+        stored = self._read(key, index, [start, 0], [stop - start, width])
+        if stop - start == rows:
+            return stored
+        return torch.cat([stored, stored.new_zeros(rows - (stop - start), width)])
+
+    def _read(self, key: str, index: tuple[int, ...], offsets: list, shape: list) -> Tensor:
+        part = Slice((*index, *offsets), (*(1 for _ in index), *shape))
+        return self.table.read(key, part).reshape(shape)
+
+    def _place(self, op: Op) -> tuple[str, tuple[int, ...]]:
+        """Key and leading indices of a parameter."""
+        found = self._found(op)
+        if found is None:
+            key, _ = disk_key(self._on_disk[op.hf[0].name])
+            raise ConfigError(f"tensor {key} is not in the checkpoint {self.folder}")
+        return found
+
+    def _found(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
+        name = self._on_disk[op.hf[0].name]
+        # Megatron writes layers that differ from each other under keys of their own.
+        for key, index in (disk_key(name), (name, ())):
+            if f"{self.masters or ''}{key}" in self.table:
+                return f"{self.masters or ''}{key}", index
+        return None

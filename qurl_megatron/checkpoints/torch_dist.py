@@ -1,0 +1,416 @@
+"""Megatron's ``torch_dist`` checkpoint format, read and written one chunk at a time.
+
+    iter/
+      metadata.json      which format this is
+      common.pt          small facts about the whole checkpoint
+      .metadata          where every chunk of every tensor lies (pickle of torch's own dataclasses)
+      __0_0.distcp       chunks, each a ``torch.save`` of one tensor, back to back
+
+Megatron's own loader needs the whole model's modules and its saver needs their tensors in memory; a
+converter has neither. The layout is torch.distributed.checkpoint's, and a test loads what is
+written here with megatron-core, and reads here what megatron-core wrote.
+
+Nothing that a file names is ever executed: ``.metadata`` becomes inert records, and chunks are
+loaded as weights alone.
+"""
+
+import io
+import itertools
+import json
+import pickle
+import pickletools
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.checkpoints.places import METADATA
+from qurl_megatron.kit.disk import read_json
+from qurl_megatron.kit.errors import ConfigError, reading
+from qurl_megatron.tensors.slice import Slice
+
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# How Megatron is told to lay out the keys; its loader asks for the same.
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+DAMAGE = (
+    *(pickle.UnpicklingError, struct.error, EOFError),
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+    RuntimeError,  # torch's own, of archives; recursion
+)
+"""How pickle and torch fail on bytes that are not what was written, whatever the bytes are.
+
+Memory that runs out, and what the system cannot read, are another matter.
+"""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor that is to be stored; without ``shape``, an object that is no tensor."""
+
+    key: str
+    shape: tuple[int, ...] | None = None  # of the whole tensor
+    part: Slice = Slice((), ())
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def bytes(self) -> int:
+        return self.part.elements * self.dtype.itemsize if self.shape is not None else 0
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """Where a part of a tensor is stored."""
+
+    part: Slice
+    file: str
+    start: int
+    length: int
+
+
+class StoredTensor:
+    """What the table of contents says of one tensor."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, chunks: list[StoredChunk]):
+        self.shape, self.dtype, self.chunks = shape, dtype, chunks
+        # Layers and experts are leading axes of which a chunk holds one: found by them, a chunk of
+        # a hundred thousand need not be searched for.
+        self._depth = min(_ones(chunk.part) for chunk in chunks) if chunks else 0
+        self._at: dict[tuple[int, ...], list[StoredChunk]] = {}
+        for chunk in chunks:
+            self._at.setdefault(chunk.part.starts[: self._depth], []).append(chunk)
+
+    def touched(self, part: Slice) -> list[tuple[StoredChunk, Slice]]:
+        """The chunks that share elements with a part of it, and what they share."""
+        at = part.starts[: self._depth]
+        near = self._at.get(at, []) if _ones(part) >= self._depth else self.chunks
+        return [(chunk, common) for chunk in near if (common := chunk.part.overlap(part))]
+
+
+class TorchDistReader:
+    """The tensors of a ``torch_dist`` folder by key; any part of them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the table of contents.
+
+        Raises:
+            ConfigError: the folder is not of this format, or is damaged.
+        """
+        self.folder = folder
+        backend = read_json(folder / "metadata.json").get("sharded_backend")
+        if backend != "torch_dist":
+            raise ConfigError(
+                f"{folder} is of Megatron's format {backend!r}; only torch_dist is read"
+            )
+        self._tensors = _read_table(folder / METADATA)
+        self.files = sorted({c.file for t in self._tensors.values() for c in t.chunks})
+        for file in self.files:
+            if Path(file).name != file or not (folder / file).is_file():
+                raise ConfigError(f"{folder / METADATA} names {file}, which is not in {folder}")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._tensor(key).shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensor(key).dtype
+
+    def chunks(self, key: str) -> list[StoredChunk]:
+        return self._tensor(key).chunks
+
+    def cuts(self, key: str, index: Sequence[int] = ()) -> int:
+        """How many chunks lie under the leading indices ``index`` of a tensor."""
+        return sum(c.part.starts[: len(index)] == tuple(index) for c in self._tensor(key).chunks)
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        """A part of a tensor, joined from the chunks it touches.
+
+        Raises:
+            ConfigError: the chunks do not tile the part; a file is damaged or cannot be read; there
+                is not enough memory.
+        """
+        tensor = self._tensor(key)
+        touched = tensor.touched(part)
+        shared = [common for _, common in touched]
+        # Without overlap, as many elements as the part has are all of them.
+        apart = not any(a.overlap(b) for a, b in itertools.combinations(shared, 2))
+        if not apart or sum(each.elements for each in shared) != part.elements:
+            raise ConfigError(
+                f"tensor {key} in {self.folder} is not whole: its chunks do not tile "
+                f"{list(part.sizes)} at {list(part.starts)}"
+            )
+        if [chunk.part for chunk, _ in touched] == [part]:
+            return self._load(key, tensor, touched[0][0])
+        out = torch.empty(part.sizes, dtype=tensor.dtype)
+        for chunk, common in touched:
+            stored = self._load(key, tensor, chunk)
+            common.narrow(out, part).copy_(common.narrow(stored, chunk.part))
+        return out
+
+    def _tensor(self, key: str) -> StoredTensor:
+        if key not in self._tensors:
+            raise ConfigError(f"tensor {key} is not in the checkpoint {self.folder}")
+        return self._tensors[key]
+
+    def _load(self, key: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
+        path = self.folder / chunk.file
+        with reading(path), path.open("rb", buffering=0) as file:
+            window = _Window(file, chunk.start, chunk.length)
+            try:
+                loaded = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
+            except DAMAGE as error:
+                why = (str(error).splitlines() or [repr(error)])[0]
+                if window.failure is not None:  # torch makes something else of it
+                    raise window.failure from None
+                if "can't allocate memory" in why:
+                    raise ConfigError(f"tensor {key} does not fit in memory ({why})") from None
+                raise ConfigError(
+                    f"tensor {key} cannot be read from {path} ({why}); the file is damaged, copy "
+                    "the checkpoint again"
+                ) from None
+        if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (
+            chunk.part.sizes,
+            tensor.dtype,
+        ):
+            raise ConfigError(
+                f"tensor {key} in {path} is not the {tensor.dtype} {list(chunk.part.sizes)} that "
+                f"{METADATA} says; the checkpoint is damaged"
+            )
+        return loaded
+
+
+def _ones(part: Slice) -> int:
+    """How many leading axes of a part have length 1; the last axis is none of them."""
+    leading = part.sizes[:-1]
+    return next((axis for axis, size in enumerate(leading) if size != 1), len(leading))
+
+
+class _Window(io.RawIOBase):
+    """Bytes ``[start, start + length)`` of a file, as a file of their own.
+
+    ``failure`` is what the system said where it could not read them.
+    """
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+        self.failure: OSError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = origin + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        # A damaged length may ask for more than there is memory.
+        return super().read(min(size, max(0, self._length - self._at)))
+
+    def readinto(self, buffer) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        try:
+            self._file.seek(self._start + self._at)
+            count = self._file.readinto(view)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._at += count
+        return count
+
+
+class _Record:
+    """Stands in for whatever class a table of contents names: holds what it was given."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.state: Any = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.state[name]
+
+
+class _TableUnpickler(pickle.Unpickler):
+    """Unpickles a table of contents into inert records; nothing it names is looked up.
+
+    But for torch's number formats and ``torch.Size``, which cannot be changed, every name becomes a
+    class made for this one load. So there is nothing to call, and nothing to set an attribute on
+    that anybody else sees.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._made: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype) or found is torch.Size:
+                return found
+        if not module.startswith(("torch.", "pathlib")):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self._made.setdefault(f"{module}.{name}", type(name, (_Record,), {}))
+
+
+def _read_table(path: Path) -> dict[str, StoredTensor]:
+    with reading(path):
+        content = path.read_bytes()
+    try:
+        table = _unpickled(content)
+        places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+        for index, place in table["storage_data"].items():
+            if index.state.get("offset") is not None:
+                found = (str(place["relative_path"]), int(place["offset"]), int(place["length"]))
+                places[index["fqn"], tuple(index["offset"])] = found
+        return {
+            str(key): _stored(key, entry, places)
+            for key, entry in table["state_dict_metadata"].items()
+            if type(entry).__name__ == "TensorStorageMetadata"
+        }
+    except ConfigError:
+        raise
+    except DAMAGE as error:
+        raise ConfigError(
+            f"{path} is not the table of contents of a torch_dist checkpoint: {error!r}"
+        ) from None
+
+
+def _unpickled(content: bytes) -> dict[str, Any]:
+    try:
+        return _TableUnpickler(io.BytesIO(content)).load()
+    except MemoryError:
+        # Or is it a damaged length, or number of something to be remembered?
+        for opcode, argument, _ in pickletools.genops(content):
+            if "PUT" in opcode.name and argument is not None and argument > len(content):
+                raise ValueError(f"nothing has number {argument}") from None
+        raise
+
+
+def _stored(key: str, entry: _Record, places: dict) -> StoredTensor:
+    shape = tuple(map(int, entry["size"]))
+    dtype = entry["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"tensor {key} is of no number format of torch")
+    chunks = []
+    for chunk in entry["chunks"]:
+        starts, sizes = tuple(map(int, chunk["offsets"])), tuple(map(int, chunk["sizes"]))
+        inside = len(starts) == len(sizes) == len(shape) and all(
+            0 <= start <= start + size <= extent
+            for start, size, extent in zip(starts, sizes, shape, strict=True)
+        )
+        file, start, length = places[key, starts]
+        if not inside or start < 0 or length < 0:
+            at = (starts, sizes)
+            raise ConfigError(f"tensor {key}: a chunk at {at} lies outside of {list(shape)}")
+        chunks.append(StoredChunk(Slice(starts, sizes), file, start, length))
+    return StoredTensor(shape, dtype, chunks)
+
+
+def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[str, Any]]:
+    """Write chunks into one file, in the order they come.
+
+    Returns:
+        The rows of the table of contents for this file, as JSON; for ``write_table``.
+    """
+    rows = []
+    with _without_crc32(), path.open("wb") as file:
+        for chunk, value in chunks:
+            start = file.tell()
+            if isinstance(value, Tensor):
+                value = value.detach().reshape(chunk.part.sizes)
+                if value.untyped_storage().nbytes() != value.nbytes:
+                    value = value.clone()  # torch.save would write the whole storage of a view
+            try:
+                torch.save(value, file)
+            except RuntimeError as error:
+                # A full disk: torch reports that its archive cannot be closed after that.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+            rows.append(
+                {
+                    "key": chunk.key,
+                    "shape": chunk.shape,
+                    "offsets": chunk.part.starts,
+                    "sizes": chunk.part.sizes,
+                    "dtype": str(chunk.dtype).removeprefix("torch."),
+                    "start": start,
+                    "length": file.tell() - start,
+                }
+            )
+    return rows
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Files have SHA-256 sums; torch's own of every chunk would take longer than writing it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def write_table(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Write what makes the files a checkpoint: the table of contents, the common facts, the format.
+
+    Args:
+        rows: what ``write_chunks`` returned for each file of the folder.
+    """
+    # A second to import, for which reading need not wait.
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    tensors: dict[str, Any] = {}
+    places: dict[metadata.MetadataIndex, Any] = {}
+    for file, row in _flat(rows):
+        key, place = row["key"], filesystem._StorageInfo(file, row["start"], row["length"])
+        if row["shape"] is None:
+            tensors[key] = metadata.BytesStorageMetadata()
+            places[metadata.MetadataIndex(key)] = place
+            continue
+        offsets, sizes = torch.Size(row["offsets"]), torch.Size(row["sizes"])
+        entry = tensors.setdefault(
+            key,
+            metadata.TensorStorageMetadata(
+                properties=metadata.TensorProperties(dtype=getattr(torch, row["dtype"])),
+                size=torch.Size(row["shape"]),
+                chunks=[],
+            ),
+        )
+        entry.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+        places[metadata.MetadataIndex(key, offsets)] = place
+    table = metadata.Metadata(tensors, storage_data=places)
+    with (folder / METADATA).open("wb") as written:
+        pickle.dump(table, written)
+    torch.save({"content_metadata": CONTENT, "checkpoint_version": 3.0}, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+
+
+def _flat(rows: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in sorted(rows):
+        for row in rows[file]:
+            yield file, row

@@ -1,0 +1,120 @@
+"""Update-aware quantization (paper Sec. 4.3, Eq. 11): fold s into norms and what reads them.
+
+norm weight * s, linear weight / s: the function stays the same, while the linear's gradient grows
+by s and its quantization step shrinks by s. Everything that reads the norm takes part: q, k and v;
+gate and up, of every expert, and the router that chooses among them. o_proj and down_proj follow no
+norm and stay; so do biases and q/k-norms. A zero-centred norm stores g and multiplies by 1 + g: it
+becomes s(1 + g) - 1. ``config["qurl"]["uaq_scale"]`` records the fold; folding twice is refused.
+
+What that changes is a learning rate. The codes of W / s are those of W, and Adam's step does not
+grow with the gradient: as long as its eps is small beside the gradients and nothing else looks at
+sizes, training the folded model *is* training the unfolded one with s times the learning rate for
+what is divided here and 1 / s of it for the norms (``benchmarks/folding.py`` shows it in float64).
+These are about two thirds of the linear weights, so s = 1.5 has a third more codes change in a
+step, as 1.33 times the learning rate has. Weight decay, eps, a clipped gradient norm and BF16
+rounding make the two part; docs/algorithms.md has by how much.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.arch import read_family
+from qurl_megatron.tensors.table import uaq_role
+
+_LARGEST = 1000.0  # the paper's are 1.5 and 2; far beyond, FP32 has no room
+
+
+def takes_part(name: str) -> bool:
+    """True for the Hugging Face tensors that folding changes."""
+    return uaq_role(name) is not None
+
+
+def folded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
+    """``weight`` of the Hugging Face tensor ``name`` with ``scale`` folded in, where it takes part.
+
+    Other tensors are returned as they are. Works on any slice of the tensor. Fold in FP32: rounding
+    W/1.5 to BF16 alone moves 5 % of INT8 codes.
+
+    Args:
+        zero_centred: the model's norms store their gain minus one.
+    """
+    role = uaq_role(name)
+    if scale == 1.0 or role is None:
+        return weight
+    if role == "norm":
+        return (1.0 + weight) * scale - 1.0 if zero_centred else weight * scale
+    return weight / scale
+
+
+def unfolded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
+    """The reverse of ``folded`` by the same ``scale``, with one rounding more."""
+    role = uaq_role(name)
+    if scale == 1.0 or role is None:
+        return weight
+    if role == "norm":
+        return (1.0 + weight) / scale - 1.0 if zero_centred else weight / scale
+    return weight * scale
+
+
+def fold_uaq(
+    state_dict: Mapping[str, Tensor], config: dict[str, Any], scale: float
+) -> dict[str, Tensor]:
+    """Fold ``scale`` into a Hugging Face state dict; ``config`` is marked in place.
+
+    Raises:
+        ConfigError: the config says that a factor is folded already, or names a model whose
+            norms are not known.
+    """
+    refuse_second_fold(config, scale)
+    out = _all(folded, state_dict, config, scale)
+    config["qurl"] = {**config.get("qurl", {}), "uaq_scale": scale}
+    return out
+
+
+def unfold_uaq(state_dict: Mapping[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """The reverse of ``fold_uaq``, by the factor the config records; the record is removed."""
+    out = _all(unfolded, state_dict, config, folded_scale(config))
+    config.pop("qurl", None)
+    return out
+
+
+def _all(
+    change: Callable[..., Tensor],
+    state_dict: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    scale: float,
+) -> dict[str, Tensor]:
+    zero_centred = read_family(config).zero_centred_norm
+    return {
+        name: change(name, weight, scale, zero_centred=zero_centred)
+        for name, weight in state_dict.items()
+    }
+
+
+def folded_scale(config: Mapping[str, Any]) -> float:
+    """The factor a config says is folded into its weights; 1.0 where none is.
+
+    Raises:
+        ConfigError: what the config says is no factor.
+    """
+    record = config.get("qurl", {})
+    found = record.get("uaq_scale", 1.0) if isinstance(record, dict) else None
+    if not isinstance(found, int | float) or not 1.0 <= found < math.inf:
+        raise ConfigError(f"config.json: qurl={record!r} does not name a UAQ factor of 1.0 or more")
+    return float(found)
+
+
+def refuse_second_fold(config: Mapping[str, Any], scale: float) -> None:
+    """Raise ``ConfigError`` where ``scale`` is no factor, or would be folded on top of another."""
+    if not 1.0 <= scale <= _LARGEST:
+        raise ConfigError(f"the UAQ factor must lie between 1.0 and {_LARGEST:g}, got {scale}")
+    already = folded_scale(config)
+    if already != 1.0 and scale != 1.0:
+        raise ConfigError(
+            f"the checkpoint already has the UAQ factor {already} folded in and cannot be folded "
+            f"again by {scale}; use {already} in a recipe (quant.uaq_scale) and none in a tool"
+        )

@@ -1,0 +1,299 @@
+"""``qurl slurm attempt``: what the job script becomes, from the first step of ``srun`` to the last.
+
+It starts the ranks, has them watched over, and decides what follows: the run is done, it is tried
+again here, it goes on in another job, or it stops for a person to look. It needs no GPU, and
+neither torch nor Megatron.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from qurl_megatron.cluster import commands, folder
+from qurl_megatron.cluster.addresses import reachable
+from qurl_megatron.cluster.cluster import ClusterConfig
+from qurl_megatron.cluster.examination import examine, exclude, own_parts, refuse_exclusion
+from qurl_megatron.cluster.jobs import components
+from qurl_megatron.cluster.layout import Allocation, lay_out
+from qurl_megatron.cluster.offer import prepare
+from qurl_megatron.cluster.steps import rollout_step, training_step
+from qurl_megatron.cluster.supervise import Ending, Received, StepSupervisor, beside, facts_of, say
+from qurl_megatron.cluster.verdict import (
+    BAD_NODE,
+    GOES_ON,
+    PERSONS,
+    WALL_TIME,
+    AttemptOutcome,
+    Decision,
+    before,
+    decide,
+)
+from qurl_megatron.config import RunConfig
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.muster import forget
+from qurl_megatron.observe import failures
+from qurl_megatron.observe.attempts import tried
+from qurl_megatron.training.state import TrainState, latest
+
+LINGER_S = 300.0
+"""In which Slurm ends a supervisor whose job it has put back into the queue. One that leaves by
+itself before that completes the job there, and Slurm 22.05 never starts it again."""
+LOST = 1
+"""Exit code in the record of an attempt whose own nobody knows."""
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The job that this process supervises."""
+
+    number: int
+    restarts: int  # how often Slurm has started it again
+    run_dir: Path
+    config: RunConfig
+    cluster: ClusterConfig
+
+    @property
+    def layout(self) -> Allocation:
+        return lay_out(self.config.parallel, self.config.rollout, self.cluster.node)
+
+
+def attempt(run_dir: Path) -> int:
+    """Run the training step of this job, again after a failure, and see to what follows.
+
+    Returns:
+        0 where the run is done, or goes on in another job; 143 after a clean stop that was asked
+        for; 4 where another attempt would bring it no further; else the exit code of the training
+        step.
+
+    Raises:
+        ConfigError: this is no job, or not one that ``qurl slurm submit`` has submitted.
+    """
+    number, restarts = _own_job(os.environ)
+    job = BatchJob(number, restarts, run_dir, folder.recipe(run_dir), folder.cluster(run_dir))
+    lost = _lost(job)
+    if lost and lost.decision is Decision.STOP:
+        _cancel_chain(job)
+        return lost.code
+    late = False
+    with Received() as received:
+        while True:
+            if (saved := _saved(run_dir)) >= job.config.train.steps > 0:
+                say(f"{run_dir} has all its {saved} steps")
+                _cancel_chain(job)
+                return 0
+            outcome = _once(job, saved, received, late=late)
+            late = True
+            here = outcome.decision is Decision.RETRY and not received.newest
+            if not (here and _whole(job)):
+                break
+        _follow(outcome, job, received.newest)
+    return outcome.code
+
+
+def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> AttemptOutcome:
+    """One attempt, from its folder to its record.
+
+    Args:
+        saved: step of the checkpoint that it goes on from.
+        late: it does not have the job's whole time.
+    """
+    gpus = sum(one.nodes * one.gpus for one in components(job.layout, job.cluster))
+    number = folder.open_attempt(job.run_dir, gpus=gpus, step=saved)
+    logs = folder.attempt_folder(job.run_dir, number).absolute()
+    os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
+    from_step = f"attempt {number}, job {job.number}, from step {saved}"
+    say(f"{from_step}; the ranks write {logs}/train-RANK.log")
+    nodes = examine(job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS)
+    for node, why in nodes.bad.items():
+        say(f"node {node} is bad: {why}")
+    if received.newest in PERSONS:
+        return _settle(job, number, saved, Ending(0, received.newest))
+    if nodes.needed and not received.newest:
+        outcome = _without(job, nodes.needed, nodes.shared)
+        return _record(job, number, saved, saved, Ending(BAD_NODE), outcome)
+    ranks = job.config.parallel.world_size
+    supervisor = StepSupervisor(job.run_dir, logs, job.number, ranks, job.cluster.job, received)
+    ended = _run(job, logs, supervisor, nodes.engines)
+    return _settle(job, number, saved, ended, late=late)
+
+
+def _run(
+    job: BatchJob, logs: Path, supervisor: StepSupervisor, engines: Sequence[str] | None
+) -> Ending:
+    """The training step, and the engines' beside it where they have nodes of their own.
+
+    Args:
+        engines: the nodes that have some; None: all that the job has for them.
+    """
+    layout, cluster = job.layout, job.cluster
+    where = {"folder": str(logs), "workdir": os.getcwd()}
+    rank = ["qurl", "slurm", "task", str(job.run_dir)]
+    if engines is not None:
+        rank += ["--engines", str(layout.engines * len(engines))]
+    forget(job.run_dir)  # what a supervisor has left that was killed with its ranks
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget, job.run_dir)
+        if layout.rollout:
+            prepare(Path(job.config.rollout.rendezvous))
+            here = reachable(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
+            node = ["qurl", "slurm", "offer", str(job.run_dir), "--towards", here]
+            step = rollout_step(layout, cluster, node, **where, nodes=engines)
+            stack.enter_context(beside(step, supervisor.spare_s))
+        return supervisor.watch(training_step(layout, cluster, rank, **where))
+
+
+def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> AttemptOutcome:
+    """What follows where an attempt cannot go on with these nodes."""
+    if shared:
+        return AttemptOutcome(Decision.STOP, BAD_NODE, shared)
+    names = ", ".join(nodes)
+    try:
+        refuse_exclusion(job.run_dir, job.number, nodes)
+        if job.cluster.job.again == "chain" and not _others(job):
+            raise ConfigError("no job of the chain is left")
+    except ConfigError as error:
+        return AttemptOutcome(
+            Decision.STOP,
+            BAD_NODE,
+            f"{names} cannot be excluded ({error}); once the nodes are fixed, "
+            "`qurl slurm submit`, as before, goes on",
+        )
+    return AttemptOutcome(Decision.WITHOUT, 0, f"goes on without {names}", without=nodes)
+
+
+def _lost(job: BatchJob) -> AttemptOutcome | None:
+    """What follows on an attempt of this job whose supervisor could not say, because its node was
+    lost, or Slurm took the nodes sooner than it could end; None where there is none."""
+    newest = next(reversed(tried(job.run_dir)), None)
+    # Where Slurm has not restarted it, a person has ended the job of that one, and submitted this.
+    if not job.restarts or newest is None or newest.ended:
+        return None
+    failed = "its first node was lost, or taken before it had ended"
+    how = Ending(LOST, failed=failed, at=newest.last_sign)
+    return _settle(job, newest.number, newest.began.step_before, how)
+
+
+def _settle(
+    job: BatchJob, number: int, saved: int, ended: Ending, *, late: bool = False
+) -> AttemptOutcome:
+    """Decide what follows on an attempt, and leave its record."""
+    if ended.told in PERSONS and _ended_by_slurm(job):  # whose SIGTERM looks like a person's
+        failed = "Slurm has ended the job, as where a node is lost"
+        ended = replace(ended, code=ended.code or LOST, told="", failed=failed)
+    after = _saved(job.run_dir)
+    outcome = decide(
+        ended.code,
+        ended.told,
+        saved,
+        after,
+        before(folder.attempts(job.run_dir)),
+        steps=job.config.train.steps,
+        retries=job.cluster.job.retries,
+        failed=ended.failed,
+        late=late,
+    )
+    return _record(job, number, saved, after, ended, outcome)
+
+
+def _record(
+    job: BatchJob, number: int, saved: int, after: int, ended: Ending, outcome: AttemptOutcome
+) -> AttemptOutcome:
+    record = folder.Attempt(
+        number=number,
+        job=job.number,
+        restarts=job.restarts,
+        step_before=saved,
+        step_after=after,
+        signal=ended.told,
+        code=ended.code,
+        decision=outcome.decision.value,
+        ended_at=ended.at,
+    )
+    folder.close_attempt(job.run_dir, record)
+    say(f"attempt {number}: {outcome.why}")
+    return outcome
+
+
+def _whole(job: BatchJob) -> bool:
+    """The job has all its nodes: with --no-kill, Slurm takes away those that fail. Of a
+    heterogeneous job none can: Slurm ends it."""
+    hetjob = job.cluster.job.layout == "hetjob"
+    nodes = str((job.layout.training if hetjob else job.layout.whole).nodes)
+    left = facts_of(job.number).get("NumNodes", nodes)  # no answer: as submitted
+    if left.partition("-")[0] == nodes:
+        return True
+    say(f"job {job.number} has {left} of its {nodes} nodes left")
+    return False
+
+
+def _ended_by_slurm(job: BatchJob) -> bool:
+    """Slurm ends what runs of this job: a heterogeneous one has lost a node, or the grace time of a
+    preemption is over. Where it may, it has put the job back into the queue already."""
+    facts = facts_of(job.number)
+    put_back = int(facts.get("Restarts", "0")) > job.restarts
+    return put_back or facts.get("Reason") == "NodeDown"
+
+
+def _follow(outcome: AttemptOutcome, job: BatchJob, received: str) -> None:
+    ended = received in PERSONS and _ended_by_slurm(job)
+    again = outcome.decision is Decision.AGAIN or (
+        outcome.decision in GOES_ON and (ended or received in ("", WALL_TIME))
+    )
+    requeued = job.cluster.job.again == "requeue"
+    if not again:
+        _cancel_chain(job)
+        if ended and requeued:
+            commands.cancel([job.number])
+    elif ended and requeued:
+        say(f"job {job.number} is back in the queue")
+        time.sleep(LINGER_S)
+    elif requeued:
+        say(f"job {job.number} goes back to the queue")
+        # Slurm tells a requeued job to end: neither this nor scontrol itself, before it is done.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            commands.requeue(job.number)
+        except ConfigError as error:
+            raise ConfigError(
+                f'{error}; `qurl slurm submit`, as before, goes on; job.again = "chain" in the '
+                "cluster file is for sites that forbid requeueing"
+            ) from None
+    elif not _others(job):
+        say("the chain ends here; `qurl slurm submit`, as before, goes on")
+    if outcome.without:  # a job that runs cannot be kept off a node, one that waits can
+        exclude(own_parts(os.environ) if requeued else _others(job), outcome.without)
+
+
+def _cancel_chain(job: BatchJob) -> None:
+    """The jobs of a chain that nothing is left for."""
+    try:
+        commands.cancel(_others(job))
+    except ConfigError as error:  # they find for themselves that nothing is left
+        say(str(error))
+
+
+def _others(job: BatchJob) -> list[int]:
+    """The run's jobs that are in the queue beside this one."""
+    found = folder.submitted(job.run_dir)
+    return list(commands.queued([one for one in found.jobs if one != job.number] if found else []))
+
+
+def _own_job(env: Mapping[str, str]) -> tuple[int, int]:
+    """Its id, and how often Slurm has started it again."""
+    if "SLURM_JOB_ID" not in env:
+        raise ConfigError(
+            "SLURM_JOB_ID is not set: `qurl slurm attempt` runs inside a job that "
+            "`qurl slurm submit` submits"
+        )
+    return int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT", "0"))
+
+
+def _saved(run_dir: Path) -> int:
+    """Step of the newest checkpoint; 0 where there is none."""
+    newest = latest(run_dir)
+    return TrainState.read(newest).step if newest else 0

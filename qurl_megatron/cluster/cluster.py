@@ -1,0 +1,242 @@
+"""A cluster as data: a frozen dataclass per section of ``slurm/clusters/*.toml``.
+
+Whatever differs from one site to the next stands here, and what differs from one run to the next in
+the recipe: the job script follows from the two.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from qurl_megatron.config.keys import Section, at_least, key, positive, require
+from qurl_megatron.config.load import build, read_tables
+from qurl_megatron.kit.errors import ConfigError
+
+SIGNAL_LIMIT_S = 65_535
+"""The most seconds before the time limit that Slurm's --signal takes."""
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
+_WORD = re.compile(r"[^\s'\"\\]+")
+
+
+def seconds(time: str) -> int:
+    """Of a time as Slurm writes it, [days-]hours:minutes:seconds.
+
+    Raises:
+        ValueError: it is something else, such as UNLIMITED.
+    """
+    if (found := _TIME.fullmatch(time)) is None:
+        raise ValueError(time)
+    days, hours, minutes, rest = map(int, found.groups(default="0"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig(Section, name="job", on_resume="free"):
+    """What every job asks Slurm for, and how it goes on when its time is up."""
+
+    partition: str = ""
+    """Partition of the nodes; empty: the site's default."""
+
+    account: str = ""
+    """Account that is charged; empty: the user's default."""
+
+    qos: str = ""
+    """Quality of service; empty: the site's default."""
+
+    time_limit: str = "24:00:00"
+    """Wall time of one job, as [days-]hours:minutes:seconds; a run may take several jobs."""
+
+    layout: Literal["hetjob", "split"] = "hetjob"
+    """How training nodes and rollout nodes come together where a recipe has both. hetjob: one job
+    of two components; split: one component that is cut in two, for sites that forbid the other, and
+    for runs that are to outlive a rollout node: Slurm ends the other with any of its nodes."""
+
+    again: Literal["requeue", "chain"] = "requeue"
+    """How a run goes on whose time is up. requeue: the same job goes back to the queue; chain: jobs
+    of one name are submitted at once and run one after the other, for sites that forbid it."""
+
+    chain: int = key(4, at_least(1))
+    """Jobs of a chain; those behind the end of the run are cancelled."""
+
+    signal_s: int = 900
+    """Seconds before the time limit in which the run finishes its step and saves. Slurm may be a
+    minute early. Once steps and checkpoints of the run are measured, what they take counts in place
+    of it, whether that is more or less."""
+
+    retries: int = key(3, at_least(0))
+    """Failures in a row (a rank or a node that dies, a run that hangs) on which a new attempt
+    follows by itself. An attempt whose time was up, and a new submission, begin the count again.
+    Two attempts in a row without a new checkpoint end the run whatever is left of it."""
+
+    hung_s: int = key(1800, at_least(1))
+    """Seconds without a new step after which a run counts as hung: its ranks write their stacks and
+    are ended. The longest set-up, evaluation and restart of engines must fit in."""
+
+    hung_steps: float = key(10.0, at_least(1))
+    """The same in median steps of the run; the longer of the two counts."""
+
+    extra: tuple[str, ...] = ()
+    """Further options of sbatch for every component, e.g. ["--exclusive"]."""
+
+    examine_s: int = key(180, at_least(0))
+    """Seconds in which every node must have measured itself before the ranks start, the start of
+    its container included; a node that has not is bad. 0 examines none."""
+
+    def check(self) -> None:
+        for name in ("partition", "account", "qos"):
+            value = getattr(self, name)
+            require(
+                not value or _WORD.fullmatch(value) is not None,
+                f"job.{name} must be a name without white space or quotes, got {value!r}",
+            )
+        require(
+            _TIME.fullmatch(self.time_limit) is not None,
+            "job.time_limit must be like 24:00:00 or 2-00:00:00, [days-]hours:minutes:seconds, "
+            f"got {self.time_limit!r}",
+        )
+        require(
+            60 <= self.signal_s <= SIGNAL_LIMIT_S,
+            f"job.signal_s must lie between 60, by which Slurm may be early, and {SIGNAL_LIMIT_S}, "
+            f"got {self.signal_s}",
+        )
+        require(
+            self.signal_s < self.time_limit_s,
+            f"job.signal_s={self.signal_s} leaves nothing of job.time_limit={self.time_limit}; "
+            "raise the limit, or lower job.signal_s",
+        )
+        for option in self.extra:
+            require(
+                re.fullmatch(r"--?\w[^\n]*", option) is not None,
+                f'job.extra must be options of sbatch such as "--exclusive", got {option!r}',
+            )
+
+    @property
+    def time_limit_s(self) -> int:
+        return seconds(self.time_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(Section, name="node", on_resume="free"):
+    """What one node has; nodes of a partition are alike."""
+
+    gpus: int = key(8, at_least(1))
+    """GPUs of a node."""
+
+    gpu: str = ""
+    """Kind of GPU as the site's gres names it (`sinfo -o %G`), e.g. h100; empty asks for any."""
+
+    gpu_gib: float = key(80.0, positive())
+    """Memory of a GPU, in GiB."""
+
+    cpus: int = 64
+    """CPUs of a node, as Slurm counts them; a job gets them in proportion to its GPUs."""
+
+    memory_gib: int = key(0, at_least(0))
+    """Host memory of a node that jobs may take, in GiB, in proportion as well; 0 asks for all of
+    it, which only jobs with whole nodes should."""
+
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces over which NCCL's and gloo's ranks meet (`ip -brief address`); empty lets
+    them choose."""
+
+    def check(self) -> None:
+        require(
+            self.cpus >= self.gpus,
+            f"node.cpus={self.cpus} gives some of node.gpus={self.gpus} no CPU; raise it",
+        )
+        for name in (self.gpu, *self.interfaces):
+            require(
+                not name or re.fullmatch(r"[\w.-]+", name) is not None,
+                f"node.gpu and node.interfaces have letters, digits and _ . - alone, got {name!r}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig(Section, name="container", on_resume="free"):
+    """In what the ranks run; the supervisor itself runs on the node, where Slurm's commands are."""
+
+    kind: Literal["none", "pyxis", "apptainer"] = "none"
+    """none: on the node, with what site.prolog activates; pyxis: srun --container-image; apptainer:
+    apptainer exec --nv."""
+
+    image: str = ""
+    """Image file, or with pyxis also registry#name:tag."""
+
+    mounts: tuple[str, ...] = ()
+    """Folders of the node to mount, as outside[:inside]; among them the folder that is submitted
+    from, the model's, the data's and the run's, each under its own name."""
+
+    def check(self) -> None:
+        require(
+            (self.kind == "none") == (not self.image),
+            f"container.kind={self.kind} and container.image={self.image!r} contradict each other; "
+            "set both, or kind to none and no image",
+        )
+        require(
+            self.kind != "pyxis" or not self.image.endswith(".sqsh") or self.image[0] in "./",
+            f"container.image={self.image}: pyxis takes a file only by a path that begins with / "
+            f"or ./; write ./{self.image}",
+        )
+        for mount in self.mounts:
+            require(
+                re.fullmatch(r"[^\s,'\"]+", mount) is not None,
+                f"container.mounts must be like /data or /data:/inside, got {mount!r}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteConfig(Section, name="site", on_resume="free"):
+    """Files and environment of the site."""
+
+    shared: tuple[str, ...] = ()
+    """Folders that all nodes share, or have the same copy of; runs, models and data must lie in
+    them."""
+
+    prolog: tuple[str, ...] = ()
+    """Shell lines before the run, e.g. "module load cuda" and "source .venv/bin/activate"; the job
+    ends where one of them fails. `qurl` must be found after them."""
+
+    environment: dict = key({})
+    """Variables of every rank and engine, above all NCCL's, e.g. {NCCL_IB_HCA = "mlx5"}; they go
+    before those of a container's image."""
+
+    def check(self) -> None:
+        for folder in self.shared:
+            require(folder.startswith("/"), f"site.shared must be absolute folders, got {folder!r}")
+        for line in self.prolog:
+            require("\n" not in line, f"site.prolog: one line for each string, got {line!r}")
+        for name, value in self.environment.items():
+            require(
+                re.fullmatch(r"[A-Za-z_]\w*", name) is not None and isinstance(value, str),
+                f"site.environment must be strings by variable, got {name} = {value!r}",
+            )
+            require(
+                not re.search(r"KEY|TOKEN|SECRET|PASSWORD", name),
+                f"site.environment.{name}: job scripts are kept and shown by Slurm; leave secrets "
+                "to files that only you can read",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """A whole cluster file."""
+
+    job: JobConfig = field(default_factory=JobConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    site: SiteConfig = field(default_factory=SiteConfig)
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """
+    Raises:
+        ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or
+            range; names the file.
+    """
+    tables = read_tables(path, "cluster file", "examples are in slurm/clusters")
+    try:
+        return build(ClusterConfig, tables, kind="section")
+    except ConfigError as error:
+        raise ConfigError(f"cluster file {path}: {error}") from None

@@ -1,0 +1,193 @@
+"""``RUN_DIR/slurm``: what ``submit`` leaves for the job, and the job for whoever looks at it.
+
+    recipe.toml      the recipe as it was given
+    request.json     its overrides, and the folder it was given in
+    cluster.toml     the cluster file, resolved
+    job.sbatch       the script
+    job.json         ids of the jobs and when they were submitted; the last to be written
+    job.log          what the supervisor says, of all attempts
+    attempts/1/      an attempt: train-RANK.log, failure-RANK.json of a rank that failed,
+                     stack-RANK.txt if it hung, and the records of observe.attempts
+    latest           link to the newest of them
+
+Whatever is read by another process is written aside and renamed.
+"""
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from qurl_megatron.cluster.cluster import ClusterConfig, load_cluster
+from qurl_megatron.config import RunConfig, from_elsewhere, load, to_toml
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import refusing
+from qurl_megatron.observe.attempts import (
+    BEGAN,
+    ENDED,
+    STEPS,
+    Attempt,
+    Began,
+    read_attempt,
+    read_began,
+    read_record,
+    steps_since,
+)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """job.json."""
+
+    jobs: list[int]  # several of a chain, in their order
+    submitted_at: str  # UTC
+
+
+def write(
+    run_dir: Path, recipe: Path, overrides: list[str], cluster: ClusterConfig, script: str
+) -> None:
+    """Leave for the job what it will read.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    request = {"overrides": from_elsewhere(recipe, overrides), "recipe": str(recipe)}
+    put(run_dir / "slurm/recipe.toml", recipe.read_text(encoding="utf-8"))
+    put(run_dir / "slurm/request.json", json.dumps(request, indent=1) + "\n")
+    put(run_dir / "slurm/cluster.toml", to_toml(cluster))
+    put(run_dir / "slurm/job.sbatch", script)
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file whole: aside, and renamed.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with refusing(path, key="train.run_dir"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+
+
+def overrides(run_dir: Path) -> list[str]:
+    """Those of the run's recipe, its folder included.
+
+    Raises:
+        ConfigError: nothing was submitted there, or the file is damaged.
+    """
+    given = read_record(
+        run_dir / "slurm/request.json", lambda value: [str(one) for one in value["overrides"]]
+    )
+    return [*given, f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
+
+
+def recipe(run_dir: Path) -> RunConfig:
+    """The run's whole recipe."""
+    return load(run_dir / "slurm/recipe.toml", overrides(run_dir))
+
+
+def cluster(run_dir: Path) -> ClusterConfig:
+    return load_cluster(run_dir / "slurm/cluster.toml")
+
+
+def submitted(run_dir: Path) -> Submitted | None:
+    """What was submitted last for a run; None: nothing yet.
+
+    Raises:
+        ConfigError: job.json is damaged.
+    """
+    path = run_dir / "slurm/job.json"
+    return read_record(path, lambda value: Submitted(**value)) if path.exists() else None
+
+
+def no_job(run_dir: Path) -> ConfigError:
+    """Why a folder has no job of ours to tell of."""
+    named = "name the run's, train.run_dir of its recipe"
+    if not run_dir.is_dir():
+        return ConfigError(f"{run_dir} is not a folder; {named}")
+    if (run_dir / "metrics.jsonl").exists():
+        return ConfigError(
+            f"{run_dir}: this run was never submitted to Slurm; `qurl report {run_dir}` shows how "
+            "it went"
+        )
+    return ConfigError(f"{run_dir}: nothing was submitted for this folder; {named}")
+
+
+def no_attempt(run_dir: Path) -> ConfigError:
+    """Why a folder without attempts has none."""
+    if submitted(run_dir) is None:
+        return no_job(run_dir)
+    return ConfigError(
+        f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` says what it waits for"
+    )
+
+
+def write_submitted(run_dir: Path, jobs: Submitted) -> None:
+    put(run_dir / "slurm/job.json", _text(jobs))
+
+
+def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
+    """Make the folder of the next attempt, and have ``latest`` lead there.
+
+    The steps of the attempt before are kept with it: its metrics are about to be written again.
+
+    Args:
+        gpus: that the job holds, of all nodes.
+        step: of the newest checkpoint.
+
+    Returns:
+        Its number; the first is 1.
+    """
+    attempts = run_dir / "slurm/attempts"
+    with refusing(attempts, key="train.run_dir"):
+        attempts.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            with contextlib.suppress(FileExistsError):
+                (attempts / str(number)).mkdir()
+                break
+        before = attempts / str(number - 1)
+        if (before / BEGAN).exists():
+            rows = [[one.step, one.ended_at, one.seconds] for one in steps_since(run_dir, before)]
+            put(before / STEPS, json.dumps(rows) + "\n")
+        put(attempts / str(number) / BEGAN, _text(Began(now(), gpus, step)))
+        link = run_dir / "slurm/latest"
+        aside = link.with_name(".latest")
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(f"attempts/{number}")
+        os.replace(aside, link)
+    return number
+
+
+def attempt_folder(run_dir: Path, number: int) -> Path:
+    return run_dir / "slurm/attempts" / str(number)
+
+
+def stack_file(attempt: Path, rank: int) -> Path:
+    """Where a rank that is asked to writes what its threads are doing; empty until then."""
+    return attempt / f"stack-{rank}.txt"
+
+
+def close_attempt(run_dir: Path, attempt: Attempt) -> None:
+    """Record its end, which is now where it has none, and beside it when and on what it began."""
+    path = attempt_folder(run_dir, attempt.number)
+    began = asdict(read_began(path))
+    ended_at = attempt.ended_at or now()
+    put(path / ENDED, _text(replace(attempt, ended_at=ended_at, **began)))
+
+
+def attempts(run_dir: Path) -> list[Attempt]:
+    """Those that have ended, oldest first.
+
+    Raises:
+        ConfigError: a record is damaged.
+    """
+    found = (run_dir / "slurm/attempts").glob(f"*/{ENDED}")
+    return sorted(map(read_attempt, found), key=lambda one: one.number)
+
+
+def _text(record: Submitted | Attempt | Began) -> str:
+    return json.dumps(asdict(record), indent=1) + "\n"

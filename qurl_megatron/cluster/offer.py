@@ -1,0 +1,171 @@
+"""``qurl slurm offer``: what ``srun`` starts on each rollout node, the engines of that node.
+
+It writes an entry into ``rollout.rendezvous`` for each engine that listens, and takes it away when
+the engine is gone; the trainer adopts and drops engines as entries come and go. Ports are the
+engines' own choice, so that two jobs on a node cannot meet. The key is in a file beside the
+entries, which only the user can read; it reaches the engines in their environment.
+"""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+from qurl_megatron.cluster import folder
+from qurl_megatron.cluster.layout import lay_out
+from qurl_megatron.cluster.task import stop_on_usr1
+from qurl_megatron.config import RunConfig
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import refusing
+from qurl_megatron.kit.network import own_address
+
+KEY = "key"
+"""File of the engines' key, in the rendezvous folder."""
+
+POLL_S = 0.5
+GRACE_S = 10.0
+PAUSE_S = 5.0
+"""Before an engine that ended is started again; twice as long each time."""
+
+
+def prepare(rendezvous: Path) -> None:
+    """Make the folder where trainer and engines meet, without entries of earlier attempts.
+
+    Raises:
+        ConfigError: it cannot be made, or is a file.
+    """
+    with refusing(rendezvous, key="rollout.rendezvous"):
+        rendezvous.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for entry in rendezvous.glob("*.json"):
+            entry.unlink()
+        key = rendezvous / KEY
+        if not key.exists():
+            # Never readable for others, not even for the moment until its mode is set.
+            file = os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(file, "w") as out:
+                out.write(secrets.token_urlsafe(32))
+
+
+def offer(run_dir: Path, towards: str) -> int:
+    """Start this node's engines, and keep the rendezvous true until SIGUSR1 or SIGTERM.
+
+    Args:
+        towards: name or address of the trainer's first node; engines listen on the address of this
+            node on the way there.
+
+    Returns:
+        0 after a signal; 1 where no engine can be kept alive.
+
+    Raises:
+        ConfigError: nothing was submitted there, or the engines cannot be started.
+    """
+    ended = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    stop_on_usr1()
+    config, cluster = folder.recipe(run_dir), folder.cluster(run_dir)
+    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    host = address_towards(towards)
+    rendezvous = Path(config.rollout.rendezvous)
+    engines = _engines(config, run_dir / "logs" / node, layout.engines, host, rendezvous)
+    offered = [
+        Offered(process, rendezvous / f"{node}-{process.name}.json", host, config)
+        for process in engines
+    ]
+    try:
+        while not ended.wait(POLL_S):
+            for one in offered:
+                one.look(time.monotonic())
+            if all(one.given_up for one in offered):
+                return 1
+    finally:
+        from qurl_megatron.fleet.process import stop
+
+        for one in offered:
+            one.withdraw()
+        stop(engines, GRACE_S)
+    return 0
+
+
+class Offered:
+    """One engine, and its entry in the rendezvous."""
+
+    def __init__(self, process, entry: Path, host: str, config: RunConfig) -> None:
+        self._process, self._entry, self._host = process, entry, host
+        self._left = config.rollout.max_restarts
+        self._again_at: float | None = 0.0  # when to start it; None: it runs
+        self._pause = PAUSE_S
+
+    @property
+    def given_up(self) -> bool:
+        return self._left < 0
+
+    def look(self, now: float) -> None:
+        """Start it, offer it, or take note of its end, whichever is due."""
+        if self.given_up:
+            return
+        if self._again_at is not None:
+            if now >= self._again_at:
+                self._process.start()
+                self._again_at = None
+            return
+        if (death := self._process.exited()) is not None:
+            self.withdraw()
+            self._process.end()
+            self._left -= 1
+            self._again_at, self._pause = now + self._pause, 2 * self._pause
+            print(f"qurl: {self._process.name} {death}", flush=True)
+            return
+        port = self._process.port()
+        if port is not None and not self._entry.exists():
+            entry = {"url": f"http://{_bracketed(self._host)}:{port}", "api_key_file": KEY}
+            folder.put(self._entry, json.dumps(entry) + "\n")
+            print(f"qurl: {self._process.name} listens at {entry['url']}", flush=True)
+
+    def withdraw(self) -> None:
+        with suppress(FileNotFoundError):
+            self._entry.unlink()
+
+
+def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: Path) -> list:
+    from qurl_megatron.fleet.process import EngineProcess, launches
+
+    own = replace(
+        config.rollout, engines=count, engine_host=host, engine_first_gpu=0, rendezvous=""
+    )
+    logs.mkdir(parents=True, exist_ok=True)
+    made = launches(
+        own,
+        Path(config.model.path),
+        logs,
+        scheme=config.quant.scheme,
+        dtype=config.model.dtype,
+        api_key=(rendezvous / KEY).read_text(encoding="utf-8").strip(),
+    )
+    return [EngineProcess(name, launch, logs) for name, launch in made.items()]
+
+
+def address_towards(towards: str) -> str:
+    """This node's address on the way to another.
+
+    Raises:
+        ConfigError: it has no such name, or no way there.
+    """
+    try:
+        return own_address(towards)
+    except OSError as error:
+        raise ConfigError(
+            f"{towards}, the trainer's first node, cannot be reached from {socket.gethostname()} "
+            f"({error}); its name must resolve on rollout nodes"
+        ) from None
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

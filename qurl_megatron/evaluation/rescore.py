@@ -1,0 +1,281 @@
+"""``qurl rescore``: where the log-probs of one step part, token by token.
+
+A token's log-prob is said four times: by the engine that sampled it and by the actor before the
+update (both recorded), and again by a new engine and the actor of the checkpoint that both had.
+What was recorded must be what is said again; engine and actor differ by the quantization alone.
+
+Shapes: R = responses of the step; of each a float32 array with an entry per token that the policy
+wrote, or None.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qurl_megatron.checkpoints.integrity import refuse_damaged
+from qurl_megatron.checkpoints.places import description_of, find_torch_dist
+from qurl_megatron.checkpoints.source import open_checkpoint
+from qurl_megatron.config import RunConfig
+from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.observe.samples import say, visible
+from qurl_megatron.observe.text import how_many
+from qurl_megatron.training.fresh_scores import actor_scores, engine_scores, fresh_engine
+from qurl_megatron.training.rollout_file import Recorded, path_of, read_rollouts
+from qurl_megatron.training.state import RECIPE, TrainState, checkpoints, recipe_of
+from qurl_megatron.types import Sample
+
+Scores = Sequence[np.ndarray | None]
+
+LEAST = 0.01
+"""Nats by which two scores of a token by the same weights may differ whatever else is found:
+another order of sums tips a code of an activation here and there."""
+TIMES = 2.0
+"""The same, in times of the largest difference between engine and actor: on a model that amplifies
+rounding, an order of sums comes to as much as the quantization does, but not to more."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far two sayings of the same tokens are apart, in nats."""
+
+    pair: str
+    sizes: np.ndarray  # of each token that both have
+    places: np.ndarray  # [tokens, 2]: its response, and its place among the written tokens
+    said: np.ndarray  # [tokens, 2]
+
+    @staticmethod
+    def between(pair: str, first: Scores, second: Scores) -> "Gap":
+        both = [
+            (i, a, b)
+            for i, (a, b) in enumerate(zip(first, second, strict=True))
+            if a is not None and b is not None
+        ]
+        said = np.concatenate([np.empty((0, 2)), *(np.stack([a, b], 1) for _, a, b in both)])
+        places = [(i, k) for i, a, _ in both for k in range(len(a))]
+        # What is not a number is as far off as can be.
+        sizes = np.nan_to_num(np.abs(said[:, 0] - said[:, 1]), nan=np.inf)
+        return Gap(pair, sizes, np.array(places, int).reshape(-1, 2), said)
+
+    @property
+    def largest(self) -> float:
+        return float(self.sizes.max(initial=0.0))
+
+    @property
+    def worst(self) -> int:
+        """Which token."""
+        return int(self.sizes.argmax())
+
+    def beyond(self, limit: float) -> int:
+        """Tokens that are further apart."""
+        return int((self.sizes > limit).sum())
+
+
+def verdict(engine: Gap, actor: Gap, quantization: Gap, version: int) -> str:
+    """Where the sayings part, in one sentence."""
+    largest = quantization.largest
+    limit = max(LEAST, TIMES * largest if np.isfinite(largest) else 0.0)
+    blames = (
+        (
+            engine,
+            f"a fresh engine differ by more than {limit:.2g} nats",
+            f"the run's engine had other weights than version {version}, or reported wrong "
+            "log-probs",
+        ),
+        (
+            actor,
+            f"the actor differ by more than {limit:.2g} nats",
+            f"the trainer scored with other weights than those of step {version}, or other tokens",
+        ),
+    )
+    parts = [
+        f"the record and {differs} at {found} of {how_many(len(gap.sizes), 'token')}: {why}"
+        for gap, differs, why in blames
+        if (found := gap.beyond(limit))
+    ]
+    if parts:
+        return "; ".join(parts)
+    named = ((engine, "a fresh engine"), (actor, "the actor"))
+    confirmed = " and ".join(name for gap, name in named if len(gap.sizes)) or "nothing"
+    sentence = f"the record is confirmed by {confirmed}, to {limit:.2g} nats"
+    if not len(engine.sizes):
+        return sentence
+    return (
+        f"{sentence}: what lies between engine and actor, up to {largest:.2g} nats, is the "
+        "quantization"
+    )
+
+
+def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
+    """Score a step's samples again, and print the table and what follows from it.
+
+    Args:
+        responses: only the first so many; None: all.
+
+    Returns:
+        0, whatever was found; else the exit code of a rank that could not score.
+
+    Raises:
+        ConfigError: there is no such run, step or checkpoint; an engine could not score.
+    """
+    config = _recipe(run_dir)
+    if responses is not None and responses < 1:
+        raise ConfigError(f"--responses must be 1 or more, got {responses}")
+    path = _rollouts(run_dir, step)
+    records = read_rollouts(path)[:responses]
+    if not records:
+        raise ConfigError(f"{path} holds no samples")
+    version = step - 1
+    checkpoint, scheme = _checkpoint(run_dir, version, config)
+    if config.rollout.temperature != 1 and not config.rollout.kind.tempers_prompts:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature:g}: {config.rollout.backend} scores "
+            "prompts at temperature 1 alone, so its scores cannot be compared with this run's"
+        )
+    samples = [one.sample for one in records]
+    print(f"scoring {how_many(len(samples), 'response')} again by {checkpoint}", flush=True)
+    fresh = _by_engine(checkpoint, scheme, samples, config, version)
+    actor = actor_scores(config, checkpoint, path, len(samples), scheme=scheme)
+    if isinstance(actor, int):
+        return actor
+    gaps = compared(records, fresh, actor)
+    say(table(gaps, samples, Tokenizer(description_of(checkpoint))))
+    engine, proximal, quantization, _ = gaps
+    say(verdict(engine, proximal, quantization, version))
+    return 0
+
+
+def _by_engine(
+    checkpoint: Path, scheme: str, samples: Sequence[Sample], config: RunConfig, version: int
+) -> Scores:
+    """Scores of a fresh engine; None for a sample that it cannot confirm, which is said: of other
+    weights than it has, or too long.
+
+    Raises:
+        ConfigError: it could not be started, or not score.
+    """
+    found: list[np.ndarray | None] = [None] * len(samples)
+    if scheme != "none" and config.quant.rounding != "nearest":
+        print(
+            f"quant.rounding={config.quant.rounding} published other codes than a fresh engine, "
+            "which rounds to nearest: scored by the actor alone"
+        )
+        return found
+    chosen = [i for i, one in enumerate(samples) if {v for v, _ in one.versions} <= {version}]
+    if others := len(samples) - len(chosen):
+        print(
+            f"{how_many(others, 'response')} with tokens of another version than {version} "
+            "(rollout.max_staleness): scored by the actor alone"
+        )
+    rollout, dtype = config.rollout, config.model.dtype
+    try:
+        with fresh_engine(checkpoint, rollout, scheme=scheme, dtype=dtype) as client:
+            scored = engine_scores(client, [samples[i] for i in chosen], rollout.temperature)
+    except EngineError as error:
+        raise ConfigError(f"the fresh engine cannot score the samples: {error}") from error
+    if long := sum(one is None for one in scored):
+        print(
+            f"{how_many(long, 'response')} with no room left in the engine's context for the token "
+            "that scoring generates: scored by the actor alone"
+        )
+    for index, one in zip(chosen, scored, strict=True):
+        found[index] = one
+    return found
+
+
+def compared(records: Sequence[Recorded], fresh: Scores, actor: Scores) -> list[Gap]:
+    """Record and engine, record and actor, engine and actor, and what the loss saw of these.
+
+    Without a fresh engine, the one that sampled is compared with the actor: it cannot be confirmed
+    then, but how far the two are apart still says what an order of sums comes to.
+    """
+    behaviour = [one.sample.behaviour_log_probs[one.sample.written] for one in records]
+    proximal = [one.proximal for one in records]
+    name, engine = (
+        ("fresh engine", fresh) if any(e is not None for e in fresh) else ("recorded", behaviour)
+    )
+    return [
+        Gap.between("behaviour: recorded, fresh engine", behaviour, fresh),
+        Gap.between("proximal: recorded, actor", proximal, actor),
+        Gap.between(f"quantization: {name}, actor", engine, actor),
+        Gap.between("recorded: behaviour, proximal", behaviour, proximal),
+    ]
+
+
+def table(gaps: Sequence[Gap], samples: Sequence[Sample], tokenizer: Tokenizer) -> str:
+    """A line per pair; lines of the file and tokens of a response count from 1."""
+    head = ("|difference| in nats", "tokens", "mean", "largest", "at its worst token")
+    rows = [head]
+    for gap in gaps:
+        if not len(gap.sizes):
+            rows.append((gap.pair, "0", "", "", "not recorded, or not scored"))
+            continue
+        response, place = gap.places[gap.worst]
+        sample = samples[response]
+        position = int(np.flatnonzero(sample.written)[place])
+        token = int(sample.response_ids[position])
+        text = " ".join(visible(tokenizer.decode([token])).splitlines())
+        first, second = gap.said[gap.worst]
+        where = f"line {response + 1}, token {position + 1}: {token} "
+        where += f'"{text}"' if text else "(special)"
+        rows.append(
+            (
+                *(gap.pair, str(len(gap.sizes)), f"{gap.sizes.mean():.2g}", f"{gap.largest:.2g}"),
+                f"{where}, {first:.4f} and {second:.4f}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:4], widths[1:]), row[4]))
+        for row in rows
+    )
+
+
+def _recipe(run_dir: Path) -> RunConfig:
+    if not (run_dir / RECIPE).is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run; name its train.run_dir")
+    return recipe_of(run_dir)
+
+
+def _rollouts(run_dir: Path, step: int) -> Path:
+    path = path_of(run_dir, step)
+    if path.is_file():
+        return path
+    there = [int(one.stem.removeprefix("step_")) for one in path.parent.glob("step_*.jsonl")]
+    kept = f"; it has those of {_steps(there)}" if there else ""
+    raise ConfigError(
+        f"{run_dir} has no samples of step {step}{kept} (train.save_rollouts=true keeps them)"
+    )
+
+
+def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> tuple[Path, str]:
+    """The checkpoint with the weights of a version, and the number format it was published in.
+
+    Raises:
+        ConfigError: it is not there, or damaged.
+    """
+    found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
+    if version in found:
+        refuse_damaged(find_torch_dist(found[version]) or found[version])
+        return found[version], TrainState.read(found[version]).scheme(config.quant.scheme)
+    start = Path(config.model.path)
+    if version == 0 and start.exists():
+        folded = open_checkpoint(start).uaq_scale
+        if folded == config.quant.uaq_scale:
+            return start, config.quant.scheme
+        raise ConfigError(
+            f"step 1 was sampled from {start} with quant.uaq_scale={config.quant.uaq_scale:g} "
+            "folded in, which no folder holds; name a later step"
+        )
+    there = f"it has those of {_steps(found)}" if found else "it has none"
+    raise ConfigError(
+        f"step {version + 1} was sampled from the checkpoint of step {version}, which {run_dir} "
+        f"does not have ({there}); checkpoint.every=1 and a large checkpoint.keep keep them"
+    )
+
+
+def _steps(steps: Collection[int]) -> str:
+    return "step" + "s" * (len(steps) > 1) + " " + ", ".join(map(str, sorted(steps)))

@@ -1,0 +1,74 @@
+"""Files that appear whole, files that one process holds at a time, and JSON files from outside."""
+
+import contextlib
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from qurl_megatron.kit.errors import ConfigError, reading
+
+
+def write_whole(
+    path: Path, content: str | bytes, *, sync: bool = False, private: bool = False
+) -> None:
+    """Write ``path``, text as UTF-8; whoever reads it meanwhile sees the old file or the new one.
+
+    Args:
+        sync: have the disk hold the content before the name changes.
+        private: only this user may read it.
+
+    Raises:
+        OSError: the system refused; the old file is whole, and nothing is left beside it.
+    """
+    aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
+    try:
+        with aside.open("wb") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
+            file.write(content.encode() if isinstance(content, str) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds one object.
+
+    Raises:
+        Unreadable: the system cannot read it.
+        ConfigError: it is missing, or holds something else.
+    """
+    try:
+        with reading(path):
+            content = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing") from None
+    try:
+        found = json.loads(content.decode())
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid JSON: its brackets nest too deeply") from None
+    except ValueError as error:  # no UTF-8, no JSON, or a number of too many digits
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(found).__name__}")
+    return found
+
+
+def lock(file: IO, how: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file until it is closed; False where another process holds it.
+
+    Raises:
+        OSError: its file system has no locks.
+    """
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

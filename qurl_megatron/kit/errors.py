@@ -1,0 +1,142 @@
+"""Errors that are not ours.
+
+``ConfigError`` is the one exception that means "the user can fix this": the CLI prints it and exits
+with 2. ``Unscored`` is what a response has in place of a score.
+"""
+
+import base64
+import contextlib
+import html
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CAUSES = {
+    "timeouts": "took too long",
+    "crashes": "ended the worker",
+    "exceptions": "raised",
+    "invalid": "got no finite number",
+    "unanswered": "got no answer",
+    "refused": "got no scores from the server",
+    "environment": "failed in the environment",
+}
+"""Why a response has no score, by the metric below ``reward/`` that counts it."""
+
+LONGEST_REASON = 300  # characters
+SHORTEST_SECRET = 6  # characters; a shorter one would take ordinary words along
+
+_SECRETS: dict[str, re.Pattern[str]] = {}
+"""By key, what finds it in a text; the longest first, as a shorter one may be a part of it."""
+_BREAK = r"(?:(?:\\[nr]|[\x00-\x1f\x7f-\x9f])+ *)?"  # where a server wraps its lines
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but tab and line feed
+    r"\u2028-\u202e\u2066-\u2069"  # line separators; what turns the direction of writing
+    r"\ud800-\udfff]"  # halves of characters, which no encoder takes
+)
+
+
+def keep_secret(value: str | None) -> None:
+    """Have ``printable`` leave a key out from now on, whoever quotes it."""
+    if value and len(value) >= SHORTEST_SECRET and value not in _SECRETS:
+        written = [value, *_as_base64(value)]
+        _SECRETS[value] = re.compile("|".join(_BREAK.join(map(_spelled, one)) for one in written))
+        for known in sorted(_SECRETS, key=len, reverse=True):
+            _SECRETS[known] = _SECRETS.pop(known)
+
+
+def _spelled(character: str) -> str:
+    """Return a pattern of a character by itself, in a URL, in JSON, in HTML or in Python."""
+    code, plain = ord(character), re.escape(character)
+    escaped = [rf"\\*{plain}"] if character in "\"'/\\" else [plain]
+    if not character.isalnum():
+        escaped += [rf"(?i:%{code:02x}|\\u{code:04x}|&#0*{code};|&#x0*{code:x};)"]
+        escaped += [html.escape(character)] if character in "&<>\"'" else []
+        escaped += {"+": ["-"], "/": ["_"], " ": [r"\+"]}.get(character, [])
+    return f"(?:{'|'.join(escaped)})"
+
+
+def _as_base64(value: str) -> list[str]:
+    """Return what a key is in Base64 behind any text, as in ``Basic`` credentials.
+
+    Its first and last character may hold bits of what stands beside the key, and are left out.
+    """
+    encoded = (base64.b64encode(bytes(before) + value.encode()).decode() for before in range(3))
+    wholes = ((8 * (before + len(value.encode()))) // 6 for before in range(3))
+    starts = (0, 2, 3)
+    return [text[a:b] for text, a, b in zip(encoded, starts, wholes, strict=True)]
+
+
+def printable(text: str) -> str:
+    """Return text from outside so that a terminal, a log or a page can take it.
+
+    Control characters (but line ends and tabs), halves of characters and what changes the direction
+    of writing become "?"; keys given to ``keep_secret`` become "***", also where a server wraps,
+    escapes or encodes them. All text that was not written here passes through this function before
+    anybody sees it, and before it is cut: half a key would not be recognized.
+    """
+    for secret in _SECRETS.values():
+        text = secret.sub("***", text)
+    return _CONTROLS.sub("?", text)
+
+
+def unprintable(text: str) -> str:
+    """Return the first character that ``printable`` would replace; "" where there is none."""
+    match = _CONTROLS.search(text)
+    return match[0] if match else ""
+
+
+class Foreseen(Exception):
+    """What a run must expect, and says in a sentence.
+
+    Raised where the leading rank acts, it is raised on every rank (``actor.megatron.on_lead``),
+    so that all of them save and end, or go on. Anything else is a mistake of ours. Its message is
+    ``printable``, since it often quotes what came from outside.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
+
+
+class Interrupted(Foreseen):
+    """Somebody asked for a stop; what was under way has been given up."""
+
+
+class ConfigError(Foreseen, ValueError):
+    """Bad input from outside: a recipe, a checkpoint, a data file.
+
+    The message is one sentence that names the key, file, tensor or shape, the value found, and the
+    fix.
+    """
+
+
+class Unreadable(ConfigError):
+    """A file cannot be read here, by this system or this version, and may be sound all the same."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """
+    Raises:
+        Unreadable: the system cannot read the file; one that is missing is left to the caller.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read ({error.strerror})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """In place of a score, or of what an environment says next."""
+
+    cause: str  # of CAUSES
+    why: str
+
+
+def unscored(cause: str, why: str) -> Unscored:
+    """With a reason that fits on a line of a terminal, and does nothing to it."""
+    why = " ".join(printable(why).split())
+    return Unscored(cause, why if len(why) <= LONGEST_REASON else f"{why[: LONGEST_REASON - 3]}...")

@@ -1,0 +1,300 @@
+"""Start one process per rank on this machine, pass signals on, and end together.
+
+The launcher sees all ranks, so it is also the one that says what ended a run. Under torchrun or
+srun there is none, and the ranks exist already: they look where they stand (``place``), and the
+first to fail says why.
+"""
+
+import contextlib
+import glob
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from typing import Any
+
+from qurl_megatron.kit.undertaker import bury
+
+Context = SpawnContext | ForkServerContext
+
+GRACE_S = 15.0
+"""Seconds the other ranks get to end by themselves after one has failed."""
+LOST_S = 2.0
+"""The same after one was killed: they can save nothing without it."""
+SURE_S = 0.5
+"""Seconds by which the death of a rank may be seen after that of a rank that noticed it."""
+LEAVING_S = 0.2
+"""Seconds that a rank which has failed may take to be gone, after its peers have noticed."""
+TEXT = 15_000
+"""Characters, of up to 4 bytes, that a rank may tell: they wait in a pipe until it has ended."""
+NO_CODE = 255
+"""What multiprocessing takes for the exit code of a process whose fork server is gone."""
+
+FORK_SERVER = "qurl_megatron.kit.fork_server"
+PRELOAD = ["qurl_megatron.training.loop"]
+"""Imported once by the fork server: Megatron takes seconds to import, a fork of it none."""
+
+
+def launch(
+    target: Callable[..., int],
+    args: tuple,
+    world_size: int,
+    *,
+    lost: Callable[[str], str] = str,
+) -> int:
+    """Run ``target(*args)`` on ``world_size`` ranks and return the exit code of the run.
+
+    Ranks live in process groups of their own, so that Ctrl-C reaches them once, through this
+    process, and end with this process, however it ends. The first rank that fails ends the others;
+    what it gave to ``tell`` is printed, and its code returned. A rank that is killed by signal n
+    goes before all: the run ends with 128 + n.
+
+    Args:
+        lost: makes of "rank 1 was killed by SIGKILL" what the user should read.
+    """
+    # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    # CUDA must not be touched before a fork, and importing Megatron may touch it: spawn there.
+    context: Context
+    if glob.glob("/dev/nvidia[0-9]*"):
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([FORK_SERVER, *PRELOAD])
+    # Every rank would take all cores for itself.
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+    with _store(context) as port:
+        return _ranks(context, target, args, world_size, port, lost)
+
+
+def _ranks(
+    context: Context,
+    target: Callable[..., int],
+    args: tuple,
+    world_size: int,
+    port: int,
+    lost: Callable[[str], str],
+) -> int:
+    """Start them, and see them to their end; their exit code."""
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    ranks = [
+        context.Process(
+            target=_run,
+            args=(target, args, rank, world_size, port, told),
+            name=f"rank {rank}",
+        )
+        for rank, (_, told) in enumerate(pipes)
+    ]
+    for rank, (_, told) in zip(ranks, pipes, strict=True):
+        rank.start()
+        told.close()  # the rank's own is the only one
+    with _forwarded(ranks) as forwarded:
+        return _join(ranks, [reader for reader, _ in pipes], forwarded, lost)
+
+
+@contextlib.contextmanager
+def _store(context: Context) -> Iterator[int]:
+    """Inside, a store of torch's listens on this port, where the ranks meet.
+
+    A process of its own keeps it, which has torch from where the ranks have it: the launcher need
+    not import any, and the store outlives each rank.
+    """
+    ours, theirs = context.Pipe()
+    keeper = context.Process(target=_keep_store, args=(theirs,), name="store")
+    keeper.start()
+    theirs.close()
+    with ours:
+        try:
+            port = ours.recv()
+        except EOFError:  # it has said why
+            sys.exit(1)
+        yield port
+    keeper.join()
+
+
+def _keep_store(launcher: Connection) -> None:
+    """Keep it until the launcher hangs up, however it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # batch systems send them to all
+        signal.signal(number, signal.SIG_IGN)
+    from torch.distributed import TCPStore
+
+    # torch itself would listen on all addresses, for other users of the network to change keys.
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    with contextlib.suppress(EOFError, ConnectionError):  # it may be gone before there is a store
+        launcher.send(store.port)  # which listens by now
+        launcher.recv()
+
+
+def _run(
+    target: Callable[..., int],
+    args: tuple,
+    rank: int,
+    world_size: int,
+    port: int,
+    launcher: Connection,
+) -> None:
+    global _launcher
+    _launcher = launcher
+    os.setpgrp()
+    bury(os.getpid())
+    # What a launcher further out has set is not meant for these ranks.
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    # All ranks are on this machine; without it gloo looks the host's name up, which may fail.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 need not open one
+    )
+    sys.exit(target(*args))
+
+
+_launcher: Connection | None = None
+"""Where a rank tells the process that launched it why it fails; None under torchrun and srun."""
+
+
+def tell(text: str) -> None:
+    """Say on stderr why this rank fails, unless another has: ranks often meet the same mistake.
+
+    Under ``launch`` it is the launcher that says it, for it alone knows where a rank was killed;
+    all that the others see is that a peer is gone.
+    """
+    if _launcher is not None:
+        with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this rank in a moment
+            _launcher.send((time.monotonic(), text[-TEXT:]))
+    elif _first_to_fail():
+        print(text, file=sys.stderr)
+
+
+def _first_to_fail() -> bool:
+    """True on the first rank to ask at the rendezvous store."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    time.sleep(LEAVING_S)
+    try:
+        # Rank 0 may keep the store: where both are gone, it has told. Asked first, torch would say
+        # the same, and show the frames of its C++.
+        at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(at, timeout=GRACE_S).close()
+        return dist.distributed_c10d._get_default_store().add("qurl/failed", 1) == 1
+    except (OSError, dist.DistError):
+        return False
+
+
+def _join(
+    ranks: list, told: list[Connection], forwarded: set[int], lost: Callable[[str], str]
+) -> int:
+    """Wait for all ranks; after a first failure say why, and end those that do not end."""
+    codes: dict[int, int] = {}
+    _wait(ranks, codes, None)
+    if any(codes.values()):
+        # By then it is clear whether a rank was killed, or only told of what went wrong.
+        _wait(ranks, codes, SURE_S)
+        killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
+        text = _first(told)
+        if text and all(codes[rank] == -signal.SIGABRT for rank in killed):
+            killed = []  # by NCCL, for they waited for one that failed and told why
+        if not killed:
+            _say(text)
+        elif -codes[killed[0]] not in forwarded:
+            _say(f"qurl: {lost(_death(killed[0], codes[killed[0]]))}")
+        _wait(ranks, codes, LOST_S if killed else GRACE_S)
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        failed = sorted(filter(None, codes.values()), key=lambda code: code < 0)
+        first = codes[killed[0]] if killed else failed[0]
+        return first if first >= 0 else 128 - first
+    return 0
+
+
+def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
+    """Note the exit codes of ranks until all have ended, or for so long, or until one has failed.
+
+    Args:
+        seconds: None waits for the first failure.
+    """
+    end = None if seconds is None else time.monotonic() + seconds
+    while len(codes) < len(ranks) and not (end is None and any(codes.values())):
+        running: dict[Any, int] = {
+            rank.sentinel: i for i, rank in enumerate(ranks) if i not in codes
+        }
+        ended = wait(list(running), None if end is None else max(0.0, end - time.monotonic()))
+        if not ended:
+            return
+        for index in (running[sentinel] for sentinel in ended):
+            ranks[index].join()
+            codes[index] = ranks[index].exitcode
+
+
+def _first(told: list[Connection]) -> str | None:
+    """The earliest of what ranks told; None: nothing."""
+    found = []
+    for reader in told:
+        with contextlib.suppress(EOFError):  # it ended without a word
+            if reader.poll():
+                found.append(reader.recv())
+    return min(found)[1] if found else None
+
+
+def _say(text: str | None) -> None:
+    if text is not None:
+        print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+def _death(rank: int, code: int) -> str:
+    if code == NO_CODE:
+        return f"rank {rank} was lost, for the process that forked it was killed"
+    return f"rank {rank} was killed by {signal.Signals(-code).name}"
+
+
+def stopping() -> list[int]:
+    """Signals that stop a run; SIGHUP, of a session that is closed, unless ``nohup`` ignores it."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+class _forwarded:
+    """Inside, signals that stop a run go to the ranks instead of ending this process."""
+
+    def __init__(self, ranks: list) -> None:
+        self.ranks = ranks
+
+    def __enter__(self) -> set[int]:
+        """What has been passed on."""
+        self.passed: set[int] = set()
+        self.before = {number: signal.signal(number, self._forward) for number in stopping()}
+        return self.passed
+
+    def __exit__(self, *_) -> None:
+        if self.passed:
+            return  # batch systems repeat themselves, and the exit code is still to be said
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, _frame) -> None:
+        self.passed.add(number)
+        for rank in self.ranks:
+            if rank.is_alive():
+                os.kill(rank.pid, number)

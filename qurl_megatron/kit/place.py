@@ -1,0 +1,186 @@
+"""Where a rank stands that torchrun or srun started, and how the others reach it.
+
+What launchers put into the environment becomes torch's own variables there; ``launch`` starts ranks
+where neither did.
+"""
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import re
+import signal
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.network import own_address
+from qurl_megatron.kit.undertaker import bury
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def place_under_launcher(world_size: int | None = None) -> bool:
+    """True where torchrun or srun started this process; torch's own variables are then set.
+
+    After srun it is still open where the ranks meet (``muster``).
+
+    Args:
+        world_size: how many processes the recipe's parallel sizes need; None takes any number.
+
+    Raises:
+        ConfigError: the launcher started another number of processes, or could not start them
+            again.
+    """
+    env = os.environ
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+        _refuse_shared_store(env)
+        _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
+        alone = env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE"))
+        be_reachable(one_node=alone or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
+        return True
+    # A batch script or an interactive shell is a step of one task: there the ranks are
+    # still to start.
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks == 1:
+        return False
+    _check_count("srun", tasks, world_size)
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], str(tasks)
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    if "MASTER_ADDR" in env:
+        be_reachable(one_node=env.get("SLURM_STEP_NUM_NODES") == "1")
+    return True
+
+
+def ranks_here(env: Mapping[str, str]) -> int:
+    """Ranks on the leading one's machine, as torchrun, srun or ``launch`` told them."""
+    if "LOCAL_WORLD_SIZE" in env:
+        return int(env["LOCAL_WORLD_SIZE"])
+    if "SLURM_STEP_TASKS_PER_NODE" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return int(re.split(r"\D", env["SLURM_STEP_TASKS_PER_NODE"])[0])  # such as 8(x2),4
+    return int(env.get("WORLD_SIZE", "1"))
+
+
+def end_with_launcher() -> None:
+    """Have what this rank would leave behind end with it, and the rank itself with torchrun.
+
+    srun's own daemon outlives it and ends the ranks; one that was started by hand, with torchrun's
+    variables, may well outlive the shell it came from.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # Its main thread starts the ranks: the signal comes when that thread ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Of a rank that a shell started, the group may be a pipeline, with more than this rank in it.
+    placed = os.getsid(0) == os.getpid() or "SLURM_PROCID" in os.environ
+    if placed and os.getpgrp() == os.getpid():
+        bury(os.getpid())
+
+
+def be_reachable(*, one_node: bool) -> None:
+    """Have gloo tell the other nodes an address of this one that they can reach.
+
+    It advertises what the host name resolves to, which many /etc/hosts map to 127.0.1.1.
+
+    Raises:
+        ConfigError: there are other nodes, and it is not clear which interface leads to them.
+    """
+    if one_node or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name, address = _known_as()
+    if address is None or ipaddress.ip_address(address).is_loopback:
+        problem = f"this node's name, {name}, resolves to {address or 'nothing'}"
+        os.environ["GLOO_SOCKET_IFNAME"], _ = _way_out(os.environ["MASTER_ADDR"], problem)
+
+
+def address_for_others(*, one_node: bool) -> str:
+    """An address of this node at which the ranks of others, and engines, reach it.
+
+    It is that of the interface the site names, else what the node's name resolves to, else that of
+    the interface which leads out.
+
+    Raises:
+        ConfigError: there are other nodes, and it is not clear which interface leads to them.
+    """
+    outward = _outward()
+    if (named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]) in outward.values():
+        return next(address for address, name in outward.items() if name == named)
+    name, address = _known_as()
+    if address is not None and not ipaddress.ip_address(address).is_loopback:
+        return address
+    try:
+        return _way_out("", f"this node's name, {name}, resolves to {address or 'nothing'}")[1]
+    except ConfigError:
+        if one_node:
+            return "127.0.0.1"
+        raise
+
+
+def _known_as() -> tuple[str, str | None]:
+    """This node's name, and what it resolves to."""
+    name = socket.gethostname()
+    try:
+        return name, str(socket.getaddrinfo(name, 0)[0][4][0])
+    except OSError:
+        return name, None
+
+
+def _way_out(goal: str, problem: str) -> tuple[str, str]:
+    """Interface and address towards ``goal``, else of the default route, else the only ones.
+
+    Args:
+        goal: an address, a name, or "" where there is none.
+    """
+    outward = _outward()
+    # The last two are reserved for documentation: the default route leads to them.
+    for end in filter(None, (goal, "192.0.2.1", "2001:db8::1")):
+        with contextlib.suppress(OSError):  # no such name, no such route
+            if (own := own_address(end)) in outward:
+                return outward[own], own
+    if len(set(outward.values())) == 1:
+        own, name = next(iter(outward.items()))
+        return name, own
+    raise ConfigError(
+        f"{problem}, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
+        f"interface that leads to them, of {sorted(set(outward.values()))}"
+    )
+
+
+def _outward() -> dict[str, str]:
+    """Interfaces by the addresses of this node that others may reach."""
+    return {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6) and _leads_on(address.address)
+    }
+
+
+def _leads_on(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _refuse_shared_store(env: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` where ranks that torchrun starts again may never meet.
+
+    By default its store outlives an attempt, and with it the addresses of ranks that are gone: a
+    rank that is faster than another tries to reach those.
+    """
+    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts > 0 and shared and int(env["WORLD_SIZE"]) > 1:
+        raise ConfigError(
+            f"torchrun --max-restarts={restarts} keeps one store for all attempts, where ranks "
+            "find the addresses of those that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "and --rdzv-backend=c10d on every node, or --max-restarts=0"
+        )
+
+
+def _check_count(launcher: str, started: int, needed: int | None) -> None:
+    if needed is not None and started != needed:
+        raise ConfigError(
+            f"{launcher} started {started} processes, but parallel.tensor * parallel.pipeline * "
+            f"parallel.context * parallel.data = {needed}; make them equal"
+        )

@@ -1,0 +1,57 @@
+"""A person, a batch system or a closed session asks a run to stop."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from qurl_megatron.kit.launch import stopping
+
+ONE_STOP_S = 5.0
+"""Seconds in which repeated signals are one request: a batch system signals every process of a run,
+and each rank then has its own signal and the one that its launcher passes on."""
+FOLLOWS_S = 2.0
+"""The same between the end of an engine and a signal to the trainer, where both are told to end."""
+
+
+class StopRequest:
+    """True after Ctrl-C, SIGTERM or SIGHUP: the loop then saves and leaves at the next safe point.
+
+    A second request ends the process at once, but not a SIGHUP: where a session is closed, the
+    shell sends one and the kernel another.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._since = 0.0
+        for number in stopping():
+            signal.signal(number, self._receive)
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def by(self) -> str:
+        """What asked for it, for a person; "": nobody has."""
+        if self.signal is None:
+            return ""
+        return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+
+    def _receive(self, number: int, _frame) -> None:
+        if self.signal is not None:
+            if number == signal.SIGHUP or time.monotonic() - self._since < ONE_STOP_S:
+                return
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal, self._since = number, time.monotonic()
+
+
+def stop_comes(stop: Callable[[], bool], within_s: float = FOLLOWS_S) -> bool:
+    """Return whether a stop is requested now or in a moment.
+
+    To be asked where engines have gone: a signal to all processes of a run may reach them first.
+    """
+    end = time.monotonic() + within_s
+    while not stop() and time.monotonic() < end:
+        time.sleep(0.05)
+    return stop()

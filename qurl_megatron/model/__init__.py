@@ -1,3 +1,0 @@
-from qurl_megatron.runtime.env import keep_out_without_gpu
-
-keep_out_without_gpu()  # before a module of this package imports Megatron

@@ -1,0 +1,291 @@
+"""One weight update as an engine rank takes it in, whatever kind of engine that is.
+
+A session is one publication to one engine. Its pieces are copied into the live weights as they
+come, each after its checksum was verified, and what they cover is written down; "check" then asks
+for a receipt, and only where every rank's is clean does the trainer let the engine generate again.
+
+An exception here would end SGLang's scheduler, and with it every request. So whatever goes wrong is
+remembered, the first cause first, and reported in the receipt. The rest of such a session is
+fetched, because a sender may be waiting for that, and dropped; the next session starts from
+scratch, and a whole one repairs whatever a broken one left.
+
+Messages are JSON, and bytes are only ever viewed as numbers: nothing is unpickled here.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.slice import Shard, Slice
+from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, checksum, piece_of
+from qurl_megatron.wire.transport import Receiver
+from qurl_megatron.wire.transports import open_receiver
+
+logger = logging.getLogger(__name__)
+
+Open = Callable[[dict, int], Receiver]
+"""Opens this rank's end of ``Message.transport``."""
+
+_NAMED = 3  # tensors named in one error; a shard that is missing lacks hundreds
+
+
+class LiveWeights(Protocol):
+    """The weights of one engine rank, where an update writes them."""
+
+    def tensor_rank(self) -> int:
+        """This process's rank among the engine's tensor-parallel ranks.
+
+        Raises:
+            ConfigError: the engine is split in a way that updates do not know.
+        """
+
+    def targets(self) -> Mapping[str, Shard]:
+        """What this rank holds of every tensor that an update must bring, by its Hugging Face name;
+        values are views into live memory, which never moves.
+
+        Raises:
+            ConfigError: a part of the model is not understood.
+        """
+
+    def takes(self, target: Shard, dtype: torch.dtype) -> bool:
+        """True where values of ``dtype`` may be copied into this target."""
+
+    def finish(self) -> None:
+        """All of an update is there: make the weights what a forward pass reads."""
+
+
+@dataclass
+class UpdateSession:
+    """One publication, as far as this rank has got with it."""
+
+    id: str
+    weights: LiveWeights
+    rank: int = 0
+    targets: Mapping[str, Shard] = field(default_factory=dict)
+    covered: dict[str, list[Slice]] = field(default_factory=dict)
+    buckets: set[int] = field(default_factory=set)
+    error: str | None = None
+    unreachable: bool = False  # a fetch failed, and the next would wait as long
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def fail(self, error: str) -> None:
+        if self.error is None:
+            logger.error("weight update %s: %s", self.id, error)
+            self.error = error
+
+    def needs(self, piece: Piece) -> bool:
+        """True also for a piece that ``take`` will refuse."""
+        target = self.targets.get(piece.name)
+        if target is None or len(piece.shape) != len(target.shape):
+            return True
+        return piece.part.overlap(target.part) is not None
+
+    def take(self, data: Tensor, piece: Piece) -> None:
+        """Copy what this rank needs of a piece into place.
+
+        Args:
+            data: bytes of the piece's blob, uint8, 1-D.
+
+        Raises:
+            ConfigError: it is not what the engine has under this name, comes a second time, or is
+                damaged; nothing of it has been written.
+        """
+        target = self.targets.get(piece.name)
+        if target is None:
+            raise ConfigError(f"{piece.name} is not a tensor of the engine's model")
+        self._check(piece, target)
+        part = piece.part.overlap(target.part)
+        if part is None:
+            return
+        covered = self.covered.setdefault(piece.name, [])
+        if any(part.overlap(other) for other in covered):
+            raise ConfigError(f"{_what(piece)} came twice")
+        value = piece_of(data, piece)
+        if checksum(value) != piece.checksum:
+            raise ConfigError(f"{_what(piece)} is damaged: its checksum does not agree")
+        if piece.name.endswith("_scale") and not bool((value.isfinite() & (value > 0)).all()):
+            raise ConfigError(f"{_what(piece)} holds scales that are not positive and finite")
+        part.narrow(target.value, target.part).copy_(part.narrow(value, piece.part))
+        covered.append(part)
+        self.bytes += part.elements * target.value.element_size()
+
+    def complete(self, buckets: int) -> None:
+        """Fail where one of so many buckets, or a part of a tensor, has not come."""
+        absent = sorted(set(range(buckets)) - self.buckets)
+        if absent:
+            self.fail(f"bucket {absent[0]} of {buckets} did not arrive")
+        missing = [
+            (name, arrived)
+            for name, target in self.targets.items()
+            if (arrived := sum(part.elements for part in self.covered.get(name, ())))
+            != target.value.numel()
+        ]
+        if missing:
+            what = [
+                f"{name} ({'none' if not arrived else 'a part only'} of it arrived)"
+                for name, arrived in missing[:_NAMED]
+            ]
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            self.fail(f"the update is incomplete: {', '.join(what)}{more}")
+
+    def receipt(self) -> Receipt:
+        return Receipt(
+            session=self.id,
+            rank=self.rank,
+            error=self.error,
+            bytes=self.bytes,
+            seconds=self.seconds,
+            pointers=pointers(self.targets),
+        )
+
+    def _check(self, piece: Piece, target: Shard) -> None:
+        if not self.weights.takes(target, getattr(torch, piece.dtype)):
+            held = str(target.value.dtype).removeprefix("torch.")
+            raise ConfigError(f"{piece.name} came as {piece.dtype}, the engine holds {held}")
+        fits = len(piece.shape) == len(target.shape) and all(
+            piece.start >= 0 and piece.stop <= whole if axis == piece.dim else size == whole
+            for axis, (size, whole) in enumerate(zip(piece.shape, target.shape, strict=False))
+        )
+        if not fits:
+            raise ConfigError(
+                f"{_what(piece)} of shape {list(piece.shape)} is not a part of the engine's "
+                f"{list(target.shape)}"
+            )
+
+
+class UpdateEnd:
+    """An engine rank's end of all updates: its weights, the session, and the way to the sender.
+
+    The way is kept from version to version.
+    """
+
+    def __init__(self, weights: LiveWeights, opened: Open = open_receiver) -> None:
+        self._weights, self._open = weights, opened
+        self._session: UpdateSession | None = None
+        self._past: set[str] = set()  # sessions that another one has followed
+        self._receiver: Receiver | None = None
+
+    @torch.no_grad()
+    def handle(self, message: Message) -> None:
+        """One message; never raises for what it brings."""
+        started = time.perf_counter()
+        session = self._session
+        if session is None or session.id != message.session:
+            if message.session in self._past:
+                logger.error("weight update %s is over: a late message is dropped", message.session)
+                return
+            session = self._begin(message)
+        try:
+            self._act(session, message)
+        except Exception as error:  # it would end the scheduler, and all requests with it
+            logger.exception("weight update %s", session.id)
+            session.fail(f"{message.action} failed: {error!r}")
+        session.seconds += time.perf_counter() - started
+        if message.action in ("check", "finish"):
+            self._report(session)
+
+    def _begin(self, message: Message) -> UpdateSession:
+        """The first message of a session opens the transport, whatever its action."""
+        if self._session is not None:
+            self._past.add(self._session.id)
+            if self._session.unreachable:
+                self._release()
+        session = self._session = UpdateSession(message.session, self._weights)
+        try:
+            session.rank = self._weights.tensor_rank()
+            self._reach(message.transport, session.rank)
+            session.targets = self._weights.targets()
+        except ConfigError as error:
+            session.fail(str(error))
+        except Exception as error:  # see the top
+            logger.exception("weight update %s", session.id)
+            session.fail(repr(error))
+        return session
+
+    def _act(self, session: UpdateSession, message: Message) -> None:
+        match message.action:
+            case "bucket":
+                self._bucket(session, message)
+            case "check":
+                session.complete(message.index)
+            case "finish":
+                self._weights.finish()
+
+    def _bucket(self, session: UpdateSession, message: Message) -> None:
+        if message.index in session.buckets:
+            session.fail(f"bucket {message.index} came twice")
+        session.buckets.add(message.index)
+        for blob in message.blobs:
+            data = self._fetch(session, blob)
+            if data is None:
+                continue
+            for piece in blob.pieces:
+                if session.error is not None:
+                    break  # fetched, and dropped
+                try:
+                    session.take(data, piece)
+                except ConfigError as error:
+                    session.fail(str(error))
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the sender may overwrite the bytes once this is answered
+
+    def _fetch(self, session: UpdateSession, blob: Blob) -> Tensor | None:
+        """The blob's bytes; None where there is nothing in it for this rank, or no way to it."""
+        if self._receiver is None or session.unreachable:
+            return None
+        if session.error is None and not any(map(session.needs, blob.pieces)):
+            return None
+        try:
+            return self._receiver.fetch(blob)
+        except ConfigError as error:
+            session.unreachable = True
+            session.fail(str(error))
+            return None
+
+    def _reach(self, transport: dict, rank: int) -> None:
+        """
+        Raises:
+            ConfigError: the sender's end cannot be opened.
+        """
+        if self._receiver is not None and self._receiver.follow(transport):
+            return
+        self._release()
+        self._receiver = self._open(transport, rank)
+
+    def _release(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return
+        try:
+            receiver.close()
+        except Exception:  # see the top; a dead sender's leavings must not stop the next one
+            logger.exception("closing the transport of weight updates")
+
+    def _report(self, session: UpdateSession) -> None:
+        if self._receiver is None:
+            return  # nowhere to leave it: the sender finds none, and that is an error too
+        try:
+            self._receiver.report(session.receipt())
+        except Exception:  # see the top; the sender finds no receipt
+            logger.exception("weight update %s: no receipt could be left", session.id)
+
+
+def pointers(found: Mapping[str, Shard]) -> str:
+    """Checksum over where everything lies; equal before and after an update that moved nothing."""
+    places = [(name, t.value.data_ptr(), t.value.stride()) for name, t in sorted(found.items())]
+    return xxhash.xxh3_128_hexdigest(repr(places).encode())
+
+
+def _what(piece: Piece) -> str:
+    if piece.dim is None:
+        return piece.name
+    lines = ("rows", "columns")[piece.dim]
+    return f"{piece.name} {lines} [{piece.start}, {piece.stop})"
