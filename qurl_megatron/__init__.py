@@ -45,9 +45,9 @@ _MODULES = {
     "LossInputs": "algo",
     "quantize": "quant",
     "dequantize": "quant",
-    "fold_uaq": "weights",
-    "unfold_uaq": "weights",
-    "ConfigError": "errors",
+    "fold_uaq": "checkpoints",
+    "unfold_uaq": "checkpoints",
+    "ConfigError": "kit.errors",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - all of them are strings
