@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from qurl_megatron import __version__
+from qurl_megatron.checkpoints import commands as checkpoints
 from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.terminal import terminal
@@ -22,8 +23,8 @@ def main(argv: list[str] | None = None) -> int:
             if output.lasting:
                 _allow_open_files()
             return arguments.run(arguments)
-        except ConfigError as error:
-            print(f"qurl: {error}", file=sys.stderr)
+        except (ConfigError, PermissionError) as error:
+            print(f"qurl: {printable(str(error))}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:  # before there are ranks, which save first
             return 130
@@ -442,6 +443,11 @@ COMMANDS = {
     "plan": (plan, _plan_options),
     "study": (study, _study_options),
     "eval": (evaluate, _eval_options),
+    "convert": (checkpoints.convert, checkpoints.add_convert_options),
+    "export": (checkpoints.export, checkpoints.add_export_options),
+    "quantize": (checkpoints.quantize, checkpoints.add_quantize_options),
+    "inspect": (checkpoints.inspect_checkpoint, checkpoints.add_inspect_options),
+    "diff": (checkpoints.diff, checkpoints.add_diff_options),
     "serve": (serve, _serve_options),
     "fleet": (fleet, _fleet_options),
     "bench": (bench, _bench_options),

@@ -14,7 +14,7 @@ from qurl_megatron.kit import errors
 
 @pytest.fixture(autouse=True)
 def keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``errors.printable`` leaves keys out for as long as the process lives; here, for a test."""
+    """``kit.errors.printable`` leaves keys out while the process lives; here, for a test."""
     monkeypatch.setattr(errors, "_SECRETS", {})
 
 

@@ -85,7 +85,7 @@ def run_main(
         return 130
 
 
-def convert(make: Callable[[], "ConversionJob"], arguments: argparse.Namespace) -> int:
+def run_job(make: Callable[[], "ConversionJob"], arguments: argparse.Namespace) -> int:
     """Plan a job and run it, alone or with the ranks a launcher started."""
     from qurl_megatron.checkpoints.job import is_done, run
     from qurl_megatron.checkpoints.workers import AnotherFailed, workers

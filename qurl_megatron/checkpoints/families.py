@@ -12,7 +12,7 @@ A family is added as a row of ``tensors.arch.FAMILIES`` that says how it differs
         ...
 
 If the row needs a switch that is not there yet, add it to ``Family`` and ``Arch``, its tensors to
-``tensors.table`` and ``layer_ops``, and its arithmetic to ``model``. Everything else its config can
+``tensors.table`` and ``layer_ops``, and its arithmetic to ``actor``. Everything else its config can
 say and this package does not compute, ``read_arch`` must refuse by name. The family's name in
 ``FAMILIES`` of tests/support/models.py puts it through the tests: every stored tensor has one op,
 logits and gradients equal transformers' in every layout, folding leaves the function as it was.

@@ -1,9 +1,9 @@
-"""Triton kernels for the passes over weights and logits that a GPU's memory limits.
+"""Where Triton's kernels run: the passes over weights and logits that a GPU's memory limits.
 
-Each has torch operations beside it, in ``quant`` and ``algo``, which are its reference and run
-wherever ``has_kernels_for`` says no. The other modules of this folder import triton, and are
-imported only after it said yes: on a machine without GPUs nothing here costs start-up time, and
-nothing that looks for triton finds it imported.
+The kernels are ``algo.fused_vocabulary`` and ``quant.fused_channels``; torch operations beside each
+are its reference, and run wherever ``has_kernels_for`` says no. Only those two modules import
+triton, and they are imported only after it said yes: on a machine without GPUs nothing costs
+start-up time, and nothing that looks for triton finds it imported.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """A part imports only parts that the README lists above it; read off the imports."""
 
 import ast
+import importlib
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_what_travels_into_an_engine_imports_next_to_nothing():
 
 def test_only_commands_and_the_training_see_a_whole_recipe():
     for file in FILES:
-        may = ("cli.py", "config", "plan", "run.py", "cluster", "training")
+        may = ("cli.py", "cluster", "config", "evaluation", "plan", "run.py", "training")
         if file.relative_to(ROOT).parts[0] in may:
             continue
         assert "RunConfig" not in file.read_text(encoding="utf-8"), file
@@ -140,3 +141,16 @@ def test_schemes_are_listed_in_their_table_alone():
             if isinstance(node, ast.Tuple | ast.List | ast.Set):
                 names = {one.value for one in node.elts if isinstance(one, ast.Constant)}
                 assert len(names & {*SCHEMES}) < 3, f"{file}:{node.lineno}: read schemes.py"
+
+
+def test_names_that_other_code_relies_on():
+    public = {
+        "algo": ("objective", "token_log_probs"),
+        "quant": ("quantize", "dequantize"),
+        "weights": ("fold_uaq", "unfold_uaq"),
+    }
+    for room, names in public.items():
+        module = importlib.import_module(f"qurl_megatron.{room}")
+        for name in names:
+            assert callable(getattr(module, name))
+            assert getattr(qurl_megatron, name) is getattr(module, name)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from qurl_megatron import cli
 from qurl_megatron.checkpoints import HfReader, fold_uaq, open_checkpoint
 from qurl_megatron.checkpoints.anykind import open_any
 from qurl_megatron.checkpoints.diff import differences
@@ -455,3 +456,23 @@ def test_missing_and_left_over_tensors_are_named(tmp_path):
     }
     assert found["model.norm.weight"].only_in == "A" and found["model.norm.bias"].only_in == "B"
     assert found["lm_head.weight"].shapes == ((128, 64), (100, 64)) and len(found) == 3
+
+
+def test_checkpoints_have_commands_of_qurl(tmp_path, capsys):
+    def qurl(*words: object) -> int:
+        return cli.main([str(word) for word in words])
+
+    model = tiny_checkpoint(tmp_path / "model", "qwen2")
+    folded, exported, codes = (tmp_path / name for name in ("folded", "exported", "codes"))
+    assert qurl("convert", "--hf", model, "--out", folded, "--uaq-scale", 1.5) == 0
+    assert qurl("export", "--ckpt", folded, "--out", exported, "--unfold-uaq") == 0
+    assert qurl("quantize", "--model", folded, "--scheme", "int8", "--out", codes) == 0
+    capsys.readouterr()
+    assert qurl("diff", model, exported, "--tol", 1e-6) == 0
+    assert " 0 differ beyond 1e-06" in capsys.readouterr().out
+    assert qurl("diff", model, codes) == 1
+    assert qurl("inspect", codes, "--verify") == 0
+    assert "every file is what was written" in capsys.readouterr().out
+    assert qurl("inspect", tmp_path / "nothing") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("qurl: ") and "nothing" in error and error.count("\n") == 1

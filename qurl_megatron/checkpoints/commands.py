@@ -1,0 +1,208 @@
+"""Commands for checkpoints: convert, export, quantize, inspect and diff.
+
+Each is ``qurl NAME`` and a script in checkpoints_tools/; options and bodies stand here once. torch
+is imported when a command runs, not for ``--help``.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from qurl_megatron.checkpoints.convert_command import (
+    DTYPES,
+    add_folder_options,
+    add_job_options,
+    file_bytes,
+    run_job,
+    torch_dtype,
+)
+from qurl_megatron.schemes import EXPORTED
+
+
+def add_convert_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--hf", type=Path, required=True, help="Hugging Face folder, safetensors")
+    command.add_argument(
+        "--uaq-scale",
+        type=float,
+        default=1.0,
+        help="update-aware factor s to fold in: norms * s, what reads them / s (default 1: none)",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="auto loses nothing: the source's format, or float32 where s is no power of two "
+        "(W/1.5 rounded to bfloat16 moves about 5 %% of the INT8 codes)",
+    )
+    command.add_argument(
+        "--tensor", type=int, default=1, help="tensor-parallel size to cut for (default 1)"
+    )
+    command.add_argument(
+        "--pipeline", type=int, default=1, help="stages that get files of their own (default 1)"
+    )
+    add_job_options(command, file_gb=0.25)
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Convert a Hugging Face checkpoint into a Megatron one, folding UAQ on the way."""
+    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.to_megatron import to_megatron
+
+    return run_job(
+        lambda: to_megatron(
+            open_checkpoint(arguments.hf),
+            arguments.out.absolute(),
+            uaq_scale=arguments.uaq_scale,
+            dtype=torch_dtype(arguments.dtype),
+            tensor=arguments.tensor,
+            pipeline=arguments.pipeline,
+            file_bytes=file_bytes(arguments.file_gb),
+        ),
+        arguments,
+    )
+
+
+def add_export_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--ckpt",
+        type=Path,
+        required=True,
+        help="checkpoint or run directory; a Hugging Face folder, too, to unfold or round it",
+    )
+    command.add_argument(
+        "--unfold-uaq",
+        action="store_true",
+        help="take the UAQ factor out again; else the weights stay folded and config.json says so",
+    )
+    add_folder_options(
+        command,
+        auto="auto: the format the model came in, or the stored one where a factor stays folded",
+    )
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint of Megatron or of a run into a Hugging Face one."""
+    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.to_huggingface import to_huggingface
+
+    return run_job(
+        lambda: to_huggingface(
+            open_checkpoint(arguments.ckpt, arguments.hf),
+            arguments.out.absolute(),
+            unfold=arguments.unfold_uaq,
+            dtype=torch_dtype(arguments.dtype),
+            file_bytes=file_bytes(arguments.file_gb),
+        ),
+        arguments,
+    )
+
+
+def add_quantize_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", type=Path, required=True, help="checkpoint of either kind")
+    command.add_argument("--scheme", choices=EXPORTED, required=True)
+    command.add_argument(
+        "--format",
+        dest="fmt",
+        choices=("compressed-tensors", "sglang", "modelopt"),
+        default="compressed-tensors",
+        help="layout of the folder (default %(default)s)",
+    )
+    command.add_argument(
+        "--backend",
+        choices=("native", "modelopt", "te"),
+        default="native",
+        help="whose arithmetic: ours, ModelOpt's (same bits), Transformer Engine's (fp8_block on a "
+        "GPU)",
+    )
+    command.add_argument(
+        "--uaq-scale", type=float, default=1.0, help="update-aware factor s to fold in first"
+    )
+    add_folder_options(
+        command, auto="format of what is not quantized; auto is the one the model came in"
+    )
+
+
+def quantize(arguments: argparse.Namespace) -> int:
+    """Quantize a checkpoint into a W8A8 folder that engines load."""
+    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.quantized_export import to_quantized
+
+    return run_job(
+        lambda: to_quantized(
+            open_checkpoint(arguments.model, arguments.hf),
+            arguments.out.absolute(),
+            scheme=arguments.scheme,
+            fmt=arguments.fmt,
+            backend=arguments.backend,
+            uaq_scale=arguments.uaq_scale,
+            dtype=torch_dtype(arguments.dtype),
+            file_bytes=file_bytes(arguments.file_gb),
+        ),
+        arguments,
+    )
+
+
+def add_inspect_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("dir", type=Path, help="checkpoint of any kind, or a run directory")
+    command.add_argument(
+        "--hf", type=Path, help="folder with config.json, if a Megatron checkpoint has none"
+    )
+    command.add_argument("--verify", action="store_true", help="hash every file; exits 1 if wrong")
+    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+    command.add_argument("--tensors", action="store_true", help="list every tensor")
+
+
+def inspect_checkpoint(arguments: argparse.Namespace) -> int:
+    """Say what a checkpoint is, from its headers alone; --verify hashes every file."""
+    from qurl_megatron.checkpoints.anykind import open_any
+    from qurl_megatron.checkpoints.inspect import inspect, tensor_rows, text
+    from qurl_megatron.checkpoints.job import verify
+
+    found = open_any(arguments.dir, arguments.hf)
+    facts = inspect(found)
+    wrong = verify(found.folder) if arguments.verify else []
+    if arguments.json:
+        print(json.dumps({**facts, "wrong": wrong} if arguments.verify else facts, indent=1))
+        return 1 if wrong else 0
+    print(text(facts))
+    if arguments.tensors:
+        print("\n".join(tensor_rows(found)))
+    if arguments.verify:
+        print("\n".join(wrong) or "  verified    every file is what was written")
+    return 1 if wrong else 0
+
+
+def add_diff_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("a", type=Path, help="a checkpoint")
+    command.add_argument("b", type=Path, help="the one to compare with it")
+    command.add_argument(
+        "--tol", type=float, default=0.0, help="largest ||b-a||/||a|| that is no difference"
+    )
+    command.add_argument("--as-stored", action="store_true", help="do not unfold UAQ factors")
+    command.add_argument("--all", action="store_true", help="list the tensors that agree, too")
+    command.add_argument("--hf-a", type=Path, help="folder with config.json for A")
+    command.add_argument("--hf-b", type=Path, help="folder with config.json for B")
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Compare two checkpoints of any kinds, tensor by tensor; exits 1 where they differ."""
+    from qurl_megatron.checkpoints.anykind import open_any
+    from qurl_megatron.checkpoints.diff import differences, row
+
+    a = open_any(arguments.a, arguments.hf_a)
+    b = open_any(arguments.b, arguments.hf_b)
+    if a.uaq_scale != b.uaq_scale and not arguments.as_stored:
+        print(f"A has s = {a.uaq_scale:g} folded in, B {b.uaq_scale:g}: compared without")
+    count = beyond = 0
+    worst = ""
+    furthest = -1.0
+    for difference in differences(a, b, as_stored=arguments.as_stored):
+        count += 1
+        far = difference.beyond(arguments.tol)
+        beyond += far
+        if far or arguments.all:
+            print(row(difference))
+        if difference.relative > furthest:
+            furthest, worst = difference.relative, row(difference)
+    print(f"{count} tensors, {beyond} differ beyond {arguments.tol:g}; furthest: {worst}")
+    return 1 if beyond else 0
