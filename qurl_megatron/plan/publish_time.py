@@ -10,11 +10,11 @@ An estimate: ``qurl bench publish`` measures it.
 
 import math
 
-from qurl_megatron.actor import memory
 from qurl_megatron.checkpoints.shapes import parameter_count
 from qurl_megatron.config import RunConfig
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.training import memory
 
 MIB = 1 << 20
 

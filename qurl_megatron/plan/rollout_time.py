@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from qurl_megatron.actor import memory
 from qurl_megatron.checkpoints.shapes import hf_shapes
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.plan.workload import Workload, in_turn
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.training import memory
 
 LONGEST = "the longest response"
 ROOM, REQUESTS = "room for keys and values", "rollout.requests_per_engine"

@@ -9,18 +9,16 @@ a way that works, and what it holds is known before there is a GPU.
 import os
 from pathlib import Path
 
-from qurl_megatron.actor import memory
 from qurl_megatron.actor.build import build_model, transformer_config
 from qurl_megatron.actor.critic import ValueHead
-from qurl_megatron.actor.held import held
 from qurl_megatron.actor.megatron import Ranks
-from qurl_megatron.actor.memory import GIB, Held
 from qurl_megatron.actor.pretend import META, pretended_rank, without_gpus
 from qurl_megatron.actor.trained import with_optimizer
 from qurl_megatron.checkpoints.shapes import parameter_count
 from qurl_megatron.config import RunConfig
 from qurl_megatron.schemes import SERVED
 from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.training import memory
 from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.footprint import (
     NODE,
@@ -32,6 +30,8 @@ from qurl_megatron.training.footprint import (
     check_division,
     find_models,
 )
+from qurl_megatron.training.held import held
+from qurl_megatron.training.memory import GIB, Held
 
 
 def dry_run(

@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import qurl_megatron
-from qurl_megatron.actor import memory
-from qurl_megatron.actor.buffers import held_from_shapes
-from qurl_megatron.actor.memory import GIB, Held, Pass
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.dealing import round_up
@@ -19,6 +16,9 @@ from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import SERVED, simulation
 from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
+from qurl_megatron.training import memory
+from qurl_megatron.training.buffers import held_from_shapes
+from qurl_megatron.training.memory import GIB, Held, Pass
 from qurl_megatron.training.too_long import longest_prompt
 from qurl_megatron.wire import SLOTS
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qurl_megatron.actor import memory
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.training import memory
 from qurl_megatron.training.dry_run import dry_run
 from qurl_megatron.training.state import TrainState
 from tests.distributed.test_dry_run import recipe

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from qurl_megatron.actor import memory
-from qurl_megatron.actor.buffers import lay_out
-from qurl_megatron.actor.memory import GIB, Pass
 from qurl_megatron.actor.pretend import pretended_rank, without_gpus
 from qurl_megatron.algo.log_probs import SCRATCH_BYTES
 from qurl_megatron.checkpoints.shapes import parameter_count
@@ -20,9 +17,11 @@ from qurl_megatron.cli import main
 from qurl_megatron.config import ParallelConfig, load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch
-from qurl_megatron.training import start
+from qurl_megatron.training import memory, start
+from qurl_megatron.training.buffers import lay_out
 from qurl_megatron.training.dry_run import dry_run, render
 from qurl_megatron.training.footprint import find_models, footprint
+from qurl_megatron.training.memory import GIB, Pass
 from qurl_megatron.training.warmstart import warmstart
 
 ROOT = Path(__file__).parents[2]

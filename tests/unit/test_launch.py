@@ -456,7 +456,8 @@ def settle_in(shared: Path, folder: Path) -> int:
 LAUNCHER = """
 import sys
 from pathlib import Path
-from qurl_megatron.kit import launch, megatron
+from qurl_megatron.actor import megatron
+from qurl_megatron.kit import launch
 from qurl_megatron.kit.undertaker import bury
 from tests.leftovers import Footprint
 from tests.unit.test_launch import settle_in

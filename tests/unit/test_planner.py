@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.actor.memory import GIB, engine_weights
 from qurl_megatron.checkpoints.shapes import parameter_count
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
@@ -24,6 +23,7 @@ from qurl_megatron.plan.training_time import Hand, Trainer, deal_out, training_t
 from qurl_megatron.plan.workload import Workload, decay, in_turn, workload
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.footprint import find_models, footprint
+from qurl_megatron.training.memory import GIB, engine_weights
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 

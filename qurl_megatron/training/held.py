@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from qurl_megatron.actor.memory import Held
+from qurl_megatron.training.memory import Held
 
 
 def held(model: DistributedDataParallel, optimizer: Any) -> Held:

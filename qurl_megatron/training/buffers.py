@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qurl_megatron.actor.memory import Held
 from qurl_megatron.checkpoints import stage_ops
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.training.memory import Held
 
 PARAMETER_STEP = 64  # numbers; with a distributed optimizer alone, like the next
 BUCKET_STEP = 128
