@@ -48,27 +48,27 @@ setup(
     },
     ext_modules=[NATIVE],
     install_requires=[
-        "httpx",
+        "httpx<1",
         "jinja2",
         "math-verify",
         "matplotlib",
         # 0.16 is the newest for Python 3.11; 0.17 and later want Python 3.12.
         "megatron-core>=0.16,<0.20",
-        "numpy",
+        "numpy<3",
         "orjson",
         "psutil",  # dist_checkpointing hangs without it
         "pyarrow",
-        "pydantic",
+        "pydantic<3",
         "reasoning-gym",
         "rich",
         "safetensors",
         "scipy",
         "sniffio",  # httpcore looks for it at every request, for a third of the time if in vain
-        "starlette",
+        "starlette<2",
         "tensorboard",
         "tokenizers",
-        "torch>=2.6",
-        "transformers>=4.51",
+        "torch>=2.6,<2.15",  # 2.14 is the newest that this has been built against
+        "transformers>=4.51,<6",
         "uvicorn",
         "xxhash",
     ],
