@@ -88,7 +88,7 @@ def into_microbatches(
 
 
 def plan_passes(lengths: Sequence[int], budget: int, *, packed: bool) -> list[list[int]]:
-    """Which sequences share a forward/backward pass of at most ``budget`` positions.
+    """Plan which sequences share a forward/backward pass of at most ``budget`` positions.
 
     A sequence longer than the budget gets a pass of its own. The passes come largest first, so that
     memory that does not suffice shows at once.
@@ -103,8 +103,8 @@ def plan_passes(lengths: Sequence[int], budget: int, *, packed: bool) -> list[li
     passes = _first_fit(lengths, budget) if packed else _by_length(lengths, budget)
 
     def size(indices: list[int]) -> int:
-        taken = [lengths[i] for i in indices]
-        return sum(taken) if packed else len(taken) * max(taken)
+        pass_lengths = [lengths[i] for i in indices]
+        return sum(pass_lengths) if packed else len(pass_lengths) * max(pass_lengths)
 
     return sorted((sorted(p) for p in passes), key=lambda indices: (-size(indices), indices))
 
@@ -112,15 +112,15 @@ def plan_passes(lengths: Sequence[int], budget: int, *, packed: bool) -> list[li
 def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Each sequence, longest first, into the first pass that has room for it."""
     passes: list[list[int]] = []
-    left: list[int] = []
+    room_left: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        where = next((p for p, room in enumerate(left) if lengths[i] <= room), None)
-        if where is None:
-            where = len(passes)
+        pass_index = next((p for p, room in enumerate(room_left) if lengths[i] <= room), None)
+        if pass_index is None:
+            pass_index = len(passes)
             passes.append([])
-            left.append(budget)
-        passes[where].append(i)
-        left[where] -= lengths[i]
+            room_left.append(budget)
+        passes[pass_index].append(i)
+        room_left[pass_index] -= lengths[i]
     return passes
 
 

@@ -47,7 +47,7 @@ class PromptStream:
         if files is None:
             files = data_files(config, held_out=bool(held_out), answers=answers)
         self.files = files
-        self.questions, asked = self._questions(held_out)
+        self.questions, eval_questions = self._questions(held_out)
         self._unknown: list[tuple[str, Question]] = []  # words that the model cannot see, and where
         self._lengths = [len(ids) for _, ids in self._read(self.questions)]  # tokens
         self.longest = max(self._lengths)
@@ -55,13 +55,13 @@ class PromptStream:
         self.too_long = {i for i, n in enumerate(self._lengths) if n > limit}
         self.held_out = [
             _prompt(question, index, ids)
-            for index, (question, ids) in enumerate(self._read(asked))
+            for index, (question, ids) in enumerate(self._read(eval_questions))
             if len(ids) <= limit
         ]
-        self.held_out_too_long = len(asked) - len(self.held_out)
+        self.held_out_too_long = len(eval_questions) - len(self.held_out)
         if len(self.too_long) == len(self.questions):
             raise self._all_too_long("training")
-        if asked and not self.held_out:
+        if eval_questions and not self.held_out:
             raise self._all_too_long("held-out")
         self.epoch = 0
         self.position = 0  # in the order of this epoch
@@ -90,35 +90,35 @@ class PromptStream:
         return batch
 
     def remarks(self) -> list[str]:
-        """What a person should know of the data before the run, a sentence each."""
-        said = [file.summary for file in self.files.values()]
+        """Return remarks on the data for a person to read before the run, a sentence each."""
+        sentences = [file.summary for file in self.files.values()]
         limit = f"longer than data.max_prompt_tokens={self.config.max_prompt_tokens}"
         if self.too_long:
-            left, step = len(self.questions) - len(self.too_long), self.config.prompts_per_step
-            few = f"; the {left} that are left are fewer than data.prompts_per_step={step}"
-            few = few if left < step <= len(self.questions) else ""
-            said.append(
+            usable, step = len(self.questions) - len(self.too_long), self.config.prompts_per_step
+            few = f"; the {usable} that are left are fewer than data.prompts_per_step={step}"
+            few = few if usable < step <= len(self.questions) else ""
+            sentences.append(
                 f"{len(self.too_long)} of {len(self.questions)} training prompts are {limit} and "
                 f"left out; the longest has {self.longest} tokens{few}"
             )
         if self.held_out_too_long:
-            asked = self.held_out_too_long + len(self.held_out)
-            said.append(
-                f"{self.held_out_too_long} of {asked} held-out prompts are {limit} and left out: "
+            total = self.held_out_too_long + len(self.held_out)
+            sentences.append(
+                f"{self.held_out_too_long} of {total} held-out prompts are {limit} and left out: "
                 "held-out accuracy is that of the others"
             )
         if self._unknown:
-            asked = len(self.questions) + len(self.held_out) + self.held_out_too_long
+            total = len(self.questions) + len(self.held_out) + self.held_out_too_long
             part, question = self._unknown[0]
-            said.append(
-                f"{len(self._unknown)} of {how_many(asked, 'prompt')} have text that the tokenizer "
+            sentences.append(
+                f"{len(self._unknown)} of {how_many(total, 'prompt')} have text that the tokenizer "
                 f"has no token for, which the model cannot see: first {part[:20]!r} in "
                 f"{question.place or repr(question.text[:40])}"
             )
         first = [question.prompt for question in self.questions[:COMPARED]]
         if other := self.tokenizer.disagreement(first, chat=self.config.chat):
-            said.append(other)
-        return said
+            sentences.append(other)
+        return sentences
 
     def refuse_longer(self, limit: int) -> None:
         """Where data.max_prompt_tokens lets prompts pass that are too long for the model.
@@ -129,10 +129,10 @@ class PromptStream:
         Raises:
             ConfigError: one is longer, and is not left out either.
         """
-        asked = [
+        training_prompts = [
             (question.text, n) for question, n in zip(self.questions, self._lengths, strict=True)
         ]
-        kept = [one for number, one in enumerate(asked) if number not in self.too_long]
+        kept = [pair for number, pair in enumerate(training_prompts) if number not in self.too_long]
         kept += [(prompt.text, len(prompt.input_ids)) for prompt in self.held_out]
         for text, tokens in kept:
             if tokens > limit:
@@ -203,10 +203,10 @@ class PromptStream:
     def _questions(self, held_out: int) -> tuple[list[Question], list[Question]]:
         """Training questions, and as many held-out ones as there are of those asked for."""
         if self.files:
-            found = [file.questions for file in self.files.values()]
-            return found[0], found[1][:held_out] if held_out else []
-        asked = held_out_questions(self.config, held_out) if held_out else []
-        return training_questions(self.config), asked
+            question_lists = [file.questions for file in self.files.values()]
+            return question_lists[0], question_lists[1][:held_out] if held_out else []
+        eval_questions = held_out_questions(self.config, held_out) if held_out else []
+        return training_questions(self.config), eval_questions
 
     def _read(self, questions: Sequence[Question]) -> Iterator[tuple[Question, tuple[int, ...]]]:
         """Each question with its prompt's ids; notes what the tokenizer does not know."""

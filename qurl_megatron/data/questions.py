@@ -18,7 +18,7 @@ HELD_OUT_SHARE = 8  # one text in eight is held out
 
 
 def data_file(config: DataConfig, key: str, *, answers: bool = True) -> DataFile:
-    """What data.path or data.eval_path names.
+    """Read the file that data.path or data.eval_path names.
 
     Args:
         answers: every row must have one; else those without have an empty one.
@@ -84,10 +84,10 @@ def data_files(config: DataConfig, *, held_out: bool, answers: bool = True) -> d
     """
     if not config.path:
         return {}
-    found = {"data.path": data_file(config, "path", answers=answers)}
+    files = {"data.path": data_file(config, "path", answers=answers)}
     if held_out:
-        found["data.eval_path"] = held_out_file(config, answers=answers)
-    return found
+        files["data.eval_path"] = held_out_file(config, answers=answers)
+    return files
 
 
 def _task_questions(config: DataConfig, count: int, *, held_out: bool) -> list[Question]:
@@ -95,19 +95,22 @@ def _task_questions(config: DataConfig, count: int, *, held_out: bool) -> list[Q
     # A task may have few questions: draw on, but not for ever, until enough fall on the right side.
     draws = (8 if held_out else 2) * HELD_OUT_SHARE * count + 1000
     task = _Task(config, seed=HELD_OUT_SEED if held_out else TRAIN_SEED, size=draws)
-    found: list[Question] = []
-    seen: set[str] = set()
+    questions: list[Question] = []
+    seen_texts: set[str] = set()
     for i in range(draws):
-        if len(found) == count:
-            return found
+        if len(questions) == count:
+            return questions
         question = task.question(i)
-        if _is_held_out(question.text) == held_out and not (held_out and question.text in seen):
-            seen.add(question.text)
-            found.append(question)
+        if _is_held_out(question.text) == held_out and not (
+            held_out and question.text in seen_texts
+        ):
+            seen_texts.add(question.text)
+            questions.append(question)
     kind = "distinct held-out" if held_out else "training"
     raise ConfigError(
-        f"data.task={config.task} with data.task_args={config.task_args} gave {len(found)} {kind} "
-        f"questions in {draws} draws, {count} are asked for; widen its arguments or ask for fewer"
+        f"data.task={config.task} with data.task_args={config.task_args} gave {len(questions)} "
+        f"{kind} questions in {draws} draws, {count} are asked for; widen its arguments or ask for "
+        "fewer"
     )
 
 
@@ -131,12 +134,15 @@ class _Task:
                 f"did you mean {' or '.join(close)}?" if close else "known: " + ", ".join(DATASETS)
             )
             raise ConfigError(f"data.task={config.task} is not a reasoning-gym task; {hint}")
-        known = {f.name for f in dataclasses.fields(DATASETS[config.task][1])} - {"seed", "size"}
+        known_arguments = {f.name for f in dataclasses.fields(DATASETS[config.task][1])} - {
+            "seed",
+            "size",
+        }
         for name in config.task_args:
-            if name not in known:
+            if name not in known_arguments:
                 raise ConfigError(
                     f"data.task_args: {config.task} takes no {name}; "
-                    f"it takes {', '.join(sorted(known))}"
+                    f"it takes {', '.join(sorted(known_arguments))}"
                 )
         try:
             self.items = create_dataset(config.task, seed=seed, size=size, **config.task_args)

@@ -124,11 +124,11 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
     questions: list[Question] = []
     keys = ("", "")
     objects: dict[bool, str] = {}  # where the column metadata first held one, and something else
-    for where, row in READERS[path.suffix](path, name):
-        question, found = _question(row, f"{name} {where}", columns)
-        keys = keys if questions else found
-        if row.get("metadata") is not None and "metadata" not in found:
-            objects.setdefault(isinstance(row["metadata"], dict), where)
+    for position, row in READERS[path.suffix](path, name):
+        question, used_keys = _question(row, f"{name} {position}", columns)
+        keys = keys if questions else used_keys
+        if row.get("metadata") is not None and "metadata" not in used_keys:
+            objects.setdefault(isinstance(row["metadata"], dict), position)
             if len(objects) > 1:
                 raise ConfigError(
                     f"{name}: the column metadata holds an object in {objects[True]} and something "
@@ -142,13 +142,13 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
 
 
 def _way_out(path: Path) -> str:
-    """What to do where a path is written as one of several files, or a part of one."""
+    """Return advice where a path is written as one of several files, or a part of one."""
     if sliced := re.fullmatch(r"(.+)@\[(-?\d*:-?\d*)\]", str(path)):
-        whole, rows = sliced.groups()
-        if whole.endswith(".parquet"):
-            cut = TO_PART_OF_A_TABLE.format(whole=whole, rows=rows)
+        file_name, rows = sliced.groups()
+        if file_name.endswith(".parquet"):
+            cut = TO_PART_OF_A_TABLE.format(whole=file_name, rows=rows)
         else:
-            cut = TO_PART.format(whole=whole, rows=rows)
+            cut = TO_PART.format(whole=file_name, rows=rows)
         return (
             "; a part of a file cannot be named: write its rows to a file of their own, with: "
             f"{cut}"
@@ -168,7 +168,7 @@ def checksum_of(path: Path) -> str:
 
 
 def changed_files(config: DataConfig, checksums: Mapping[str, str]) -> dict[str, str]:
-    """Which files are no longer what they were, as "data.path=..."; missing ones aside.
+    """Return the files that have changed, as "data.path=..."; missing ones aside.
 
     Args:
         checksums: of what they were, by key.
@@ -230,19 +230,19 @@ def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
                 row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
             except json.JSONDecodeError as error:
                 # Its own line number is always 1.
-                why = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+                reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
                 if error.pos == len(error.doc) or error.msg.startswith("Unterminated"):
-                    why += ", where the line ends; write each object on one line"
+                    reason += ", where the line ends; write each object on one line"
             except UnicodeDecodeError as error:
-                why = f"byte {error.start + 1} is not UTF-8"
+                reason = f"byte {error.start + 1} is not UTF-8"
             except RecursionError:
-                why = "its brackets nest too deeply"
+                reason = "its brackets nest too deeply"
             except ValueError as error:  # a number of too many digits
-                why = str(error)
+                reason = str(error)
             else:
                 yield f"line {number}", row
                 continue
-            raise ConfigError(f"{name} line {number} is not valid JSON: {why}")
+            raise ConfigError(f"{name} line {number} is not valid JSON: {reason}")
 
 
 def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
@@ -284,12 +284,12 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
     by_prompt, by_answer = columns.settings
     prompt_key = _key(row, columns.prompt, PROMPT_KEYS, by_prompt, place)
     answer_key, answer = "", ""
-    if columns.needed or columns.answer or _there(row, ANSWER_KEYS):
+    if columns.needed or columns.answer or _present_keys(row, ANSWER_KEYS):
         answer_key = _key(row, columns.answer, ANSWER_KEYS, by_answer, place)
-        given = look_up(row, answer_key)
-        missing = given is None or isinstance(given, str) and not given.strip()
+        answer_value = look_up(row, answer_key)
+        missing = answer_value is None or isinstance(answer_value, str) and not answer_value.strip()
         if columns.needed or not missing:
-            answer = as_text(given, "answer", place)
+            answer = as_text(answer_value, "answer", place)
     prompt = _as_chat(look_up(row, prompt_key))
     if isinstance(prompt, list):
         turns = _chat(prompt, place)
@@ -313,20 +313,20 @@ def _nests_deeper(value: Any, levels: int) -> bool:
     return levels == 0 or any(_nests_deeper(inner, levels - 1) for inner in value)
 
 
-def _key(row: dict, given: str, usual: Sequence[str], setting: str, place: str) -> str:
-    """Which path to take: the first that has a value, else the first that is there at all."""
-    keys = (given,) if given else usual
-    there = _there(row, keys)
-    if not there:
+def _key(row: dict, configured: str, usual: Sequence[str], setting: str, place: str) -> str:
+    """Choose the path: the first that has a value, else the first that is there at all."""
+    keys = (configured,) if configured else usual
+    present_keys = _present_keys(row, keys)
+    if not present_keys:
         other = ", or have a reward function of your own do without" if usual is ANSWER_KEYS else ""
         raise ConfigError(
             f"{place} has no {' or '.join(keys)}; it has {_names(row) or 'nothing'}: name the "
             f"right one in {setting}, which holds for all files{other}"
         )
-    return next((key for key in there if look_up(row, key) is not None), there[0])
+    return next((key for key in present_keys if look_up(row, key) is not None), present_keys[0])
 
 
-def _there(row: dict, keys: Sequence[str]) -> list[str]:
+def _present_keys(row: dict, keys: Sequence[str]) -> list[str]:
     return [key for key in keys if look_up(row, key, _MISSING) is not _MISSING]
 
 
@@ -335,23 +335,27 @@ def _as_chat(value: Any) -> Any:
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    turns = found and all(isinstance(one, dict) and {"role", "content"} <= {*one} for one in found)
-    return found if turns else value
+    turns = parsed and all(
+        isinstance(turn, dict) and {"role", "content"} <= {*turn} for turn in parsed
+    )
+    return parsed if turns else value
 
 
 def _chat(turns: list, place: str) -> tuple[Turn, ...]:
     """The turns without what is null: a table has the same keys in each."""
     for number, turn in enumerate(turns, start=1):
-        where = f"{place}: turn {number} of the prompt"
-        said = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))
-        if not said or not all(isinstance(value, str) for value in said):
-            raise ConfigError(f"{where} must have role and content, both text, got {turn!r:.80}")
+        turn_place = f"{place}: turn {number} of the prompt"
+        role_and_content = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))
+        if not role_and_content or not all(isinstance(value, str) for value in role_and_content):
+            raise ConfigError(
+                f"{turn_place} must have role and content, both text, got {turn!r:.80}"
+            )
         for value in turn.values():
             if isinstance(value, str):
-                refuse_half_characters(value, where)
+                refuse_half_characters(value, turn_place)
     if not any(turn["content"].strip() for turn in turns):
         raise ConfigError(f"{place}: the prompt is empty")
     if turns[-1]["role"] == "assistant":

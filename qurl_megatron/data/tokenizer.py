@@ -59,10 +59,10 @@ class Tokenizer:
         try:
             return load.from_pretrained(self.path)
         except Exception as error:  # of any kind: the libraries raise what the files lead them to
-            why = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
             raise ConfigError(
-                f"the tokenizer in {self.path} cannot be loaded ({why}); copy its files from the "
-                "original checkpoint"
+                f"the tokenizer in {self.path} cannot be loaded ({reason}); copy its files from "
+                "the original checkpoint"
             ) from None
 
     def stop_ids(self) -> set[int]:
@@ -102,11 +102,11 @@ class Tokenizer:
             part = questions[start : start + BATCH]
             triples = [(*self._rendered_of(question, chat), question) for question in part]
             for special, group in groupby(triples, key=itemgetter(1)):
-                texts, _, asked = zip(*group, strict=True)
-                found = self._wrapped(list(texts), add_special_tokens=special)
-                places = found.encodings or [None] * len(texts)  # slow ones tell none
+                texts, _, group_questions = zip(*group, strict=True)
+                encoded = self._wrapped(list(texts), add_special_tokens=special)
+                places = encoded.encodings or [None] * len(texts)  # slow ones tell none
                 for text, question, ids, encoding in zip(
-                    texts, asked, found["input_ids"], places, strict=True
+                    texts, group_questions, encoded["input_ids"], places, strict=True
                 ):
                     if not ids:
                         raise self._all_unknown(question)
@@ -151,11 +151,11 @@ class Tokenizer:
         if isinstance(prompt, str) and not chat:
             return prompt, True
         if not self._wrapped.chat_template:
-            what, fix = "the prompt is a list of turns", "write it as text"
+            need, fix = "the prompt is a list of turns", "write it as text"
             if isinstance(prompt, str):
-                what, fix = "data.chat=true", "set data.chat=false"
+                need, fix = "data.chat=true", "set data.chat=false"
             raise ConfigError(
-                f"{what}, but the tokenizer in {self.path} has no chat template; {fix} or take an "
+                f"{need}, but the tokenizer in {self.path} has no chat template; {fix} or take an "
                 "instruction-tuned checkpoint"
             )
         from jinja2 import TemplateError, TemplateSyntaxError
@@ -187,16 +187,16 @@ class Tokenizer:
         ) as error:
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-            where = f", line {lines[-1]}," if lines else ""
+            line_note = f", line {lines[-1]}," if lines else ""
             raise ConfigError(
-                f"the chat template in {self._template_file}{where} refuses the prompt's turns: "
-                f"{error}"
+                f"the chat template in {self._template_file}{line_note} refuses the prompt's "
+                f"turns: {error}"
             ) from None
 
     @property
     def _template_file(self) -> Path:
-        own = self.path / "chat_template.jinja"
-        return own if own.is_file() else self.path / "tokenizer_config.json"
+        template_file = self.path / "chat_template.jinja"
+        return template_file if template_file.is_file() else self.path / "tokenizer_config.json"
 
     def _unknown(self, text: str, encoding: Any) -> str:
         """The first word of a text that has a part without a token."""
@@ -213,8 +213,8 @@ class Tokenizer:
     def unread(self, text: str) -> str:
         """The first word of a text that has a part without a token, which the model does not see;
         empty where there is none."""
-        found = self._wrapped(text, add_special_tokens=False).encodings  # slow ones tell none
-        return self._unknown(text, found[0]) if found else ""
+        encodings = self._wrapped(text, add_special_tokens=False).encodings  # slow ones tell none
+        return self._unknown(text, encodings[0]) if encodings else ""
 
     def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
         """Ids of a message behind what the policy wrote, up to where its next turn begins.
@@ -244,21 +244,21 @@ class Tokenizer:
                 f"{error}; this was a message of the environment with role {message['role']!r}: "
                 "have rollout.environment answer with another role, such as user"
             ) from None
-        _, said, rest = text.partition(SAID)
-        if not said:
+        _, marker, after_marker = text.partition(SAID)
+        if not marker:
             other = "user" if message["role"] != "user" else "tool"
             raise ConfigError(
                 f"the chat template in {self.path} drops what the policy said once a message of "
                 f"role {message['role']!r} follows; have rollout.environment answer with another "
                 f"role, such as {other}, or take a template that keeps all turns"
             )
-        ids = tuple(self._wrapped(rest, add_special_tokens=False)["input_ids"])
+        ids = tuple(self._wrapped(after_marker, add_special_tokens=False)["input_ids"])
         return ids[1:] if ids[:1] == (last,) else ids
 
     def disagreement(
         self, prompts: Sequence[str | Sequence[Turn]] = (), *, chat: bool = False
     ) -> str:
-        """What to say of texts that ``AutoTokenizer`` splits otherwise; empty where all agree.
+        """Return a remark on texts that ``AutoTokenizer`` splits otherwise; empty if all agree.
 
         Costs loading a second tokenizer.
 
@@ -273,7 +273,9 @@ class Tokenizer:
         texts += [(probe, True) for probe in PROBES]
 
         def ids_by(tokenizer: Any) -> list[list[int]]:
-            return [tokenizer(text, add_special_tokens=own)["input_ids"] for text, own in texts]
+            return [
+                tokenizer(text, add_special_tokens=special)["input_ids"] for text, special in texts
+            ]
 
         try:
             theirs = ids_by(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False))
@@ -282,22 +284,24 @@ class Tokenizer:
                 f"{self.path}: AutoTokenizer, which other tools use, cannot load the tokenizer "
                 f"({str(error).partition(chr(10))[0]:.200}); here, tokenizer.json is used"
             )
-        found = [
-            (text, here, there)
-            for (text, _), here, there in zip(texts, ids_by(self._wrapped), theirs, strict=True)
-            if here != there
+        differences = [
+            (text, our_ids, their_ids)
+            for (text, _), our_ids, their_ids in zip(
+                texts, ids_by(self._wrapped), theirs, strict=True
+            )
+            if our_ids != their_ids
         ]
-        if not found:
+        if not differences:
             return ""
-        text, here, there = found[0]
-        at = next(at for at, pair in enumerate(zip_longest(here, there)) if len({*pair}) > 1)
+        text, our_ids, their_ids = differences[0]
+        at = next(at for at, pair in enumerate(zip_longest(our_ids, their_ids)) if len({*pair}) > 1)
         around = slice(max(0, at - 2), at + 4)
         return (
             f"{self.path}: tokenizer.json, which is used here, and AutoTokenizer, which other "
-            f"tools use, give {len(found)} of {len(texts)} texts different ids: of {text!r:.80}, "
-            f"{here[around]} and {there[around]} from position {around.start} on; copy "
-            "tokenizer.json and tokenizer_config.json from the original checkpoint, or load what "
-            "is trained here with PreTrainedTokenizerFast"
+            f"tools use, give {len(differences)} of {len(texts)} texts different ids: of "
+            f"{text!r:.80}, {our_ids[around]} and {their_ids[around]} from position {around.start} "
+            "on; copy tokenizer.json and tokenizer_config.json from the original checkpoint, or "
+            "load what is trained here with PreTrainedTokenizerFast"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -312,8 +316,8 @@ class Tokenizer:
         In the first, lines of an environment begin with ``ENVIRONMENT``.
         """
         if sample.written.all():
-            whole = self.decode(sample.response_ids.tolist())
-            return whole, whole
+            response_text = self.decode(sample.response_ids.tolist())
+            return response_text, response_text
         lines = []
         pairs = zip(sample.response_ids.tolist(), sample.written.tolist(), strict=True)
         for written, part in groupby(pairs, key=itemgetter(1)):
@@ -323,7 +327,7 @@ class Tokenizer:
 
 
 def _word(text: str, at: int) -> str:
-    """What stands at a position or behind it, from blank to blank."""
+    """Return the word at a position or behind it, from blank to blank."""
     at += len(text[at:]) - len(text[at:].lstrip())
     start = max(text.rfind(blank, 0, at) for blank in " \n\t") + 1
     return text[start:].split()[0]

@@ -28,13 +28,13 @@ class EnvironmentPool(LinePool):
     def ask(
         self, messages: Sequence[Message], response: str, answer: str, metadata: dict[str, Any]
     ) -> "Future[Reply]":
-        """What the environment answers; any thread may ask.
+        """Return the environment's answer, as a future; any thread may ask.
 
         The future raises ConfigError where the environment cannot be used any more, and
         RuntimeError where no worker can be started or the pool is being left.
         """
-        asked = request(messages, response, answer, metadata)
-        return self.put(asked, self.config.turn_timeout_s, _reply)
+        question = request(messages, response, answer, metadata)
+        return self.put(question, self.config.turn_timeout_s, _reply)
 
 
 def check_environment(config: RolloutConfig) -> None:
@@ -52,14 +52,15 @@ def check_environment(config: RolloutConfig) -> None:
             raise ConfigError(f"rollout.environment={config.environment}: {error}") from None
 
 
-def _reply(said: Any) -> Reply:
-    """
+def _reply(answer: Any) -> Reply:
+    """Read the reply in a worker's answer.
+
     Raises:
         ValueError: that is nothing that workers say.
     """
-    match said:
+    match answer:
         case {"reply": reply}:
             return as_reply(reply)
         case {"failed": {"cause": str(cause), "why": str(why)}} if cause in CAUSES:
             return unscored(cause, why)
-    raise ValueError(f"{said!r:.80} is no reply")
+    raise ValueError(f"{answer!r:.80} is no reply")

@@ -23,8 +23,8 @@ def main(name: str, memory_gb: float) -> None:
     def make() -> tuple[None, Callable[[Any], Any]]:
         environment, runner = make_environment(name), asyncio.Runner()
 
-        def answer(asked: dict[str, Any]) -> Any:
-            reply = call(environment, asked, runner)
+        def answer(fields: dict[str, Any]) -> Any:
+            reply = call(environment, fields, runner)
             return {"failed": asdict(reply)} if isinstance(reply, Unscored) else {"reply": reply}
 
         return None, answer
@@ -38,19 +38,19 @@ def make_environment(name: str) -> Any:
     Raises:
         ConfigError: there is no such class, it cannot be made, or has no ``step`` to call.
     """
-    made, attribute = find_named(KEY, name, "class"), name.rpartition(":")[2]
-    of_class = inspect.isclass(made.found)
-    if not of_class and _needs_arguments(made.found):
-        raise made.other_kind()
+    named, attribute = find_named(KEY, name, "class"), name.rpartition(":")[2]
+    of_class = inspect.isclass(named.found)
+    if not of_class and _needs_arguments(named.found):
+        raise named.other_kind()
     try:
-        environment = made.found()
+        environment = named.found()
     except BaseException as error:  # whatever it does, this is one sentence
         raise ConfigError(f"{KEY}={name}: {attribute}() failed: {last_line(error)}") from None
     parameters = ", ".join(f"{field}=..." for field in FIELDS)
     step = getattr(environment, "step", None)
     if not callable(step):
         if not of_class:
-            raise made.other_kind()
+            raise named.other_kind()
         raise ConfigError(f"{KEY}={name}: {attribute} has no method step({parameters}); write one")
     check_call(step, f"{KEY}={name}", f"{attribute}().step", parameters)
     return environment
@@ -67,22 +67,22 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
 
 
 def call(environment: Any, asked: dict[str, Any], runner: asyncio.Runner) -> Reply:
-    """What ``step`` returns, async or not.
+    """Return the reply of ``step``, async or not.
 
     Args:
         runner: one for all calls: clients of servers may live on its loop.
     """
     try:
-        found = environment.step(**asked)
-        if inspect.isawaitable(found):
-            found = runner.run(_awaited(found))
-        return as_reply(found)  # which may run code of its own
+        result = environment.step(**asked)
+        if inspect.isawaitable(result):
+            result = runner.run(_awaited(result))
+        return as_reply(result)  # which may run code of its own
     except BaseException as error:  # sys.exit() is no reason to end, either
         return unscored("exceptions", last_line(error))
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+async def _awaited(result: Any) -> Any:
+    return await result
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def find_named(key: str, name: str, what: str) -> Named:
     """
     target, _, attribute = name.rpartition(":")
     module = _module(f"{key}={name}", target)
-    found = getattr(module, attribute, None)
-    own = [
+    named_object = getattr(module, attribute, None)
+    own_names = [
         n
         for n, value in vars(module).items()
         if callable(value)
@@ -60,17 +60,17 @@ def find_named(key: str, name: str, what: str) -> Named:
         and getattr(value, "__module__", None) == module.__name__  # else it is imported there
         and n[0] != "_"
     ]
-    there = f"it has {', '.join(own) or f'no {what}'}"
-    if found is None:
-        close = get_close_matches(attribute, own, n=1)
-        hint = f"did you mean {close[0]}?" if close else there
+    contents = f"it has {', '.join(own_names) or f'no {what}'}"
+    if named_object is None:
+        close = get_close_matches(attribute, own_names, n=1)
+        hint = f"did you mean {close[0]}?" if close else contents
         raise ConfigError(f"{key}={name}: {target} has no {attribute}; {hint}")
-    instead = f"name a {what} ({there})"
-    if not callable(found):
+    instead = f"name a {what} ({contents})"
+    if not callable(named_object):
         raise ConfigError(
-            f"{key}={name} is of type {type(found).__name__} and cannot be called; {instead}"
+            f"{key}={name} is of type {type(named_object).__name__} and cannot be called; {instead}"
         )
-    return Named(found, f"{key}={name}", instead)
+    return Named(named_object, f"{key}={name}", instead)
 
 
 def find_function(key: str, name: str) -> Function:
@@ -80,13 +80,13 @@ def find_function(key: str, name: str) -> Function:
         ConfigError: there is none, or it cannot be called as rewards are.
     """
     named = find_named(key, name, "function")
-    found = named.found
-    if inspect.isclass(found):
+    function = named.found
+    if inspect.isclass(function):
         raise named.other_kind()
-    if inspect.iscoroutinefunction(found):
+    if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{key}={name} is an async function; name one that returns its score")
-    check_call(found, f"{key}={name}", name.rpartition(":")[2], CALLED)
-    return found
+    check_call(function, f"{key}={name}", name.rpartition(":")[2], CALLED)
+    return function
 
 
 def check_call(function: Function, named: str, call: str, parameters: str) -> None:
@@ -97,7 +97,7 @@ def check_call(function: Function, named: str, call: str, parameters: str) -> No
     Raises:
         ConfigError: it cannot be called with them.
     """
-    names = [one.partition("=")[0] for one in parameters.split(", ")]
+    names = [parameter.partition("=")[0] for parameter in parameters.split(", ")]
     try:
         inspect.signature(function).bind(**dict.fromkeys(names))
     except ValueError:
@@ -150,20 +150,20 @@ def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Sc
     """
     try:
         if batched:
-            given = {name: [getattr(item, name) for item in items] for name in FIELDS}
-            values = list(itertools.islice(function(**given), len(items) + 1))
+            arguments = {name: [getattr(item, name) for item in items] for name in FIELDS}
+            values = list(itertools.islice(function(**arguments), len(items) + 1))
         else:
             values = [function(**{name: getattr(item, name) for name in FIELDS}) for item in items]
         scores = [_as_score(value) for value in values]  # which may run code of the value's own
     except BaseException as error:  # sys.exit() is no reason to end, either
-        found = unscored("exceptions", last_line(error))
+        failure = unscored("exceptions", last_line(error))
     else:
         if len(scores) == len(items):
             return scores
         count = "more" if len(scores) > len(items) else len(scores)
-        found = unscored("invalid", f"{count} scores for {len(items)} responses")
+        failure = unscored("invalid", f"{count} scores for {len(items)} responses")
     if len(items) == 1:
-        return [found]
+        return [failure]
     half = len(items) // 2
     return [
         score
@@ -182,9 +182,14 @@ def _as_score(value: Any) -> Score:
 
 
 def last_line(error: BaseException) -> str:
-    """What a traceback ends with, and where that was."""
-    said = traceback.format_exception_only(error)[-1].strip()
+    """Return the last line of a traceback, with the file and line it came from."""
+    message = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).parents[1])
-    where = [f for f in frames if not f.filename.startswith(ours) and "importlib" not in f.filename]
-    return f"{said} ({Path(where[-1].filename).name}, line {where[-1].lineno})" if where else said
+    outside_frames = [
+        f for f in frames if not f.filename.startswith(ours) and "importlib" not in f.filename
+    ]
+    if not outside_frames:
+        return message
+    last = outside_frames[-1]
+    return f"{message} ({Path(last.filename).name}, line {last.lineno})"

@@ -19,10 +19,10 @@ def graded(
     Raises:
         As ``RewardPool.grade``.
     """
-    said = [tokenizer.said(sample) for sample in samples]
-    grades = rewards.grade(items_of(samples, [policy for _, policy in said]), stop)
-    found = [
+    decoded = [tokenizer.said(sample) for sample in samples]
+    grades = rewards.grade(items_of(samples, [policy for _, policy in decoded]), stop)
+    graded_samples = [
         replace(sample, text=text, reward=reward)
-        for sample, (text, _), reward in zip(samples, said, grades.scores, strict=True)
+        for sample, (text, _), reward in zip(samples, decoded, grades.scores, strict=True)
     ]
-    return found, grades
+    return graded_samples, grades

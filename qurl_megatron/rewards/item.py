@@ -1,4 +1,4 @@
-"""What is scored, and what comes of it: a finite number, or why there is none.
+"""An item to score, and its score: a finite number, or the reason why there is none.
 
 Scores come from code and servers that nobody has seen before. Whatever they give goes through
 ``as_score``, in the worker and again where its answer is read, so no NaN gets to the policy.
@@ -25,7 +25,7 @@ class Item:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What a reward gets."""
+        """The fields that a reward gets."""
         return {
             "prompt": self.prompt,
             "response": self.response,
@@ -42,9 +42,9 @@ class Item:
 def finite(value: Any) -> Any:
     """With null for NaN and infinities, which tables have in gaps and JSON has no word for."""
     if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
+        return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -58,8 +58,8 @@ def as_score(value: Any) -> Score:
     except Exception:  # __float__ may be anybody's
         score = None
     if score is None:
-        said = "null" if value is None else f"a value of type {type(value).__name__}"
-        return unscored("invalid", said)
+        description = "null" if value is None else f"a value of type {type(value).__name__}"
+        return unscored("invalid", description)
     if not abs(score) <= LARGEST_SCORE:  # NaN is not, either
         return Unscored("invalid", f"{score:g}")
     return score

@@ -62,8 +62,8 @@ class Judge:
     def __init__(self, key: str, config: RewardConfig) -> None:
         self.config = config
         self.name = config.url
-        given = f"not that in {config.key_env}" if config.key_env else "got none"
-        self._unauthorized = f": it wants a key, and {given} ({key}.key_env)"
+        key_sent = f"not that in {config.key_env}" if config.key_env else "got none"
+        self._unauthorized = f": it wants a key, and {key_sent} ({key}.key_env)"
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if token := server_key(key, config):
             keep_secret(token)
@@ -96,7 +96,7 @@ class Judge:
 
     async def _answer(self, http: httpx.AsyncClient, body: bytes) -> bytes:
         """The body of one answer, whole within ``timeout_s``, connection and headers included."""
-        limit, found = self.config.timeout_s, bytearray()
+        limit, received = self.config.timeout_s, bytearray()
         try:
             async with (
                 asyncio.timeout(limit),
@@ -107,14 +107,14 @@ class Judge:
                     wrong = self._unauthorized if response.status_code in (401, 403) else ""
                     raise kind(f"answered {response.status_code}{wrong}")
                 async for chunk in response.aiter_raw():
-                    found += chunk
-                    if len(found) > ANSWER_BYTES:
+                    received += chunk
+                    if len(received) > ANSWER_BYTES:
                         raise Refused(f"answered with more than {ANSWER_BYTES} bytes")
         except TimeoutError:
             raise Passing(f"did not answer within {limit:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Passing(f"did not answer: {error or type(error).__name__}") from None
-        return bytes(found)
+        return bytes(received)
 
 
 def _scores(content: bytes, count: int) -> list[Score]:
@@ -128,6 +128,6 @@ def _scores(content: bytes, count: int) -> list[Score]:
         raise Refused(f"answered with something that is not JSON: {error}") from None
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
-        found = f"{len(scores)} scores" if isinstance(scores, list) else "no list of scores"
-        raise Refused(f"answered with {found} for {count} responses")
+        scores_found = f"{len(scores)} scores" if isinstance(scores, list) else "no list of scores"
+        raise Refused(f"answered with {scores_found} for {count} responses")
     return [as_score(value) for value in scores]

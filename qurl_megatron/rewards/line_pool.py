@@ -142,13 +142,13 @@ class _Seat:
 
     def _begin(self) -> None:
         """Start the first worker, and say that the pool can be used, or that it cannot."""
-        begun: Future[Any] = Future()
-        _settle(begun, self._start)
-        if not isinstance(begun.exception(), ConfigError | None):
+        first_start: Future[Any] = Future()
+        _settle(first_start, self._start)
+        if not isinstance(first_start.exception(), ConfigError | None):
             self.pool.failed.append(self)
             if len(self.pool.failed) < self.pool.count:
                 return  # another seat's may start
-        _settle(self.pool.started, begun.result)
+        _settle(self.pool.started, first_start.result)
 
     def _start(self, dropped: Callable[[], bool] = lambda: False) -> Any:
         """Have a worker that is ready.
@@ -165,23 +165,23 @@ class _Seat:
             self._renew()
         if self.ready:
             return None
-        why = ""
+        problem = ""
         for _ in range(STARTS):
             try:
                 self.worker = self.worker or self._another()
-                said, why = parsed(self._hear(dropped)), "ended while starting; see stderr"
+                message, problem = parsed(self._hear(dropped)), "ended while starting; see stderr"
             except OSError as error:
-                said, why = None, f"cannot be started: {error}"
+                message, problem = None, f"cannot be started: {error}"
             except _Late:
-                said, why = None, f"was not ready after {self.pool.start_s:g} s; see stderr"
-            match said:
+                message, problem = None, f"was not ready after {self.pool.start_s:g} s; see stderr"
+            match message:
                 case {"refused": str(refusal)}:
                     raise ConfigError(refusal)
                 case {"ready": of_itself}:
                     self.ready = True
                     return of_itself
             self._end()
-        raise RuntimeError(f"{self.pool.called} {why}")
+        raise RuntimeError(f"{self.pool.called} {problem}")
 
     def _answered(self, question: _Question) -> Any:
         dropped = question.answer.cancelled
@@ -212,11 +212,11 @@ class _Seat:
         worker, look = self._at_work(), select.poll()
         look.register(worker.results, select.POLLIN)
         while not (self.pool.leaving.is_set() or dropped()):
-            rest = worker.deadline - time.monotonic()
-            said = look.poll(1000 * min(max(rest, 0.0), LOOK_S))
-            if said and (line := worker.receive()) is not None:
+            remaining_s = worker.deadline - time.monotonic()
+            events = look.poll(1000 * min(max(remaining_s, 0.0), LOOK_S))
+            if events and (line := worker.receive()) is not None:
                 return line
-            if rest <= 0:
+            if remaining_s <= 0:
                 raise _Late
         raise Abandoned
 

@@ -58,13 +58,13 @@ class LineWorker:
     def send(self, question: bytes) -> None:
         """One line, by the deadline; what does not get through has the worker miss it."""
         self._asked += 1
-        rest = memoryview(b"%d %s\n" % (self._asked, question))
+        unsent = memoryview(b"%d %s\n" % (self._asked, question))
         room = select.poll()
         room.register(self._questions, select.POLLOUT)
         # A worker that dies meanwhile: its results end, which the pool sees.
         with suppress(BrokenPipeError):
-            while rest and room.poll(1000 * max(0.0, self.deadline - time.monotonic())):
-                rest = rest[self._questions.write(rest) or 0 :]
+            while unsent and room.poll(1000 * max(0.0, self.deadline - time.monotonic())):
+                unsent = unsent[self._questions.write(unsent) or 0 :]
 
     def receive(self) -> bytes | None:
         """The answer to the last question, or what the process says of itself before the first.
@@ -130,10 +130,10 @@ def serve(make: Callable[[], tuple[Any, Callable[[Any], Any]]], memory_gb: float
     os.register_at_fork(after_in_child=part_from_the_pool)
     worker = os.getpid()
 
-    def say(number: bytes, what: Any) -> None:
+    def say(number: bytes, value: Any) -> None:
         if os.getpid() != worker:
             os._exit(1)
-        results.write(b"%s %s\n" % (number, json.dumps(what).encode("ascii")))
+        results.write(b"%s %s\n" % (number, json.dumps(value).encode("ascii")))
         results.flush()
 
     try:

@@ -22,22 +22,22 @@ def named_code(reward: RewardConfig, rollout: RolloutConfig, loss: str = "") -> 
         loss: ``algo.function``; evaluations have none.
     """
     functions = {f"{key}.function": part.function for key, part in reward.parts.items()}
-    given = {**functions, "rollout.environment": rollout.environment, "algo.function": loss}
-    return {key: name for key, name in given.items() if name}
+    names_by_key = {**functions, "rollout.environment": rollout.environment, "algo.function": loss}
+    return {key: name for key, name in names_by_key.items() if name}
 
 
 def checksums(named: Mapping[str, str]) -> dict[str, str]:
     """Of all ``named_code``, by its key; nothing for what is in no file that can be read."""
-    found = {key: _file_of(name) for key, name in named.items()}
+    files = {key: _file_of(name) for key, name in named.items()}
     return {
         key: checksum_of(path)
-        for key, path in found.items()
+        for key, path in files.items()
         if path and path.is_file() and os.access(path, os.R_OK)
     }
 
 
 def edited(named: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """What of ``named_code`` is no longer as it was, as "reward.function=..." by its key.
+    """Return what has changed of ``named_code``, as "reward.function=..." by its key.
 
     Args:
         before: checksums of what it was; what has none there is taken for unchanged.

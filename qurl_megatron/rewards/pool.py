@@ -25,7 +25,7 @@ FIXES = {
     "refused": "fix what the server says is wrong, or have it answer as docs/rewards.md shows",
     "environment": "fix rollout.environment",
 }
-"""What to do, by the one cause for which responses have no score."""
+"""Advice, by the one cause for which responses have no score."""
 
 
 class RewardDown(Foreseen):
@@ -33,27 +33,27 @@ class RewardDown(Foreseen):
 
 
 def items_of(samples: "Iterable[Sample]", texts: Iterable[str]) -> list[Item]:
-    """What the policy wrote, decoded, as rewards get it.
+    """Turn decoded responses of the policy into items, as rewards get them.
 
     A response whose conversation failed in the environment has no score.
     """
     return [
-        Item(one.prompt.text, text, one.prompt.answer, one.prompt.metadata, _lost(one))
-        for one, text in zip(samples, texts, strict=True)
+        Item(sample.prompt.text, text, sample.prompt.answer, sample.prompt.metadata, _lost(sample))
+        for sample, text in zip(samples, texts, strict=True)
     ]
 
 
 def _lost(sample: "Sample") -> Unscored | None:
-    found = sample.failure
-    if found is None:
+    failure = sample.failure
+    if failure is None:
         return None
-    said = {**CAUSES, "invalid": "said no message"}[found.cause]
-    return unscored("environment", f"{said}: {found.why}")
+    event = {**CAUSES, "invalid": "said no message"}[failure.cause]
+    return unscored("environment", f"{event}: {failure.why}")
 
 
 @dataclass
 class Tally:
-    """What became of some responses, for metrics and messages; adds up over calls."""
+    """The outcome of some responses, for metrics and messages; adds up over calls."""
 
     responses: int = 0
     failed: int = 0  # responses that a reward gave no score
@@ -72,10 +72,10 @@ class Tally:
     @property
     def causes(self) -> Counter[str]:
         """How many failed, by cause."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for way, count in self.ways.items():
-            found[_cause(way)] += count
-        return found
+            counts[_cause(way)] += count
+        return counts
 
     def metrics(self) -> dict[str, Metric]:
         """Below ``reward/``: the share that failed, how many of each cause, each part's mean."""
@@ -95,17 +95,19 @@ class Tally:
         )
 
     def said(self, ways: Collection[str] | None = None) -> str:
-        """What went wrong, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ...".
+        """Describe what went wrong, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ...".
 
         Args:
             ways: of these alone.
         """
         order = list(CAUSES)
-        seen = sorted(
+        ordered_ways = sorted(
             self.ways.keys() if ways is None else self.ways.keys() & ways,
             key=lambda way: (order.index(_cause(way)), way),
         )
-        return ", ".join(f"{self.ways[w]} {CAUSES[_cause(w)]} ({self.first[w]})" for w in seen)
+        return ", ".join(
+            f"{self.ways[w]} {CAUSES[_cause(w)]} ({self.first[w]})" for w in ordered_ways
+        )
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ class RewardPool:
         """
         self.config, self.key = config, key
         self.tally = Tally()  # of all calls
-        own = {key: part for key, part in self._parts.items() if not _in_process(part)}
-        self.pools = {key: WorkerPool(part, key) for key, part in own.items()}
+        worker_parts = {key: part for key, part in self._parts.items() if not _in_process(part)}
+        self.pools = {key: WorkerPool(part, key) for key, part in worker_parts.items()}
         self._stack = ExitStack()
 
     @property
@@ -161,8 +163,8 @@ class RewardPool:
         """
         config = self.config
         weights = [part.weight for part in config.mix.values()] or [1.0]
-        asked = [item for item in items if item.failure is None]
-        scored = [iter(part) for part in self._results(asked, stop)]
+        to_score = [item for item in items if item.failure is None]
+        scored = [iter(part) for part in self._results(to_score, stop)]
         results = [[item.failure or next(part) for item in items] for part in scored]
         names = tuple(config.mix)
         tally = _tally(results, names, config.failed)
@@ -221,7 +223,7 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
 
 
 def _fix(tally: Tally, reward: str = "fix the reward") -> str:
-    """What to do; ``reward`` where it is the reward that is to blame."""
+    """Return advice; ``reward`` where it is the reward that is to blame."""
     return FIXES.get(_only_cause(tally), reward)
 
 
@@ -231,8 +233,8 @@ def _only_cause(tally: Tally) -> str:
     Those that failed in the environment were not given to a reward, and say nothing of one: they
     count where nothing else left responses without a score.
     """
-    found = tally.causes.keys() - {"environment"} or tally.causes.keys()
-    return next(iter(found)) if len(found) == 1 else ""
+    causes = tally.causes.keys() - {"environment"} or tally.causes.keys()
+    return next(iter(causes)) if len(causes) == 1 else ""
 
 
 def _kind(tally: Tally) -> type[Exception]:
@@ -290,8 +292,8 @@ def _failure(row: Sequence[Score], names: Sequence[str]) -> Unscored | None:
 
 def _why(score: Unscored, names: Sequence[str], index: int) -> str:
     """Why a part gave no score; it is named where it is one of a mix, and to blame."""
-    own = names and score.cause != "environment"
-    return f"reward.mix.{names[index]}: {score.why}" if own else score.why
+    part_to_blame = names and score.cause != "environment"
+    return f"reward.mix.{names[index]}: {score.why}" if part_to_blame else score.why
 
 
 def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: float) -> Tally:

@@ -1,4 +1,4 @@
-"""What is asked of an environment, and what it may answer.
+"""Requests to an environment, and the replies that it may give.
 
 An answer comes from code that nobody has seen before. It goes through ``as_reply``, in the worker
 and again where its answer is read.
@@ -28,12 +28,12 @@ def request(messages: Sequence[Message], response: str, answer: str, metadata: d
         messages: the conversation before the response.
         answer: the question's, as is the metadata.
     """
-    asked = dict(zip(FIELDS, (list(messages), response, answer, metadata), strict=True))
-    return json.dumps(finite(asked), default=str)
+    fields = dict(zip(FIELDS, (list(messages), response, answer, metadata), strict=True))
+    return json.dumps(finite(fields), default=str)
 
 
 def as_reply(value: object) -> Reply:
-    """What an environment returned, if it is what environments may return."""
+    """Return what an environment returned as a reply; Unscored where it is no reply."""
     if value is None:
         return None
     if not isinstance(value, dict):

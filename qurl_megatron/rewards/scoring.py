@@ -45,7 +45,7 @@ class WorkerPool(LinePool):
         )
 
     def score(self, lines: Sequence[Line], stop: Callable[[], bool] = lambda: False) -> list[Score]:
-        """What each item got, in order.
+        """Return the score of each item, in order.
 
         Raises:
             RuntimeError: no worker can be started, and its own message is on stderr.
@@ -60,7 +60,7 @@ class WorkerPool(LinePool):
         end = time.monotonic() + self.config.url_deadline_s if self.config.url else math.inf
         # A server has retries, and a limit for all of them.
         limit = self.config.url_deadline_s if self.config.url else self.config.timeout_s
-        asked: dict[Future, Sequence[Line]] = {}
+        pending: dict[Future, Sequence[Line]] = {}
         done: queue.SimpleQueue[Future] = queue.SimpleQueue()
         scores: dict[Line, Score] = {}
 
@@ -70,32 +70,32 @@ class WorkerPool(LinePool):
             tries = TRIES if len(batch) == 1 else 1
             read = partial(_scores, count=len(batch))
             answer = self.put(f"[{','.join(batch)}]", limit, read, tries=tries)
-            asked[answer] = batch
+            pending[answer] = batch
             answer.add_done_callback(done.put)
 
         try:
             for start in range(0, len(distinct), size or 1):
                 ask(distinct[start : start + size])
-            while asked and (rest := end - time.monotonic()) > 0:
+            while pending and (remaining_s := end - time.monotonic()) > 0:
                 self._refuse_if_left(stop)
                 try:
-                    answer = done.get(timeout=min(rest, LOOK_S))
+                    answer = done.get(timeout=min(remaining_s, LOOK_S))
                 except queue.Empty:
                     continue
-                batch, found = asked.pop(answer), answer.result()
-                if not isinstance(found, Unscored):
-                    scores.update(zip(batch, found, strict=True))
+                batch, result = pending.pop(answer), answer.result()
+                if not isinstance(result, Unscored):
+                    scores.update(zip(batch, result, strict=True))
                 elif len(batch) == 1:
-                    scores[batch[0]] = found
+                    scores[batch[0]] = result
                 else:
                     half = len(batch) // 2
                     ask(batch[:half])
                     ask(batch[half:])
         finally:
-            for answer in asked:
+            for answer in pending:
                 answer.cancel()
-        why = f"{self.config.url} within reward.url_deadline_s={self.config.url_deadline_s:g}"
-        return [scores.get(line, Unscored("unanswered", why)) for line in lines]
+        reason = f"{self.config.url} within reward.url_deadline_s={self.config.url_deadline_s:g}"
+        return [scores.get(line, Unscored("unanswered", reason)) for line in lines]
 
     def _most_at_once(self, stop: Callable[[], bool]) -> int:
         """Items that a worker takes, which they say when they are ready."""
@@ -111,18 +111,18 @@ class WorkerPool(LinePool):
             raise Abandoned
 
 
-def _scores(said: Any, count: int) -> list[Score]:
-    """What a worker said of ``count`` items.
+def _scores(answer: Any, count: int) -> list[Score]:
+    """Read a worker's scores of ``count`` items.
 
     Raises:
         ValueError: that is nothing that workers say.
     """
-    if not isinstance(said, list) or len(said) != count:
-        raise ValueError(f"{said!r:.80} is no list of {count} scores")
-    return [_score(one) for one in said]
+    if not isinstance(answer, list) or len(answer) != count:
+        raise ValueError(f"{answer!r:.80} is no list of {count} scores")
+    return [_score(value) for value in answer]
 
 
-def _score(said: Any) -> Score:
-    if isinstance(said, dict) and said.keys() == {"cause", "why"} and said["cause"] in CAUSES:
-        return Unscored(said["cause"], str(said["why"]))
-    return as_score(said)
+def _score(value: Any) -> Score:
+    if isinstance(value, dict) and value.keys() == {"cause", "why"} and value["cause"] in CAUSES:
+        return Unscored(value["cause"], str(value["why"]))
+    return as_score(value)

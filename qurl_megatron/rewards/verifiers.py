@@ -25,8 +25,8 @@ def score_exact(text: str, answer: str) -> float:
 
 def score_last_number(text: str, answer: str) -> float:
     """The last number in the text equals the number in the answer, as numbers: 12 = 12.0 = +12."""
-    expected, found = last_number(answer), last_number(text)
-    return float(expected is not None and found == expected)
+    expected, number = last_number(answer), last_number(text)
+    return float(expected is not None and number == expected)
 
 
 def last_number(text: str) -> Decimal | None:
@@ -35,10 +35,10 @@ def last_number(text: str) -> Decimal | None:
     >>> last_number("first 7, then $1,234.50.")
     Decimal('1234.50')
     """
-    found = NUMBER.findall(text.replace("$", "").replace("\u2212", "-"))
-    if not found:
+    numbers = NUMBER.findall(text.replace("$", "").replace("\u2212", "-"))
+    if not numbers:
         return None
-    digits = found[-1].rstrip(",")
+    digits = numbers[-1].rstrip(",")
     if THOUSANDS.fullmatch(digits):
         return Decimal(digits.replace(",", ""))
     return Decimal(digits.rpartition(",")[2])  # "1,2,3" is a list

@@ -29,7 +29,7 @@ def main(key: str, config: RewardConfig) -> None:
 
         def answer(items: list[list]) -> list[Any]:
             scores = score([Item(*item) for item in items])
-            return [asdict(one) if isinstance(one, Unscored) else one for one in scores]
+            return [asdict(value) if isinstance(value, Unscored) else value for value in scores]
 
         return batch, answer
 
@@ -37,7 +37,7 @@ def main(key: str, config: RewardConfig) -> None:
 
 
 def make_scorer(key: str, config: RewardConfig) -> tuple[Scorer, int]:
-    """What scores, ready to, and how many responses it takes at once.
+    """Return a scorer that is ready, and how many responses it takes at once.
 
     Raises:
         ConfigError: the recipe's function cannot be used, or there is no key for its server.

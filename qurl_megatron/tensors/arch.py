@@ -155,10 +155,10 @@ class Arch:
             sizes["moe_intermediate_size"] = self.experts.intermediate
         else:
             sizes["intermediate_size"] = self.intermediate
-        for what, size in sizes.items():
+        for size_name, size in sizes.items():
             if size % tensor:
                 raise ConfigError(
-                    f"{keys[0]}={tensor} does not divide the model's {what}={size}; "
+                    f"{keys[0]}={tensor} does not divide the model's {size_name}={size}; "
                     f"use one of {_divisors(*sizes.values())}"
                 )
         if self.num_layers % pipeline:
@@ -245,18 +245,20 @@ def _arch(config: dict[str, Any]) -> Arch:
             "config.json: quantization_config means quantized weights; "
             "give the checkpoint they were made from"
         )
-    if any(one.get("partial_rotary_factor", 1.0) != 1.0 for one in (config, _stretch(config))):
+    if any(
+        section.get("partial_rotary_factor", 1.0) != 1.0 for section in (config, _stretch(config))
+    ):
         raise ConfigError("config.json: partial_rotary_factor is not supported; it must be 1.0")
     if config.get("use_bidirectional_attention"):
         raise ConfigError(
             "config.json: use_bidirectional_attention=true is not supported; set it to false"
         )
     for key in ("hidden_act", "hidden_activation"):
-        known = ACTIVATIONS[family.activation]
-        if (config.get(key) or known[0]) not in known:
+        accepted = ACTIVATIONS[family.activation]
+        if (config.get(key) or accepted[0]) not in accepted:
             raise ConfigError(
                 f"config.json: {key} {config[key]!r} is not supported; "
-                f"a {config['model_type']} model needs {' or '.join(known)}"
+                f"a {config['model_type']} model needs {' or '.join(accepted)}"
             )
     heads, hidden = (_count(config, key) for key in ("num_attention_heads", "hidden_size"))
     rope_theta, rope_scaling = _rope(config)
@@ -340,8 +342,8 @@ def read_family(config: Mapping[str, Any]) -> Family:
 
 def read_eos(folder: str | Path) -> tuple[int, ...]:
     """Tokens that end a response; generation_config.json wins, chat models list them only there."""
-    own, generation = _eos_ids(folder)
-    return own if generation is None else generation
+    config_ids, generation = _eos_ids(folder)
+    return config_ids if generation is None else generation
 
 
 @dataclass(frozen=True)
@@ -357,13 +359,13 @@ def read_stop_ids(folder: str | Path, of_tokenizer: Iterable[int] = ()) -> StopI
     Args:
         of_tokenizer: those that the model's tokenizer names.
     """
-    own, generation = _eos_ids(folder)
+    config_ids, generation = _eos_ids(folder)
     always = frozenset(read_eos(folder))
-    return StopIds(always, always.union(own, generation or (), of_tokenizer))
+    return StopIds(always, always.union(config_ids, generation or (), of_tokenizer))
 
 
 def facts_of(folder: str | Path) -> dict[str, Any]:
-    """What the files of a model have engines compute, as JSON has it: sizes and switches by their
+    """Return what a model's files have engines compute, as JSON has it: sizes and switches by their
     names in ``Arch``, and what ends a response.
 
     Two models of equal tensors may differ in these alone.
@@ -381,9 +383,9 @@ def _eos_ids(folder: str | Path) -> tuple[tuple[int, ...], tuple[int, ...] | Non
     """Those of config.json, and of generation_config.json where it names any."""
     file = Path(folder) / "generation_config.json"
     generation = read_json(file).get("eos_token_id") if file.is_file() else None
-    own = read_config(folder).get("eos_token_id")
+    config_eos = read_config(folder).get("eos_token_id")
     return (
-        () if own is None else _as_ids(own, Path(folder) / "config.json"),
+        () if config_eos is None else _as_ids(config_eos, Path(folder) / "config.json"),
         None if generation is None else _as_ids(generation, file),
     )
 

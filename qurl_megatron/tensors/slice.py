@@ -80,13 +80,13 @@ class Shard:
         return part_at(self.value.shape, self.dim, self.start)
 
     def cut(self, need: Slice) -> "Shard | None":
-        """What of it lies in ``need``, as a view; None where that is nothing."""
-        held = self.part
-        part = held.overlap(need)
+        """Return the part of it that lies in ``need``, as a view; None where there is none."""
+        source_part = self.part
+        part = source_part.overlap(need)
         if part is None:
             return None
         start = 0 if self.dim is None else part.starts[self.dim]
-        value = part.narrow(self.value, held)
+        value = part.narrow(self.value, source_part)
         return Shard(self.name, value, self.shape, self.dim, start)
 
 
