@@ -122,13 +122,13 @@ def aligned_layers(model: nn.Module) -> list[Aligned]:
 @contextmanager
 def plain(layers: list[Aligned]) -> Iterator[None]:
     """Inside, the layers compute with their weights as they are."""
-    held = [layer.quantized for layer in layers]
+    quantized_layers = [layer.quantized for layer in layers]
     for layer in layers:
         layer.quantized = None
     try:
         yield
     finally:
-        for layer, quantized in zip(layers, held, strict=True):
+        for layer, quantized in zip(layers, quantized_layers, strict=True):
             layer.quantized = quantized
 
 
@@ -210,8 +210,8 @@ def _both_gathered(
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Of all ranks, one behind the other along the first dimension."""
-    whole = x.new_empty(group.size() * len(x), *x.shape[1:])
+    gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
     as_bytes = x.dtype == torch.float8_e4m3fn  # which collectives do not know
-    to, part = (t.view(torch.uint8) if as_bytes else t for t in (whole, x.contiguous()))
+    to, part = (t.view(torch.uint8) if as_bytes else t for t in (gathered, x.contiguous()))
     dist.all_gather_into_tensor(to, part, group=group)
-    return whole
+    return gathered

@@ -212,8 +212,8 @@ def _local_name(name: str, first_layer: int) -> str:
     prefix = "decoder.layers."
     if not name.startswith(prefix):
         return name
-    number, _, rest = name.removeprefix(prefix).partition(".")
-    return f"{prefix}{int(number) - first_layer}.{rest}"
+    number, _, suffix = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{int(number) - first_layer}.{suffix}"
 
 
 def load_weights(

@@ -75,8 +75,8 @@ def zigzag(starts: tuple[int, ...], rank: int, size: int) -> list[Run]:
         return [Run(begin, begin, end) for begin, end in zip(starts, starts[1:], strict=False)]
     runs = []
     for begin, end in zip(starts, starts[1:], strict=False):
-        chunk, rest = divmod(end - begin, 2 * size)
-        assert rest == 0, f"{end - begin} positions do not divide into {2 * size} chunks"
+        chunk, remainder = divmod(end - begin, 2 * size)
+        assert remainder == 0, f"{end - begin} positions do not divide into {2 * size} chunks"
         for index in (rank, 2 * size - 1 - rank):
             runs.append(Run(begin, begin + index * chunk, begin + (index + 1) * chunk))
     return runs

@@ -55,8 +55,8 @@ class Critic(Trained):
         fp32 = load_weights(
             gpt, arch, ranks, source.reader, 1.0 / source.uaq_scale, output_layer=False
         )
-        own = replace(optimizer, lr=critic.lr, warmup_steps=critic.warmup_steps)
-        trained = Critic(ranks, *with_optimizer(gpt, config, own))
+        critic_optimizer = replace(optimizer, lr=critic.lr, warmup_steps=critic.warmup_steps)
+        trained = Critic(ranks, *with_optimizer(gpt, config, critic_optimizer))
         for name, parameter in gpt.named_parameters():
             if name in fp32:  # the head's zeros are no different in FP32
                 trained.write_master(parameter, fp32.pop(name))

@@ -187,9 +187,9 @@ def describe() -> str:
         "",
     ]
     for package in PACKAGES:
-        found = version(package)
-        effect = package.found if found else f"without it: {package.absent}"
+        installed = version(package)
+        effect = package.found if installed else f"without it: {package.absent}"
         if error := broken(package):
             effect = f"cannot be imported ({error}); qurl train refuses it where there is a GPU"
-        lines.append(f"{package.name:20} {found or 'not found':16} {effect}")
+        lines.append(f"{package.name:20} {installed or 'not found':16} {effect}")
     return "\n".join(lines)

@@ -172,10 +172,10 @@ def share(value: Any, *, waiting_for: str) -> Any:
     except RuntimeError as error:  # gloo raises no more specific type
         rank, hours = dist.get_rank(), WAIT.total_seconds() / 3600
         if "timed out" in str(error).lower():
-            why = f"waited {hours:g} hours for rank 0 ({waiting_for}); look at its log"
+            reason = f"waited {hours:g} hours for rank 0 ({waiting_for}); look at its log"
         else:
-            why = f"lost contact with rank 0 or another rank during its part ({waiting_for})"
-        raise RankLost(f"rank {rank} {why}: {error}") from error
+            reason = f"lost contact with rank 0 or another rank during its part ({waiting_for})"
+        raise RankLost(f"rank {rank} {reason}: {error}") from error
     return box[0]
 
 
@@ -234,9 +234,9 @@ def _device() -> torch.device:
     over_nccl = not dist.is_initialized() or "nccl" in dist.get_backend_config()
     if not over_nccl or not torch.cuda.is_available():
         return torch.device("cpu")
-    found, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    devices, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     # A launcher may show each rank a device of its own, which is then the only one.
-    device = torch.device("cuda", min(local_rank, found - 1))
+    device = torch.device("cuda", min(local_rank, devices - 1))
     torch.cuda.set_device(device)
     return device
 

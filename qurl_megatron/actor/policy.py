@@ -206,11 +206,11 @@ class Policy(Trained):
             return None if elsewhere else master.detach()
         if copies.size == 1:
             return master.detach().view(parameter.shape)
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if master is not None:
-            whole[self.owned_range(parameter)] = master.detach()
+            full[self.owned_range(parameter)] = master.detach()
         if owner is None:
-            dist.all_reduce(whole, group=copies.group)
+            dist.all_reduce(full, group=copies.group)
         else:
-            dist.reduce(whole, dist.get_global_rank(copies.group, owner), group=copies.group)
-        return None if elsewhere else whole.view(parameter.shape)
+            dist.reduce(full, dist.get_global_rank(copies.group, owner), group=copies.group)
+        return None if elsewhere else full.view(parameter.shape)

@@ -53,9 +53,9 @@ def _process() -> ProcessPoolExecutor:
         initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is for the one that waits
     )
     # Megatron warns of every optional package it does not find.
-    wanted = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ |= wanted
+    settings = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ |= settings
     try:
         pool.submit(os.getpid).result()  # starts it
     finally:

@@ -55,10 +55,10 @@ class WaitingWeights:
         One parameter is held twice at a time, on the device.
         """
         for parameter, other in zip(parameters, self.tensors, strict=True):
-            held = parameter.detach().clone()
+            previous = parameter.detach().clone()
             # Copies to and from pinned memory run in the stream's order; nothing here reads them.
             parameter.copy_(other, non_blocking=True)
-            other.copy_(held, non_blocking=True)
+            other.copy_(previous, non_blocking=True)
 
 
 def check_same_shape(reference: Checkpoint, actor: Checkpoint, key: str) -> None:

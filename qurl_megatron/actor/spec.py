@@ -164,18 +164,18 @@ class CausalAttention(MegatronModule):
         outs, done = [], 0
         for run in part.runs:
             count = run.stop - run.first
-            seen = slice(run.sequence, run.stop)
-            outs.append(self._attend(query[done : done + count], key[seen], value[seen]))
+            up_to_run = slice(run.sequence, run.stop)
+            outs.append(self._attend(query[done : done + count], key[up_to_run], value[up_to_run]))
             done += count
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The queries belong to the last of the keys' positions."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        new, seen = q.shape[2], k.shape[2]
+        new, keys = q.shape[2], k.shape[2]
         mask = None
-        if new < seen:
-            mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
+        if new < keys:
+            mask = torch.ones(new, keys, dtype=torch.bool, device=q.device).tril(keys - new)
         out = functional.scaled_dot_product_attention(
             q,
             k,

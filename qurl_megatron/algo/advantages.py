@@ -61,12 +61,12 @@ def token_advantages(
     """
     device = rewards.device
     lengths_r = torch.as_tensor(lengths, dtype=torch.int64, device=device)
-    here = range(len(lengths_r)) if indices is None else indices
-    indices_r = torch.as_tensor(here, dtype=torch.int64, device=device)
+    positions = range(len(lengths_r)) if indices is None else indices
+    indices_r = torch.as_tensor(positions, dtype=torch.int64, device=device)
     tokens = int(lengths_r.sum())
     free_N = rewards.new_zeros(tokens) if penalty is None else penalty.detach()
-    known = BatchFacts(rewards, group_size, indices_r, lengths_r, free_N, values, gamma, lam, group)
-    return ESTIMATES[kind](known)
+    facts = BatchFacts(rewards, group_size, indices_r, lengths_r, free_N, values, gamma, lam, group)
+    return ESTIMATES[kind](facts)
 
 
 def group_advantages(rewards: Tensor, kind: GroupKind = "grpo") -> Tensor:
@@ -99,8 +99,8 @@ def centred(rewards: Tensor) -> Tensor:
 
 def left_out(rewards: Tensor) -> Tensor:
     """reward - mean of the others: RLOO, whose baseline does not depend on the response itself."""
-    others = (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
-    return rewards - others
+    mean_of_others = (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+    return rewards - mean_of_others
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {

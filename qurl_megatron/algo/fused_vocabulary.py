@@ -117,23 +117,23 @@ def sum_token(
     moment_B = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        there = column < columns
-        x = tl.load(token + column.to(tl.int64) * column_step, mask=there, other=-float("inf"))
+        in_range = column < columns
+        x = tl.load(token + column.to(tl.int64) * column_step, mask=in_range, other=-float("inf"))
         x = x.to(tl.float32)
         higher = tl.maximum(top, tl.max(x, axis=0))
         shift = tl.maximum((top - higher) * inverse_temperature, floor)
         fade = tl.exp(shift)
         z = _position(x, higher, inverse_temperature, floor)
-        exp_z = tl.where(there, tl.exp(z), 0.0)
+        exp_z = tl.where(in_range, tl.exp(z), 0.0)
         moment_B = (moment_B + shift * sum_B) * fade + z * exp_z
         sum_B = sum_B * fade + exp_z
         top = higher
     target = tl.load(targets + row * target_step).to(tl.int64) - first
-    mine = (target >= 0) & (target < columns)
-    x = tl.load(token + target * column_step, mask=mine, other=0.0).to(tl.float32)
+    owned = (target >= 0) & (target < columns)
+    x = tl.load(token + target * column_step, mask=owned, other=0.0).to(tl.float32)
     tl.store(highest + row, top)
     tl.store(sums + row, tl.sum(sum_B, axis=0))
-    tl.store(sums + tokens + row, tl.where(mine, (x - top) * inverse_temperature, 0.0))
+    tl.store(sums + tokens + row, tl.where(owned, (x - top) * inverse_temperature, 0.0))
     tl.store(sums + 2 * tokens + row, tl.sum(moment_B, axis=0))
 
 
@@ -158,13 +158,13 @@ def gradient_block(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = column < columns
-    x = tl.load(logits + row * row_step + column * column_step, mask=there, other=-float("inf"))
+    in_range = column < columns
+    x = tl.load(logits + row * row_step + column * column_step, mask=in_range, other=-float("inf"))
     z = _position(x.to(tl.float32), tl.load(highest + row), inverse_temperature, floor)
     gradient = (tl.load(a + row) + tl.load(b + row) * z) * tl.exp(z)
     is_target = column == tl.load(target_column + row)
     gradient = tl.where(is_target, gradient + tl.load(onehot + row), gradient)
-    gradient = tl.where(there, gradient, 0.0).to(grad.dtype.element_ty)
+    gradient = tl.where(in_range, gradient, 0.0).to(grad.dtype.element_ty)
     place = grad + row * grad_row_step + column * grad_column_step
     tl.store(place, gradient, mask=column < width)
 

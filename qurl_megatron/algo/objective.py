@@ -59,12 +59,12 @@ class Limits:
     @classmethod
     def of(cls, *settings: object) -> "Limits":
         """Each number from the one section of settings that has it."""
-        found: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
         for field in fields(cls):
-            sections = [one for one in settings if hasattr(one, field.name)]
+            sections = [section for section in settings if hasattr(section, field.name)]
             assert len(sections) == 1, f"{field.name} stands in {len(sections)} sections"
-            found[field.name] = getattr(sections[0], field.name)
-        return cls(**found)
+            numbers[field.name] = getattr(sections[0], field.name)
+        return cls(**numbers)
 
 
 DEFAULT = Limits()

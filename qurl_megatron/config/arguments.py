@@ -25,21 +25,22 @@ class Parser(argparse.ArgumentParser):
         args = sys.argv[1:] if args is None else list(args)
         end = args.index("--") if "--" in args else len(args)
         self._given = args[:end] = [self._with_dashes(word) for word in args[:end]]
-        found, rest = super().parse_known_args(args, namespace)
-        if unknown := next((word for word in rest if word.startswith("-")), None):
+        parsed, unparsed = super().parse_known_args(args, namespace)
+        if unknown := next((word for word in unparsed if word.startswith("-")), None):
             self.error(self._unknown(unknown))
-        return found, rest
+        return parsed, unparsed
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(
             r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message
         ):
-            what, given, there = wrong.groups()
-            choices = re.findall(r"[^', ]+", there)
-            close = get_close_matches(given.lower(), choices, n=1)
+            argument, value, valid = wrong.groups()
+            choices = re.findall(r"[^', ]+", valid)
+            close = get_close_matches(value.lower(), choices, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(choices)}"
-            command = f"there is no {what.lower()} {given!r}"  # what is in capitals stands for one
-            message = f"{command if what.isupper() else f'{what} cannot be {given!r}'}; {hint}"
+            command = f"there is no {argument.lower()} {value!r}"
+            is_metavar = argument.isupper()  # stands for a command
+            message = f"{command if is_metavar else f'{argument} cannot be {value!r}'}; {hint}"
         elif missing := re.match(r"the following arguments are required: (.*)", message):
             message = f"missing: {missing[1]}; `{self.prog} --help` says what it takes"
             if unknown := next((word for word in self._given if self._is_unknown(word)), None):
@@ -53,8 +54,8 @@ class Parser(argparse.ArgumentParser):
 
     def _is_unknown(self, word: str) -> bool:
         name = word.partition("=")[0]
-        known = any(option.startswith(name) for option in self._option_string_actions)
-        return re.match("--?[a-zA-Z]", name) is not None and not known
+        is_option = any(option.startswith(name) for option in self._option_string_actions)
+        return re.match("--?[a-zA-Z]", name) is not None and not is_option
 
     def _unknown(self, option: str) -> str:
         name, equals, value = option.partition("=")
@@ -82,13 +83,13 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
 
     What stands behind an option goes to ``overrides``, or to the ``words`` of a batch job.
     """
-    arguments, rest = parser.parse_known_args(argv)
-    if not rest:
+    arguments, unparsed = parser.parse_known_args(argv)
+    if not unparsed:
         return arguments
     # Where settings of the recipe go, for commands that take some.
     taker = next((name for name in TAKERS if hasattr(arguments, name)), None)
     if taker is None:
         command = f"{parser.prog} {arguments.command}" if "command" in arguments else parser.prog
-        parser.error(f"unexpected: {' '.join(rest)}; `{command} --help` says what it takes")
-    setattr(arguments, taker, [*getattr(arguments, taker), *rest])
+        parser.error(f"unexpected: {' '.join(unparsed)}; `{command} --help` says what it takes")
+    setattr(arguments, taker, [*getattr(arguments, taker), *unparsed])
     return arguments

@@ -53,9 +53,9 @@ class Allowed:
 
     def refuse(self, name: str, value: Any) -> NoReturn:
         """Raise ``ConfigError`` for a key's value that is none of them."""
-        why = f"; {self.why}" if self.why else ""
+        because = f"; {self.why}" if self.why else ""
         meant = did_you_mean(value, self.names)
-        raise ConfigError(f"{name} must {self.words}, got {value!r}{why}{meant}")
+        raise ConfigError(f"{name} must {self.words}, got {value!r}{because}{meant}")
 
 
 def at_least(low: float, why: str = "") -> Allowed:
@@ -71,8 +71,8 @@ def in_interval(written: str) -> Allowed:
     low, high = (float(end) for end in written[1:-1].split(","))
 
     def has(value: float) -> bool:
-        left = low <= value if written[0] == "[" else low < value
-        return left and (value <= high if written[-1] == "]" else value < high)
+        above_low = low <= value if written[0] == "[" else low < value
+        return above_low and (value <= high if written[-1] == "]" else value < high)
 
     return Allowed(has, f"lie in {written}")
 
@@ -105,18 +105,18 @@ def key(
         not_a_list: what to do instead of giving a list, where one might be expected to work.
         elsewhere: what other programs call the key.
     """
-    said = {
+    facts = {
         "allowed": allowed,
         "on_resume": on_resume,
         "not_a_list": not_a_list,
         "elsewhere": elsewhere,
     }
-    found: Any = (
-        field(default_factory=default.copy, metadata=said)
+    definition: Any = (
+        field(default_factory=default.copy, metadata=facts)
         if isinstance(default, dict)
-        else field(default=default, metadata=said)
+        else field(default=default, metadata=facts)
     )
-    return found
+    return definition
 
 
 def check_keys(values: Any, name: str) -> None:
@@ -128,14 +128,14 @@ def check_keys(values: Any, name: str) -> None:
     Raises:
         ConfigError: a value is out of its range.
     """
-    for one in fields(values):
-        value, allowed = getattr(values, one.name), one.metadata.get("allowed")
+    for key in fields(values):
+        value, allowed = getattr(values, key.name), key.metadata.get("allowed")
         if allowed is not None and not allowed.has(value):
-            allowed.refuse(f"{name}.{one.name}", value)
+            allowed.refuse(f"{name}.{key.name}", value)
         if type(value) is float and not abs(value) <= LARGEST:
-            at_most_in_size(LARGEST).refuse(f"{name}.{one.name}", value)
+            at_most_in_size(LARGEST).refuse(f"{name}.{key.name}", value)
         if type(value) is int and abs(value) > LARGEST_WHOLE:
-            at_most_in_size(LARGEST_WHOLE).refuse(f"{name}.{one.name}", value)
+            at_most_in_size(LARGEST_WHOLE).refuse(f"{name}.{key.name}", value)
 
 
 @dataclass(frozen=True, kw_only=True)

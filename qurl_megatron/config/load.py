@@ -218,10 +218,10 @@ class RunConfig:
     @property
     def critic_optimizer(self) -> sections.OptimizerConfig:
         """The critic's: the policy's with its own learning rate and warm-up."""
-        own = dataclasses.replace(
+        settings = dataclasses.replace(
             self.optimizer, lr=self.critic.lr, warmup_steps=self.critic.warmup_steps
         )
-        return self._over(own, self.train.steps)
+        return self._over(settings, self.train.steps)
 
     def _over(self, optimizer: sections.OptimizerConfig, steps: int) -> sections.OptimizerConfig:
         updates = max(steps, 0) * self.algo.epochs * self.algo.minibatches
@@ -262,11 +262,11 @@ def load(
     tables = read_tables(path, "recipe", "recipes ship in launch/recipes")
     for name, value in _preset(tables).items():
         _set(tables, name, value, over=False)
-    given = [_parse(override) for override in overrides]
+    settings = [_parse(override) for override in overrides]
     chosen: dict[str, Any] = {}
-    for key, value in given:
+    for key, value in settings:
         _set(chosen, key, value)
-    for key, value in [*_preset(chosen).items(), *given]:
+    for key, value in [*_preset(chosen).items(), *settings]:
         _set(tables, key, value)
     config = build(RunConfig, tables, kind="section")
     config = dataclasses.replace(
@@ -277,7 +277,7 @@ def load(
     )
     if config.train.run_dir:
         return config
-    default = _default_run_dir(path, given if named_by is None else map(_parse, named_by))
+    default = _default_run_dir(path, settings if named_by is None else map(_parse, named_by))
     train = dataclasses.replace(config.train, run_dir=default)
     return dataclasses.replace(config, train=train)
 
@@ -286,16 +286,16 @@ def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
     """The overrides with which a copy of a recipe in another folder is the same recipe."""
     config = load(path, overrides)
     reward, rollout = config.reward, config.rollout
-    found = list(overrides)
+    keys = list(overrides)
     if config.algo.file:
-        found.append(f"algo.function={_toml_value(config.algo.function)}")
+        keys.append(f"algo.function={_toml_value(config.algo.function)}")
     if rollout.environment_file:
-        found.append(f"rollout.environment={_toml_value(rollout.environment)}")
+        keys.append(f"rollout.environment={_toml_value(rollout.environment)}")
     if reward.file:
-        found.append(f"reward.function={_toml_value(reward.function)}")
+        keys.append(f"reward.function={_toml_value(reward.function)}")
     if any(part.file for part in reward.mix.values()):
-        found.append(f"reward.mix={_toml_value(reward.mix)}")
-    return found
+        keys.append(f"reward.mix={_toml_value(reward.mix)}")
+    return keys
 
 
 def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
@@ -375,19 +375,19 @@ def _parse(override: str) -> tuple[str, Any]:
 
 def keys_like(name: str) -> list[str]:
     """The settings that were probably meant, as section.key."""
-    known = [
+    names = [
         f"{name}.{key.name}"
         for name, section in SECTIONS.items()
         for key in dataclasses.fields(section)
     ]
-    if name in known:
+    if name in names:
         return [name]
-    if "." in name and (close := get_close_matches(name, known, n=1, cutoff=0.8)):
+    if "." in name and (close := get_close_matches(name, names, n=1, cutoff=0.8)):
         return close
-    last = {key: key.rpartition(".")[2] for key in known}
+    last = {key: key.rpartition(".")[2] for key in names}
     close = get_close_matches(name.rpartition(".")[2], {*last.values()}, n=1, cutoff=0.8)
-    found = [key for key in known if last[key] in close]
-    return [key for key in found if not key.startswith("warmstart.")] or found
+    similar = [key for key in names if last[key] in close]
+    return [key for key in similar if not key.startswith("warmstart.")] or similar
 
 
 def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> None:
@@ -398,8 +398,8 @@ def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> 
     for depth, inner in enumerate(path, start=1):
         table = table.setdefault(inner, {})
         if not isinstance(table, dict):
-            where = ".".join(path[:depth])
-            raise ConfigError(f"{where} is not a table, so there is no {key}; it is {table!r}")
+            table_name = ".".join(path[:depth])
+            raise ConfigError(f"{table_name} is not a table, so there is no {key}; it is {table!r}")
     if over or name not in table:
         table[name] = copy.deepcopy(value)  # another override may reach into it
 
@@ -423,18 +423,18 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
         ConfigError: unknown name, or value of the wrong type or range.
     """
     hints = typing.get_type_hints(cls)
-    known = {f.name: f for f in dataclasses.fields(cls)}
+    fields = {f.name: f for f in dataclasses.fields(cls)}
     for name in values:
-        if name not in known:
+        if name not in fields:
             if removed := REMOVED.get(f"{prefix}{name}"):
                 raise ConfigError(f"{prefix}{name} no longer exists: {removed}")
-            close = [key for key, f in known.items() if f.metadata.get("elsewhere") == name]
-            close = close or get_close_matches(name, known, n=1)
-            hint = f"known: {', '.join(known)}"
+            close = [key for key, f in fields.items() if f.metadata.get("elsewhere") == name]
+            close = close or get_close_matches(name, fields, n=1)
+            hint = f"known: {', '.join(fields)}"
             if close:
                 hint = f"did you mean {prefix}{close[0]}?"
-            elif len(known) > LISTED and prefix.rstrip(".") in SECTIONS:
-                hint = f"`qurl show RECIPE` prints the {len(known)} keys of {prefix.rstrip('.')}"
+            elif len(fields) > LISTED and prefix.rstrip(".") in SECTIONS:
+                hint = f"`qurl show RECIPE` prints the {len(fields)} keys of {prefix.rstrip('.')}"
             raise ConfigError(f"unknown {kind} {prefix}{name}; {hint}")
     arguments = {}
     for name, hint in hints.items():
@@ -444,12 +444,12 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
                 raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
             arguments[name] = build(hint, table, f"{prefix}{name}.")
         elif name in values:
-            value, said = values[name], known[name].metadata
+            value, facts = values[name], fields[name].metadata
             for text in _texts(value):
                 _refuse_unprintable(f"{prefix}{name}", text)
-            if (why := said.get("not_a_list")) and isinstance(value, list):
-                raise ConfigError(f"{prefix}{name} must be one path, got {value!r}; {why}")
-            if hint is str and type(value) is not str and (allowed := said.get("allowed")):
+            if (reason := facts.get("not_a_list")) and isinstance(value, list):
+                raise ConfigError(f"{prefix}{name} must be one path, got {value!r}; {reason}")
+            if hint is str and type(value) is not str and (allowed := facts.get("allowed")):
                 allowed.refuse(f"{prefix}{name}", value)  # says more than its type would
             arguments[name] = _convert(value, hint, f"{prefix}{name}")
     return cls(**arguments)

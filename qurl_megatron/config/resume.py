@@ -42,15 +42,15 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
     weighed = before.reward.scorers == now.reward.scorers  # the same rewards
     moved: dict[str, OnResume] = {"reward.mix": "change", "reward.url": "free"} if weighed else {}
-    found = []
+    differences = []
     for section, keys in rules().items():
         old, new = getattr(before, section), getattr(now, section)
         for name, marked in keys.items():
             key, a, b = f"{section}.{name}", getattr(old, name), getattr(new, name)
             if a != b and key != "train.run_dir":
                 rule: OnResume = "fork" if key in computed else moved.get(key, marked)
-                found.append(Change(key, a, b, rule))
-    return found
+                differences.append(Change(key, a, b, rule))
+    return differences
 
 
 def _moved(before: RewardConfig, now: RewardConfig) -> RewardConfig:
@@ -68,20 +68,22 @@ def _moved(before: RewardConfig, now: RewardConfig) -> RewardConfig:
 
 def _moved_name(before: str, now: str) -> str:
     """``now`` where both are "path/to/file.py:name" and the file has moved, else ``before``."""
-    (file, name), (other, wanted) = (
-        (Path(path), name) for path, _, name in (one.rpartition(":") for one in (before, now))
+    (file, name), (other, other_name) = (
+        (Path(path), name) for path, _, name in (spec.rpartition(":") for spec in (before, now))
     )
-    if not file.suffix == other.suffix == ".py" or (file.name, name) != (other.name, wanted):
+    if not file.suffix == other.suffix == ".py" or (file.name, name) != (other.name, other_name):
         return before
     # Where the old file is still there, another may have been meant.
-    there = os.access(file, os.R_OK) and os.access(other, os.R_OK)
-    return before if there and not filecmp.cmp(file, other, shallow=False) else now
+    both_readable = os.access(file, os.R_OK) and os.access(other, os.R_OK)
+    return before if both_readable and not filecmp.cmp(file, other, shallow=False) else now
 
 
 def refused(found: list[Change], *, fork: bool = False) -> list[Change]:
     """Those that make it another run; or, with ``fork``, one that cannot begin with the checkpoint
     of this one."""
-    return [one for one in found if one.rule == "never" or (one.rule == "fork" and not fork)]
+    return [
+        change for change in found if change.rule == "never" or (change.rule == "fork" and not fork)
+    ]
 
 
 def rules() -> dict[str, dict[str, OnResume]]:
@@ -105,16 +107,16 @@ def _named(rule: OnResume, all_rules: list[OnResume], keys: dict[str, OnResume])
     """The keys of a rule; of the rule that most keys of the section have, no names."""
     if rule == max(RULES, key=all_rules.count):
         return "all" if len(set(all_rules)) == 1 else "all others"
-    return " ".join(f"`{key}`" for key, its in keys.items() if its == rule)
+    return " ".join(f"`{key}`" for key, key_rule in keys.items() if key_rule == rule)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         parts = (
-            f"{name}: {one.weight:g} * {one.described}"
-            if isinstance(one, MixedReward)
-            else f"{name}: {one}"
-            for name, one in value.items()
+            f"{name}: {part.weight:g} * {part.described}"
+            if isinstance(part, MixedReward)
+            else f"{name}: {part}"
+            for name, part in value.items()
         )
         return f"{{{', '.join(parts)}}}"
     return "''" if value == "" else str(value)

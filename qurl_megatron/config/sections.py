@@ -632,11 +632,11 @@ class RewardSource:
             ConfigError: its keys do not go together, or one is malformed.
         """
         require(not (self.function and self.url), f"{key} needs one of function and url, not both")
-        own = "function" if self.function else "url"
+        source = "function" if self.function else "url"
         require(
             not (self.kind and (self.function or self.url)),
-            f"{key}.kind={self.kind} would not be used beside {key}.{own}; leave one of them out "
-            f"({key}.kind= on the command line empties the recipe's)",
+            f"{key}.kind={self.kind} would not be used beside {key}.{source}; leave one of them "
+            f"out ({key}.kind= on the command line empties the recipe's)",
         )
         require(
             not self.batched or bool(self.function),
@@ -755,8 +755,8 @@ class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
     @property
     def setting(self) -> str:
         """What says what scores, as key=value."""
-        given = [key for key in ("function", "url") if getattr(self, key)] or ["kind"]
-        return "reward.mix" if self.mix else f"reward.{given[0]}={getattr(self, given[0])}"
+        sources = [key for key in ("function", "url") if getattr(self, key)] or ["kind"]
+        return "reward.mix" if self.mix else f"reward.{sources[0]}={getattr(self, sources[0])}"
 
     @property
     def needs_answers(self) -> bool:

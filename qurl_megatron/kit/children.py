@@ -66,14 +66,14 @@ def job_cores(own: set[int], fenced: set[int], env: Mapping[str, str]) -> set[in
 
 def children_cores() -> set[int]:
     """``job_cores`` of this process."""
-    own = os.sched_getaffinity(0)
+    allowed_cores = os.sched_getaffinity(0)
     try:
         # The kernel takes those away that the job may not have.
         with on_cores(set(range(os.sysconf("SC_NPROCESSORS_CONF")))):
             fenced = os.sched_getaffinity(0)
     except OSError:  # a container that forbids asking
-        return own
-    return job_cores(own, fenced, os.environ)
+        return allowed_cores
+    return job_cores(allowed_cores, fenced, os.environ)
 
 
 @contextmanager

@@ -51,14 +51,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
     try:
-        found = json.loads(content.decode())
+        value = json.loads(content.decode())
     except RecursionError:
         raise ConfigError(f"{path} is not valid JSON: its brackets nest too deeply") from None
     except ValueError as error:  # no UTF-8, no JSON, or a number of too many digits
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
 
 
 def lock(file: IO, how: int = fcntl.LOCK_EX) -> bool:

@@ -40,9 +40,11 @@ def keep_secret(value: str | None) -> None:
     """Have ``printable`` leave a key out from now on, whoever quotes it."""
     if value and len(value) >= SHORTEST_SECRET and value not in _SECRETS:
         written = [value, *_as_base64(value)]
-        _SECRETS[value] = re.compile("|".join(_BREAK.join(map(_spelled, one)) for one in written))
-        for known in sorted(_SECRETS, key=len, reverse=True):
-            _SECRETS[known] = _SECRETS.pop(known)
+        _SECRETS[value] = re.compile(
+            "|".join(_BREAK.join(map(_spelled, spelling)) for spelling in written)
+        )
+        for secret in sorted(_SECRETS, key=len, reverse=True):
+            _SECRETS[secret] = _SECRETS.pop(secret)
 
 
 def _spelled(character: str) -> str:

@@ -62,14 +62,14 @@ class _Loop(asyncio.SelectorEventLoop):
         proto: int = 0,
         flags: int = 0,
     ) -> list[tuple]:
-        found: Future[list[tuple]] = Future()
-        found.set_running_or_notify_cancel()  # who gives up waits no more, and cancels nothing
+        addresses: Future[list[tuple]] = Future()
+        addresses.set_running_or_notify_cancel()  # who gives up waits no more, and cancels nothing
 
         def look_up() -> None:
             try:
-                found.set_result(socket.getaddrinfo(host, port, family, type, proto, flags))
+                addresses.set_result(socket.getaddrinfo(host, port, family, type, proto, flags))
             except Exception as error:  # for whoever waits
-                found.set_exception(error)
+                addresses.set_exception(error)
 
         threading.Thread(target=look_up, name="look-up", daemon=True).start()
-        return await asyncio.wrap_future(found, loop=self)
+        return await asyncio.wrap_future(addresses, loop=self)

@@ -86,8 +86,8 @@ def free(path: Path) -> int:
 
 
 def _has_inodes(path: Path) -> bool:
-    found = os.statvfs(_folder_above(path))
-    return found.f_files == 0 or found.f_favail > 0  # some file systems do not count them
+    usage = os.statvfs(_folder_above(path))
+    return usage.f_files == 0 or usage.f_favail > 0  # some file systems do not count them
 
 
 def _folder_above(path: Path) -> Path:

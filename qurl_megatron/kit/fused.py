@@ -40,7 +40,7 @@ def has_kernels_for(tensor: Tensor) -> bool:
 @functools.cache
 def _can_run(interpreted: bool) -> bool:
     """Whether triton is there, with what it compiles its launcher when it first starts a kernel."""
-    there = find_spec("triton") is not None
+    installed = find_spec("triton") is not None
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")
-    return there and (interpreted or (bool(compiler) and headers.exists()))
+    return installed and (interpreted or (bool(compiler) and headers.exists()))

@@ -250,12 +250,12 @@ def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
 
 def _first(told: list[Connection]) -> str | None:
     """The earliest of what ranks told; None: nothing."""
-    found = []
+    failures = []
     for reader in told:
         with contextlib.suppress(EOFError):  # it ended without a word
             if reader.poll():
-                found.append(reader.recv())
-    return min(found)[1] if found else None
+                failures.append(reader.recv())
+    return min(failures)[1] if failures else None
 
 
 def _say(text: str | None) -> None:

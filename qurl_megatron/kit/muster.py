@@ -49,8 +49,8 @@ def mustered(folder: Path, *, key: str) -> Iterator[None]:
         store = _listen(address, int(env.get("MASTER_PORT", "0")))
         _tell(file, {"address": address, "port": store.port}, key=key)
     else:
-        why = "rank 0, if it has not failed, writes it once it listens"
-        wait_until_seen(file, why, key=key, seconds=PATIENCE_S)
+        reason = "rank 0, if it has not failed, writes it once it listens"
+        wait_until_seen(file, reason, key=key, seconds=PATIENCE_S)
     _lead_to(json.loads(file.read_text(encoding="utf-8")), env)
     be_reachable(one_node=one_node)
     try:

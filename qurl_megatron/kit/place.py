@@ -136,11 +136,11 @@ def _way_out(goal: str, problem: str) -> tuple[str, str]:
     # The last two are reserved for documentation: the default route leads to them.
     for end in filter(None, (goal, "192.0.2.1", "2001:db8::1")):
         with contextlib.suppress(OSError):  # no such name, no such route
-            if (own := own_address(end)) in outward:
-                return outward[own], own
+            if (address := own_address(end)) in outward:
+                return outward[address], address
     if len(set(outward.values())) == 1:
-        own, name = next(iter(outward.items()))
-        return name, own
+        address, name = next(iter(outward.items()))
+        return name, address
     raise ConfigError(
         f"{problem}, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
         f"interface that leads to them, of {sorted(set(outward.values()))}"

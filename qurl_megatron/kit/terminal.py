@@ -70,12 +70,12 @@ class Output:
             self._without(error)
 
     def _without(self, error: OSError) -> None:
-        why = f"stdout cannot be written any more ({os.strerror(error.errno or 0)})"
+        reason = f"stdout cannot be written any more ({os.strerror(error.errno or 0)})"
         if self.lasting:
             # Where it was stderr that went away, nobody hears this.
-            print(f"qurl: {why}; the run goes on without it", file=sys.stderr, flush=True)
+            print(f"qurl: {reason}; the run goes on without it", file=sys.stderr, flush=True)
             return
         if error.errno == errno.EPIPE:
             sys.exit(READER_LEFT)
-        print(f"qurl: {why}", file=sys.stderr, flush=True)
+        print(f"qurl: {reason}", file=sys.stderr, flush=True)
         sys.exit(2)

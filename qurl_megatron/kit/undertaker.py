@@ -73,13 +73,13 @@ def remove(what: Path) -> None:
 
 def shared_by(groups: Iterable[int]) -> set[str]:
     """SGLang's files in memory that processes of these groups have mapped."""
-    groups, found = set(groups), set()
+    groups, names = set(groups), set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or is somebody else's
             if os.getpgid(int(pid)) in groups:
                 maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-                found |= {name for name in maps.split() if name.startswith(SGLANGS)}
-    return found
+                names |= {name for name in maps.split() if name.startswith(SGLANGS)}
+    return names
 
 
 def _unlink(file: str) -> None:
@@ -130,20 +130,24 @@ def _hired() -> _Undertaker:
 def main(owner: int, lifelines: list[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # batch systems send them to all
         signal.signal(number, signal.SIG_IGN)
-    left = _until_gone(owner, lifelines)
+    leftovers = _until_gone(owner, lifelines)
     if os.getppid() == owner:
         os.kill(owner, signal.SIGKILL)
-    groups = [what for what in left if isinstance(what, int)]
+    groups = [leftover for leftover in leftovers if isinstance(leftover, int)]
     # Groups that are gone tell nothing; of what is there, not all has been told.
-    files = {what for what in left if isinstance(what, str) and what.startswith(SGLANGS)}
+    files = {
+        leftover
+        for leftover in leftovers
+        if isinstance(leftover, str) and leftover.startswith(SGLANGS)
+    }
     files |= shared_by(groups)
     _end(groups)
     for file in files:
         _unlink(file)
-    for what, folder in left.items():
+    for leftover, folder in leftovers.items():
         with suppress(OSError):  # the name is gone, or the file system is
-            if folder is not None and os.path.samestat(os.stat(what), os.fstat(folder)):
-                shutil.rmtree(str(what), ignore_errors=True)
+            if folder is not None and os.path.samestat(os.stat(leftover), os.fstat(folder)):
+                shutil.rmtree(str(leftover), ignore_errors=True)
 
 
 def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]:
@@ -154,7 +158,7 @@ def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]
     Returns:
         Process groups, and the names of folders with the descriptor that each is held by.
     """
-    left: dict[int | str, int | None] = {}
+    leftovers: dict[int | str, int | None] = {}
     orders, leaving = socket.socket(fileno=0), False
     while True:
         gone = os.getppid() != owner  # perhaps before we began
@@ -166,13 +170,13 @@ def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]
             if not message:
                 leaving = True
                 continue
-            order, what = json.loads(message)
-            if (held := left.pop(what, None)) is not None:
-                os.close(held)
+            order, leftover = json.loads(message)
+            if (descriptor := leftovers.pop(leftover, None)) is not None:
+                os.close(descriptor)
             if order == "bury":
-                left[what] = next(iter(opened), None)
+                leftovers[leftover] = next(iter(opened), None)
         elif gone or ready:
-            return left
+            return leftovers
 
 
 def _end(groups: list[int]) -> None:

@@ -70,14 +70,14 @@ class Drift:
         left out of the whole model's (``of_an_update``) where there was none.
         """
         totals, self._totals = self._totals, {}
-        found: dict[str, Metric] = {name: Mean(*pair.tolist()) for name, pair in totals.items()}
-        together, update, seen = self._passed.tolist()
+        metrics: dict[str, Metric] = {name: Mean(*pair.tolist()) for name, pair in totals.items()}
+        together, update, moved = self._passed.tolist()
         self._passed.zero_()
         # A shard without an update may yet have moved: its rows share scales with other ranks.
-        if update or seen:
-            found["quant/update_passed"] = Mean(together, update)
-            found["quant/update_cosine"] = Cosine(together, update, seen)
-        return found
+        if update or moved:
+            metrics["quant/update_passed"] = Mean(together, update)
+            metrics["quant/update_cosine"] = Cosine(together, update, moved)
+        return metrics
 
     def _add(self, name: str, pair: Tensor) -> None:
         self._totals[name] = self._totals.get(name, torch.zeros(2, dtype=torch.float64)) + pair

@@ -185,11 +185,11 @@ class Publisher:
             EngineError, ConfigError: the first of a rank's, or what ``act`` raised; on every rank.
         """
         try:
-            mine = make()
+            outcome = make()
         except ConfigError as error:  # the others count on this rank
-            mine = error
+            outcome = error
         gathered: list = [None] * self.policy.ranks.world_size
-        dist.gather_object(mine, gathered if act else None)
+        dist.gather_object(outcome, gathered if act else None)
 
         def acted() -> Any:
             for part in gathered:
@@ -240,9 +240,9 @@ class Publisher:
         ranks = self.policy.ranks
         memory = self.sender.room(index, self._most_bytes)
         # What a GPU makes is copied to the host in one go, by ``put``, and not piece by piece.
-        here = memory is not None and memory.device.type == ranks.device.type
-        room = Room(memory if here else None)
-        found: list[Shard] = []
+        on_device = memory is not None and memory.device.type == ranks.device.type
+        room = Room(memory if on_device else None)
+        shards: list[Shard] = []
         mistake: ConfigError | None = None
         for replica in range(ranks.copies.size):
             bucket = index * ranks.copies.size + replica
@@ -252,12 +252,12 @@ class Publisher:
             for item in self._buckets[bucket]:
                 for shard in self.policy.master_shards(item.parameter, owner=replica):
                     try:
-                        found += self._export(item.of(shard), version, room)
+                        shards += self._export(item.of(shard), version, room)
                     except ConfigError as error:  # the others count on this rank to the end
                         mistake = mistake or error
         if mistake:
             raise mistake
-        return [shard for shard in found if self._sends(shard.value.shape, shard.dim)]
+        return [shard for shard in shards if self._sends(shard.value.shape, shard.dim)]
 
     def _sends(self, shape: Sequence[int], split_dim: int | None) -> bool:
         """What all tensor ranks hold is sent by the first; padding of the vocabulary by nobody."""
@@ -395,16 +395,16 @@ class _Lead:
         if publisher.stage:
             for contributions in self._rounds:
                 self._update.bucket(_blobs_for(contributions))
-        taken = self._update.commit(publisher.sender.receipts)
+        times = self._update.commit(publisher.sender.receipts)
         self.metrics = {
-            "sync/load_s": Max(taken.load_s),
-            "sync/paused_s": Max(taken.paused_s),
-            "sync/loaded_bytes": Sum(taken.bytes),
+            "sync/load_s": Max(times.load_s),
+            "sync/paused_s": Max(times.paused_s),
+            "sync/loaded_bytes": Sum(times.bytes),
         }
         if publisher.timeline:
             end = now()
-            begun = end - taken.paused_s
-            publisher.timeline.add(Span("update", "publish", self.version, begun, end))
+            pause_began = end - times.paused_s
+            publisher.timeline.add(Span("update", "publish", self.version, pause_began, end))
 
     def _fail(self, failures: Sequence[Failures]) -> None:
         for engine, reason in {e: r for each in failures for e, r in each.items()}.items():

@@ -92,7 +92,7 @@ def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> l
     Raises:
         ConfigError: either layout does not divide the model, or no such tensor is known.
     """
-    found = []
+    parts = []
     for name, (shape, element) in tensors.items():
         tensor = hf_tensor(arch, name)
         needs = [engine_part(tensor, shape, engine_tp, rank) for rank in range(engine_tp)]
@@ -100,19 +100,19 @@ def transfers(tensors: Tensors, arch: Arch, layout: Layout, engine_tp: int) -> l
             for engine_rank, need in enumerate(needs):
                 if part := have.overlap(need):
                     size = element * part.elements
-                    found.append(Transfer(source, engine_rank, name, part, size))
-    return found
+                    parts.append(Transfer(source, engine_rank, name, part, size))
+    return parts
 
 
 def buckets(sizes: Sequence[int], limit: int) -> list[range]:
     """Runs of consecutive items that add up to ``limit`` at most; a larger item is alone."""
-    found, begin, total = [], 0, 0
+    ranges, begin, total = [], 0, 0
     for index, size in enumerate(sizes):
         if index > begin and total + size > limit:
-            found.append(range(begin, index))
+            ranges.append(range(begin, index))
             begin, total = index, 0
         total += size
-    return [*found, range(begin, len(sizes))] if sizes else []
+    return [*ranges, range(begin, len(sizes))] if sizes else []
 
 
 def _holders(

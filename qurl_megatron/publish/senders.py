@@ -90,5 +90,5 @@ def run_token(run_dir: Path) -> str:
     if not file.is_file():
         run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(file, secrets.token_hex(6), private=True)
-    made = f"{file.read_text(encoding='utf-8')}{run_dir.resolve()}"
-    return hashlib.blake2b(os.fsencode(made), digest_size=6).hexdigest()
+    identity = f"{file.read_text(encoding='utf-8')}{run_dir.resolve()}"
+    return hashlib.blake2b(os.fsencode(identity), digest_size=6).hexdigest()

@@ -120,13 +120,13 @@ class Update:
             EngineError: no engine has all of it; names what each lacks.
         """
         self.wait()
-        found: dict[str, list[Receipt]] = {}
+        receipts_by_engine: dict[str, list[Receipt]] = {}
         failures: dict[str, int] = {}
 
         def commit(engine: EngineRecord) -> None:
             self._call(engine, "check", self._buckets)
-            found[engine.name] = receipts(self._session[engine.name], engine.tp)
-            self._approve(engine, found[engine.name])
+            receipts_by_engine[engine.name] = receipts(self._session[engine.name], engine.tp)
+            self._approve(engine, receipts_by_engine[engine.name])
             self._call(engine, "finish", self._buckets)
             self._approve(engine, receipts(self._session[engine.name], engine.tp))
             client = engine.api
@@ -150,7 +150,7 @@ class Update:
                 raise EngineError(f"version {self.version} is not served: {self.fleet.why_not()}")
             self.fleet.confirm(self.engines, self.version)
         self._committed = True
-        done = [receipt for engine in self.engines for receipt in found[engine.name]]
+        done = [receipt for engine in self.engines for receipt in receipts_by_engine[engine.name]]
         return Taken(
             bytes=sum(receipt.bytes for receipt in done),
             load_s=max(receipt.seconds for receipt in done),

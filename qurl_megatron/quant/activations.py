@@ -81,9 +81,9 @@ def _as_sglang(x: Tensor, amax: Tensor, rules: Scheme) -> tuple[Tensor, Tensor]:
     if rules.dtype == torch.int8:
         amax = amax.clamp(min=SGLANG_LEAST)
         values, scale = x * (largest / amax), amax / largest
-        whole = values.trunc()
-        away = ((values - whole).abs() >= 0.5) * values.sign()
-        return (whole + away).to(torch.int8), scale
+        integers = values.trunc()
+        away = ((values - integers).abs() >= 0.5) * values.sign()
+        return (integers + away).to(torch.int8), scale
     scale = amax / largest
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
     return (x * inverse).clamp(-rules.largest, rules.largest).to(rules.dtype), scale

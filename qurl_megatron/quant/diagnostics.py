@@ -31,8 +31,8 @@ def weight_update(old: Tensor, new: Tensor) -> Tensor:
 def weight_error(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
     """(||Q(w) - w||^2, ||w||^2) of Eq. 14, float64 [2]."""
     if quantized.block is not None:
-        whole = dequantize(quantized)
-        return _squares(weight, lambda rows: whole[rows])
+        dequantized = dequantize(quantized)
+        return _squares(weight, lambda rows: dequantized[rows])
     values, scale = quantized.values, quantized.scale
     return _squares(weight, lambda rows: values[rows].float() * scale[rows])
 
@@ -53,8 +53,8 @@ def update_passed(
     for rows in _row_slices(new):
         # The scales of a row may move by less than FP32 rounds a product to: all in float64.
         change = (new[rows].detach().double() - old[rows].detach().double()).flatten()
-        seen = (after(rows) - before(rows)).flatten()
-        totals += torch.stack([seen.dot(change), change.dot(change), seen.dot(seen)])
+        moved = (after(rows) - before(rows)).flatten()
+        totals += torch.stack([moved.dot(change), change.dot(change), moved.dot(moved)])
     return totals
 
 
@@ -72,8 +72,8 @@ def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
 def _dequantized(quantized: QuantizedWeight) -> Callable[[slice], Tensor]:
     """Its rows as float64, exact but for blocks of squares."""
     if quantized.block is not None:
-        whole = dequantize(quantized)
-        return lambda rows: whole[rows].double()
+        dequantized = dequantize(quantized)
+        return lambda rows: dequantized[rows].double()
     values, scale = quantized.values, quantized.scale
     return lambda rows: values[rows].double().mul_(scale[rows])
 

@@ -296,16 +296,16 @@ def read_quantization(config: Mapping) -> tuple[str, str] | None:
     Raises:
         ConfigError: it is quantized in a way that this package does not read.
     """
-    found = config.get("quantization_config")
-    if not found:
+    stated = config.get("quantization_config")
+    if not stated:
         return None
-    if not isinstance(found, dict):
-        raise ConfigError(f"config.json: quantization_config must be an object, got {found!r:.80}")
+    if not isinstance(stated, dict):
+        raise ConfigError(f"config.json: quantization_config must be an object, got {stated!r:.80}")
     for fmt, layouts in FORMATS.items():
         for scheme, want in layouts.items():
-            if _agrees(want.config, found):
+            if _agrees(want.config, stated):
                 return scheme, fmt
-    method = found.get("quant_algo") or found.get("format") or found.get("quant_method")
+    method = stated.get("quant_algo") or stated.get("format") or stated.get("quant_method")
     raise ConfigError(
         f"config.json: quantization_config ({method}) is not a layout this package reads; it reads "
         "W8A8 with dynamic activations: int8 or FP8 per channel, FP8 in blocks of 128 x 128"
@@ -320,11 +320,11 @@ def _agrees(expected: object, found: object) -> bool:
         groups = expected.get("config_groups")
         if groups is not None:
             named = found.get("config_groups")  # whatever their names
-            others = list(named.values()) if isinstance(named, dict) else []
-            if len(others) != 1 or not _agrees(*groups.values(), *others):
+            other_groups = list(named.values()) if isinstance(named, dict) else []
+            if len(other_groups) != 1 or not _agrees(*groups.values(), *other_groups):
                 return False  # mixed precision, or another
-        said = expected.keys() - _INCIDENTAL - {"config_groups"}
-        return all(key in found and _agrees(expected[key], found[key]) for key in said)
+        compared_keys = expected.keys() - _INCIDENTAL - {"config_groups"}
+        return all(key in found and _agrees(expected[key], found[key]) for key in compared_keys)
     if isinstance(expected, str):
         return isinstance(found, str) and found.lower() == expected.lower()
     return found == expected

@@ -16,9 +16,11 @@ def scheme_named(name: str) -> Scheme:
     Raises:
         ConfigError: there is no such scheme.
     """
-    known = [name for name, row in SCHEMES.items() if row.stored]
-    if name not in known:
-        raise ConfigError(f"unknown quantization scheme {name!r}; known are {sorted(known)}")
+    stored_schemes = [name for name, row in SCHEMES.items() if row.stored]
+    if name not in stored_schemes:
+        raise ConfigError(
+            f"unknown quantization scheme {name!r}; known are {sorted(stored_schemes)}"
+        )
     return SCHEMES[name]
 
 

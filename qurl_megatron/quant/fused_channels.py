@@ -134,13 +134,13 @@ def quantize_row(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    there = column < columns
-    x = tl.load(weight + row * row_step + column, mask=there, other=0.0).to(tl.float32)
+    in_range = column < columns
+    x = tl.load(weight + row * row_step + column, mask=in_range, other=0.0).to(tl.float32)
     own_scale = _scale(_largest_magnitude(x), largest)
     tl.store(scale + row, own_scale)
     x = tl.div_rn(x, own_scale)
     codes = _coded(x, largest, start + row * row_words, first_column + column, second, E4M3, DRAWN)
-    tl.store(values + row * columns + column, codes, mask=there)
+    tl.store(values + row * columns + column, codes, mask=in_range)
 
 
 @triton.jit
@@ -172,11 +172,11 @@ def round_row(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < columns
-    x = tl.load(weight + row * row_step + column, mask=there, other=0.0).to(tl.float32)
+    in_range = column < columns
+    x = tl.load(weight + row * row_step + column, mask=in_range, other=0.0).to(tl.float32)
     x = tl.div_rn(x, tl.load(scale + row))
     codes = _coded(x, largest, start + row * row_words, first_column + column, second, E4M3, DRAWN)
-    tl.store(values + row * columns + column, codes, mask=there)
+    tl.store(values + row * columns + column, codes, mask=in_range)
 
 
 @triton.jit

@@ -130,8 +130,8 @@ def _quantize_fused(
 
     counter = None if rounding is None else rounding.counter
     alone = input_group is None or dist.get_world_size(input_group) == 1
-    held = channels.HELD if counter is None else channels.HELD_DRAWN
-    if alone and weight_OI.shape[1] <= held:
+    longest_row = channels.HELD if counter is None else channels.HELD_DRAWN
+    if alone and weight_OI.shape[1] <= longest_row:
         return channels.quantize_rows(weight_OI, rules.dtype, rules.largest, counter)
     amax_O1 = channels.amax_rows(weight_OI)
     if not alone:

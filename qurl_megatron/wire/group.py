@@ -209,15 +209,15 @@ class GroupSender:
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         deadline = time.monotonic() + self.receipt_wait_s
-        found = []
+        receipts = []
         for rank in range(ranks):
             key = _receipt(session, rank)
-            there = patient(self.store, key, deadline)
-            found.append(
-                received(self.store.get(key), session, rank) if there else missing(session, rank)
+            arrived = patient(self.store, key, deadline)
+            receipts.append(
+                received(self.store.get(key), session, rank) if arrived else missing(session, rank)
             )
             self.store.delete_key(key)
-        return found
+        return receipts
 
     def finish(self, *, keep: int) -> None:
         pass  # links stay: the next version takes the same way
@@ -230,10 +230,10 @@ class GroupSender:
 
     def _connect(self, engine: str, tp: int) -> Link | str:
         """The link, or why there is none."""
-        about, held = self.describe(engine), self._links.get(engine)
-        if held is not None and len(held.moved) != tp:
+        about, old_link = self.describe(engine), self._links.get(engine)
+        if old_link is not None and len(old_link.moved) != tp:
             self.drop(engine)
-            held = None
+            old_link = None
         try:
             store = self._stores.get(engine)
             if store is None:
@@ -242,7 +242,7 @@ class GroupSender:
             meeting = _meeting(about, store)
             if self.rank == 0:
                 meeting.announce(tp)
-            link = _met(about, meeting, held, rank=self.rank, tp=tp, device=self.device)
+            link = _met(about, meeting, old_link, rank=self.rank, tp=tp, device=self.device)
         except (RuntimeError, OSError) as error:  # torch raises these for most failures on the way
             if isinstance(error, _Refused):
                 return str(error)
@@ -333,8 +333,8 @@ class GroupReceiver:
                 self._store = join_store(host, port, wait_s)
             meeting = _meeting(transport, self._store)
             rank, tp = transport["senders"] + self._rank, meeting.size()
-            held, self._link = self._link, None
-            self._link = _met(transport, meeting, held, rank=rank, tp=tp, device=self._device)
+            old_link, self._link = self._link, None
+            self._link = _met(transport, meeting, old_link, rank=rank, tp=tp, device=self._device)
         except _Refused as error:
             raise ConfigError(str(error)) from None
         except (RuntimeError, OSError) as error:
@@ -399,10 +399,10 @@ def _listen(host: str) -> socket.socket:
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
-        why = str(error.strerror).partition(" (while")[0]  # Python adds the address
+        reason = str(error.strerror).partition(" (while")[0]  # Python adds the address
         raise ConfigError(
-            f"training rank 0 cannot listen at {host!r} for engines ({why}); set sync.host to an "
-            "address of its own machine that they reach, as `ip address` shows them there"
+            f"training rank 0 cannot listen at {host!r} for engines ({reason}); set sync.host to "
+            "an address of its own machine that they reach, as `ip address` shows them there"
         ) from None
 
 

@@ -81,12 +81,14 @@ class LeaseVerdict:
             ValueError: it is malformed.
         """
         granted: Any
-        left: Any
-        granted, label, left = (answer.get(key) for key in ("granted", "label", "left_s"))
+        seconds_left: Any
+        granted, label, seconds_left = (answer.get(key) for key in ("granted", "label", "left_s"))
         computes = answer.get("computes")
-        if not (flag(granted) and text(label) and seconds(left) and or_none(record)(computes)):
+        if not (
+            flag(granted) and text(label) and seconds(seconds_left) and or_none(record)(computes)
+        ):
             raise ValueError(f"a malformed answer to a request for a lease: {shortened(answer)}")
-        return LeaseVerdict(granted, shortened(label), float(left), computes)
+        return LeaseVerdict(granted, shortened(label), float(seconds_left), computes)
 
 
 class Lease:

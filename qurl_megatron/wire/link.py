@@ -134,19 +134,19 @@ def open_link(
     else:
         group = _nccl_group(prefixed, rank, senders + tp)
     sends = rank < senders
-    made = Link(link, group, device, [0] * (tp if sends else senders))
+    new_link = Link(link, group, device, [0] * (tp if sends else senders))
 
     def join() -> None:
         if device.type != "cpu":
             group.eager_connect_single_device(device)
-        _greet(made, sends=sends, senders=senders, tp=tp, deadline=deadline)
+        _greet(new_link, sends=sends, senders=senders, tp=tp, deadline=deadline)
 
     try:
-        within(deadline - time.monotonic(), join, late=made.abort)
+        within(deadline - time.monotonic(), join, late=new_link.abort)
     except RuntimeError:
-        made.abort()
+        new_link.abort()
         raise
-    return made
+    return new_link
 
 
 def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any] | None = None) -> Any:
@@ -198,8 +198,8 @@ def _gloo_group(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types lack it
     options._timeout = timedelta(seconds=about["connect_timeout_s"])
     # By itself gloo listens where this machine's name points to, which may be nowhere.
-    own = own_address(about["host"], about["port"])
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+    address = own_address(about["host"], about["port"])
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 

@@ -100,9 +100,9 @@ class Manifest:
                 raise ConfigError(f"{path} is not of format {FORMAT}")
             raw = schema.fields(raw, _MANIFEST)
             tensors = {name: _entry(name, entry) for name, entry in raw["tensors"].items()}
-            there = sum(raw["files"].values())
+            bytes_in_files = sum(raw["files"].values())
             for name, entry in tensors.items():  # room is made for it before its parts are read
-                if getattr(torch, entry.dtype).itemsize * math.prod(entry.shape) > there:
+                if getattr(torch, entry.dtype).itemsize * math.prod(entry.shape) > bytes_in_files:
                     raise schema.Malformed(
                         f"{schema.shortened(name)} is larger than all files together"
                     )
@@ -221,7 +221,7 @@ def _open(path: Path) -> safe_open:
 
 def _join(folder: Path, name: str, entry: TensorEntry, readers: dict[str, safe_open]) -> Tensor:
     dtype = getattr(torch, entry.dtype)
-    whole = None
+    joined = None
     for part in entry.slices:
         if part.file not in readers or name not in readers[part.file].keys():  # noqa: SIM118
             raise ConfigError(f"tensor {name} is not in {part.file}, where the manifest puts it")
@@ -241,8 +241,8 @@ def _join(folder: Path, name: str, entry: TensorEntry, readers: dict[str, safe_o
             )
         if len(entry.slices) == 1:
             return tensor
-        if whole is None:
-            whole = torch.empty(entry.shape, dtype=dtype)
-        whole.narrow(entry.split_dim or 0, part.start, part.length).copy_(tensor)
-    assert whole is not None, "an entry has slices"
-    return whole
+        if joined is None:
+            joined = torch.empty(entry.shape, dtype=dtype)
+        joined.narrow(entry.split_dim or 0, part.start, part.length).copy_(tensor)
+    assert joined is not None, "an entry has slices"
+    return joined

@@ -105,8 +105,8 @@ class Meeting:
     def refusal(self, kind: str, hellos: Sequence[Hello]) -> str | None:
         """Why these ends cannot be joined; None: they can."""
         lead = hellos[0].facts
-        found = (disagreement(kind, lead, hello.facts) for hello in hellos[1:])
-        return next(filter(None, found), None)
+        disagreements = (disagreement(kind, lead, hello.facts) for hello in hellos[1:])
+        return next(filter(None, disagreements), None)
 
     def _key(self, what: int | str, number: int | None = None) -> str:
         return f"meeting/{self.number if number is None else number}/{self.name}/{what}"

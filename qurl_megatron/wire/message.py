@@ -337,7 +337,7 @@ def message_in(serialized: str) -> Message:
     """
     try:
         words = pickletools.genops(base64.b64decode(serialized, validate=True))
-        said = next((word for _, word, _ in words if isinstance(word, str)), "")
+        content = next((word for _, word, _ in words if isinstance(word, str)), "")
     except (binascii.Error, TypeError, ValueError):
-        said = ""
-    return Message.from_json(said)
+        content = ""
+    return Message.from_json(content)

@@ -37,10 +37,10 @@ class Names:
 
     def number(self, name: object) -> int | Mixed | None:
         """The version of that name, UNKNOWN_VERSION where no run gave it, or None: another's."""
-        found = _NAME.fullmatch(name) if isinstance(name, str) else None
-        if found is None:
+        match = _NAME.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
             return UNKNOWN_VERSION
-        updating, number, token = found.groups()
+        updating, number, token = match.groups()
         if self.token and token != self.token:
             return None if token else UNKNOWN_VERSION
         return MIXED if updating else int(number)

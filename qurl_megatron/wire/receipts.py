@@ -38,16 +38,16 @@ def collect(folder: Path, session: str, ranks: int, wait_s: float) -> list[Recei
     may the answer that a name is absent, unless the folder is opened again before the next look.
     """
     deadline = time.monotonic() + wait_s
-    found: dict[int, Receipt] = {}
+    by_rank: dict[int, Receipt] = {}
     pause_s = POLL_S
     while True:
-        for rank in sorted(set(range(ranks)) - found.keys()):
+        for rank in sorted(set(range(ranks)) - by_rank.keys()):
             path = folder / _name(session, rank)
             with contextlib.suppress(FileNotFoundError):
-                found[rank] = received(path.read_bytes(), session, rank)
+                by_rank[rank] = received(path.read_bytes(), session, rank)
                 path.unlink()
-        if len(found) == ranks or time.monotonic() > deadline:
-            return [found.get(rank) or missing(session, rank) for rank in range(ranks)]
+        if len(by_rank) == ranks or time.monotonic() > deadline:
+            return [by_rank.get(rank) or missing(session, rank) for rank in range(ranks)]
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, SLOWEST_POLL_S)
         _refresh(folder)

@@ -129,12 +129,12 @@ class UpdateSession:
             != target.value.numel()
         ]
         if missing:
-            what = [
+            gaps = [
                 f"{name} ({'none' if not arrived else 'a part only'} of it arrived)"
                 for name, arrived in missing[:_NAMED]
             ]
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            self.fail(f"the update is incomplete: {', '.join(what)}{more}")
+            self.fail(f"the update is incomplete: {', '.join(gaps)}{more}")
 
     def receipt(self) -> Receipt:
         return Receipt(
@@ -148,11 +148,11 @@ class UpdateSession:
 
     def _check(self, piece: Piece, target: Shard) -> None:
         if not self.weights.takes(target, getattr(torch, piece.dtype)):
-            held = str(target.value.dtype).removeprefix("torch.")
-            raise ConfigError(f"{piece.name} came as {piece.dtype}, the engine holds {held}")
+            dtype = str(target.value.dtype).removeprefix("torch.")
+            raise ConfigError(f"{piece.name} came as {piece.dtype}, the engine holds {dtype}")
         fits = len(piece.shape) == len(target.shape) and all(
-            piece.start >= 0 and piece.stop <= whole if axis == piece.dim else size == whole
-            for axis, (size, whole) in enumerate(zip(piece.shape, target.shape, strict=False))
+            piece.start >= 0 and piece.stop <= full_size if axis == piece.dim else size == full_size
+            for axis, (size, full_size) in enumerate(zip(piece.shape, target.shape, strict=False))
         )
         if not fits:
             raise ConfigError(

@@ -228,11 +228,11 @@ def _open_file(where: dict[str, Any]) -> Tensor:
             "machine; set sync.transport to files or group"
         ) from None
     try:
-        found = os.fstat(file)
-        must_be_ours(Path(path), found, stat.S_ISREG)
-        if found.st_size < where["size"] or found.st_ino != where["inode"]:
+        status = os.fstat(file)
+        must_be_ours(Path(path), status, stat.S_ISREG)
+        if status.st_size < where["size"] or status.st_ino != where["inode"]:
             raise ConfigError(
-                f"{path} has {found.st_size} bytes, inode {found.st_ino}, instead of "
+                f"{path} has {status.st_size} bytes, inode {status.st_ino}, instead of "
                 f"{where['size']}, inode {where['inode']}: another trainer writes there"
             )
         return mapped(file, where["size"])
