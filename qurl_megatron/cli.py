@@ -37,12 +37,12 @@ def _allow_open_files() -> None:
         ConfigError: the hard limit is lower than that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < FEWEST_FILES:
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < FEWEST_FILES:
         raise ConfigError(
-            f"no more than {most} files may be open here (ulimit -Hn); raise that to "
+            f"no more than {limit} files may be open here (ulimit -Hn); raise that to "
             f"{FEWEST_FILES} or more"
         )
 
@@ -91,13 +91,13 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         from qurl_megatron.training.dry_run import dry_run, render
         from qurl_megatron.training.inputs import look_over
 
-        found = look_over(config, arguments.config)
-        for mistake in found.mistakes:
+        inputs = look_over(config, arguments.config)
+        for mistake in inputs.mistakes:
             print(f"qurl: {mistake}", file=sys.stderr, flush=True)
         print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), flush=True)
-    if found.data:
-        print("\n".join(["data", *(f"  {line}" for line in found.data)]))
-    return 2 if found.mistakes else 0
+    if inputs.data:
+        print("\n".join(["data", *(f"  {line}" for line in inputs.data)]))
+    return 2 if inputs.mistakes else 0
 
 
 def _recipe(given: Path) -> Path:
@@ -127,8 +127,8 @@ def samples(arguments: argparse.Namespace) -> int:
     """Print prompts and responses that a run has kept, with rewards and advantages."""
     from qurl_megatron.observe.look import Wanted, show
 
-    wanted = {name: getattr(arguments, name) for name in ("step", "worst", "best", "prompt")}
-    show(arguments.run_dir, Wanted(**wanted))
+    selection = {name: getattr(arguments, name) for name in ("step", "worst", "best", "prompt")}
+    show(arguments.run_dir, Wanted(**selection))
     return 0
 
 
@@ -183,22 +183,22 @@ def _settings_of(run_dir: Path, step: int | None):
     from qurl_megatron.evaluation.options import Defaults
     from qurl_megatron.training.state import RECIPE, checkpoints
 
-    found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
+    by_step = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
     if not run_dir.is_dir():
         raise ConfigError(
             f"--run {run_dir} does not exist; name the folder of a run, its train.run_dir"
         )
-    if not found or not (run_dir / RECIPE).is_file():
+    if not by_step or not (run_dir / RECIPE).is_file():
         raise ConfigError(
             f"--run {run_dir} holds no checkpoint of a run; name the train.run_dir of one that has "
             "saved a step"
         )
-    if step is not None and step not in found:
+    if step is not None and step not in by_step:
         raise ConfigError(
             f"--step {step}: {run_dir} has no checkpoint of that step; it has those of steps "
-            f"{', '.join(map(str, found))}"
+            f"{', '.join(map(str, by_step))}"
         )
-    chosen = found[max(found) if step is None else step]
+    chosen = by_step[max(by_step) if step is None else step]
     config = load(run_dir / RECIPE)
     return Defaults(
         run=run_dir,

@@ -94,9 +94,9 @@ def train(config: RunConfig) -> Run:
         recipe = Path(folder) / RECIPE
         recipe.write_text(to_toml(config), encoding="utf-8")
         command = [sys.executable, "-m", "qurl_megatron.cli", "train", str(recipe)]
-        said, code = _echoed(command)
+        last_message, code = _echoed(command)
     if code:
-        raise ConfigError(said or f"qurl train ended with exit code {code}")
+        raise ConfigError(last_message or f"qurl train ended with exit code {code}")
     return Run(config.train.run_dir)
 
 
@@ -111,7 +111,7 @@ def _echoed(command: list[str]) -> tuple[str, int]:
     Returns:
         The last line that ``qurl`` itself wrote, without its name, and the exit code.
     """
-    said = ""
+    last_message = ""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -125,8 +125,8 @@ def _echoed(command: list[str]) -> tuple[str, int]:
         for line in process.stdout:
             print(line, end="", flush=True)
             if line.startswith("qurl: "):
-                said = line.removeprefix("qurl: ").rstrip()
+                last_message = line.removeprefix("qurl: ").rstrip()
     except KeyboardInterrupt:
         process.wait()  # the terminal sent it the signal, too: it saves, and ends
         raise
-    return said, process.wait()
+    return last_message, process.wait()

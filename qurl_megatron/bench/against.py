@@ -88,8 +88,10 @@ class Comparison:
         lines = []
         for each in self.compared:
             ratio = "" if each.ratio is None else f"{each.ratio:.3f} "
-            why = f": {each.why}" if each.why else ""
-            lines.append(f"{f'{each.case}: {each.figure}':<{width}}  {ratio}{each.verdict}{why}\n")
+            reason = f": {each.why}" if each.why else ""
+            lines.append(
+                f"{f'{each.case}: {each.figure}':<{width}}  {ratio}{each.verdict}{reason}\n"
+            )
         count = f"{how_many(self.looked_at, 'figure')} compared"
         return "".join(lines) + f"{self.word}: {self.why or count}\n"
 
@@ -97,8 +99,8 @@ class Comparison:
 def compare(old: BenchRecord, new: BenchRecord) -> Comparison:
     """Compare every figure of every case."""
     if old.benchmark != new.benchmark:
-        why = f"one is of bench {old.benchmark}, the other of bench {new.benchmark}"
-        return Comparison((), why)
+        reason = f"one is of bench {old.benchmark}, the other of bench {new.benchmark}"
+        return Comparison((), reason)
     if differing := _different(old.environment, new.environment, HARDWARE):
         return Comparison((), f"they ran on different hardware ({differing})")
     before = {case.name: case for case in old.cases}
@@ -159,9 +161,9 @@ def _cases(old: Case, new: Case, looked_at: int, memories: str) -> list[Compared
     if not old.figures and not new.figures:  # neither could be run
         return []
     settings = _different(old.keys, new.keys, list(dict.fromkeys([*old.keys, *new.keys])))
-    why = f"it measured something else ({settings})" if settings else ""
-    if why := why or ", ".join(sorted({*old.reasons, *new.reasons})):
-        return [Compared(new.name, "all", "no verdict", why=why)]
+    reason = f"it measured something else ({settings})" if settings else ""
+    if reason := reason or ", ".join(sorted({*old.reasons, *new.reasons})):
+        return [Compared(new.name, "all", "no verdict", why=reason)]
     shared = _shared(old, new)
     compared = [
         Compared(new.name, name, "no verdict", why="one record lacks it")
@@ -213,8 +215,8 @@ def _figure(
     accident = (1 - ALARM) / 2 / looked_at
     doubt = (1 - CONFIDENCE) / 2
     repeats = min(len(old), len(new))
-    why = differ if is_time(figure.unit) else ""
-    if why:
+    reason = differ if is_time(figure.unit) else ""
+    if reason:
         verdict = "no verdict"
     elif (
         chance("greater") <= accident
@@ -227,8 +229,8 @@ def _figure(
     else:
         verdict = "no verdict"
         enough = most_figures(repeats) >= looked_at
-        why = "too noisy" if enough else _too_few(repeats, looked_at)
-    return Compared(case, figure.name, verdict, math.exp(difference), why)
+        reason = "too noisy" if enough else _too_few(repeats, looked_at)
+    return Compared(case, figure.name, verdict, math.exp(difference), reason)
 
 
 def _too_few(repeats: int, figures: int) -> str:

@@ -214,8 +214,8 @@ class DrivenLoad:
             except EngineError as error:  # one that is busy with an update may not answer now
                 self._outcome.unseen = self._outcome.unseen or str(error)
             except (LookupError, TypeError, ValueError) as error:  # and never will be read
-                why = f"what the engine says of itself cannot be read ({error!r})"
-                self._outcome.unseen = self._outcome.unseen or why
+                reason = f"what the engine says of itself cannot be read ({error!r})"
+                self._outcome.unseen = self._outcome.unseen or reason
                 return
             await asyncio.sleep(LOOK_S)
 

@@ -118,35 +118,39 @@ def reasons(outcome: LoadOutcome, allowed_hits: int) -> dict[str, str]:
         allowed_hits: tokens that a prompt may have in common with one that was there before.
     """
     answers = outcome.answers
-    whole = [answer for answer in answers if not answer.failure]
+    complete = [answer for answer in answers if not answer.failure]
     failed = [answer for answer in answers if answer.failure]
-    seen: dict[str, str] = {}
+    observations: dict[str, str] = {}
     share = outcome.client_cpu_s / makespan(answers)
     if share > BUSY:
-        seen["client-bound"] = f"the client used {share:.0%} of a core; it may use {BUSY:.0%}"
-    if wrong := [answer for answer in whole if answer.tokens != answer.ask.tokens]:
-        seen["wrong lengths"] = (
+        observations["client-bound"] = (
+            f"the client used {share:.0%} of a core; it may use {BUSY:.0%}"
+        )
+    if wrong := [answer for answer in complete if answer.tokens != answer.ask.tokens]:
+        observations["wrong lengths"] = (
             f"{len(wrong)} of {len(answers)} responses; the first has {wrong[0].tokens} tokens, "
             f"where {wrong[0].ask.tokens} were asked for"
         )
     by_group: dict[int, list[TimedAnswer]] = defaultdict(list)
-    for answer in whole:
+    for answer in complete:
         by_group[answer.ask.group].append(answer)
     if hits := _cache_hits(by_group.values(), allowed_hits):
-        seen["cache hits"] = hits
+        observations["cache hits"] = hits
     if failed:
         first = failed[0].failure
-        seen["failed requests"] = f"{len(failed)} of {len(answers)} requests; the first: {first}"
+        observations["failed requests"] = (
+            f"{len(failed)} of {len(answers)} requests; the first: {first}"
+        )
     if count := preemptions(outcome):
-        seen["preempted requests"] = f"{count} times; {MORE_ROOM}"
+        observations["preempted requests"] = f"{count} times; {MORE_ROOM}"
     if waited := _waited(outcome):
-        seen["requests waited"] = f"{waited}; {MORE_ROOM}"
+        observations["requests waited"] = f"{waited}; {MORE_ROOM}"
     same = sum(any(_alike(*pair) for pair in combinations(g, 2)) for g in by_group.values())
     if same:
-        seen["identical samples"] = f"in {same} of {len(by_group)} groups"
+        observations["identical samples"] = f"in {same} of {len(by_group)} groups"
     if outcome.unpublished:
-        seen["failed publication"] = outcome.unpublished
-    return seen
+        observations["failed publication"] = outcome.unpublished
+    return observations
 
 
 def _cache_hits(by_group: Iterable[Sequence[TimedAnswer]], allowed: int) -> str:
@@ -175,8 +179,8 @@ def _waited(outcome: LoadOutcome) -> str:
     ]
     if not stuck:
         return ""
-    most = max(stuck, key=lambda look: look.waiting)
-    return f"{most.waiting} while {most.running} ran"
+    longest_queue = max(stuck, key=lambda look: look.waiting)
+    return f"{longest_queue.waiting} while {longest_queue.running} ran"
 
 
 def _alike(one: TimedAnswer, other: TimedAnswer) -> bool:

@@ -199,9 +199,9 @@ def _batch(options: argparse.Namespace, group: dist.ProcessGroup) -> tuple[Tenso
     anchor = torch.zeros((), dtype=rows.dtype, device=options.device, requires_grad=True)
     targets = torch.randint(vocab, (tokens,), generator=generator)
     normal = torch.randn(3, tokens, generator=generator)
-    others = (targets, normal[0], normal[1:] * 0.3)
+    inputs = (targets, normal[0], normal[1:] * 0.3)
     # In place: one buffer alone is made.
-    return logits.add_(anchor), *(each.to(options.device) for each in others)
+    return logits.add_(anchor), *(each.to(options.device) for each in inputs)
 
 
 def case_of(
@@ -212,7 +212,7 @@ def case_of(
     obstacle: str,
 ) -> Case:
     """One way on so many ranks, or why it was not run."""
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": f"{name}, tensor {tensor}",
         "keys": {
             "way": name,
@@ -229,11 +229,11 @@ def case_of(
         "threads": _threads(tensor, options),
     }
     if measured is None:
-        return Case(**given, reasons=["not run"], notes={**notes, "not run": obstacle})
+        return Case(**fields, reasons=["not run"], notes={**notes, "not run": obstacle})
     logits = _logits_bytes(options)
     seconds, peaks = zip(*measured.results, strict=True)
     return Case(
-        **given,
+        **fields,
         figures=[
             Figure(
                 name="seconds",

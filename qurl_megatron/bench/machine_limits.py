@@ -38,17 +38,19 @@ def measured_limits(device: str) -> dict[str, float]:
     }
     with torch.inference_mode():
         if device != "cpu" and torch.cuda.get_device_capability(device) >= (8, 9):
-            one = torch.ones((), device=device)
-            product = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            unit_scale = torch.ones((), device=device)
+            product = partial(
+                torch._scaled_mm, scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16
+            )
             kinds["fp8_gflop_s"] = torch.float8_e4m3fn, product
-        found = {"read_gb_s": _read_gb_s(torch.device(device))}
+        limits = {"read_gb_s": _read_gb_s(torch.device(device))}
         for name, (kind, multiply) in kinds.items():
             # Not of ones or zeros, with which chips draw less power and run faster.
             a, b = (torch.randint(-100, 100, (size, size), device=device).to(kind) for _ in "ab")
             # The second as weights lie: [out, in].
             seconds = fastest(partial(multiply, a, b.t()), device)
-            found[name] = _digits(2 * size**3 / 1e9 / seconds)
-    return found
+            limits[name] = _digits(2 * size**3 / 1e9 / seconds)
+    return limits
 
 
 def _read_gb_s(device) -> float:

@@ -63,8 +63,8 @@ def add_options(parser: argparse.ArgumentParser, row: BenchRow) -> None:
             "compare with an older record: exit code 0 equal or better, 1 slower, 3 no verdict",
         ),
     ]
-    for name, given in [*options, *row.options]:
-        parser.add_argument(name, **given)
+    for name, settings in [*options, *row.options]:
+        parser.add_argument(name, **settings)
 
 
 def chosen(names: list[str] | None, known: Collection[str], key: str) -> list[str]:
@@ -100,17 +100,17 @@ def _option(
 
 def _several(option: Option) -> Option:
     """The option with one value or more."""
-    name, given = option
-    return name, {**given, "nargs": "+"}
+    name, settings = option
+    return name, {**settings, "nargs": "+"}
 
 
 def _names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     def names(text: str) -> list[str]:
-        given = [name for name in text.split(",") if name]
-        if unknown := [name for name in given if name not in known]:
+        chosen = [name for name in text.split(",") if name]
+        if unknown := [name for name in chosen if name not in known]:
             wrong = ", ".join(unknown)
             raise argparse.ArgumentTypeError(f"{wrong} is not among {', '.join(known)}")
-        return given
+        return chosen
 
     return names
 

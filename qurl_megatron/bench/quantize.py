@@ -66,8 +66,8 @@ def copy_seconds(weights: list[Tensor], scheme: str) -> float:
     """Seconds of a copy that moves as many bytes as quantizing reads and writes."""
     moved = 0
     for weight in weights:
-        made = quantize(weight, scheme)
-        moved += weight.nbytes + made.values.nbytes + made.scale.nbytes
+        quantized = quantize(weight, scheme)
+        moved += weight.nbytes + quantized.values.nbytes + quantized.scale.nbytes
     source = torch.ones(moved // 2, dtype=torch.uint8, device=weights[0].device)
     target = torch.empty_like(source)
     return fastest(lambda: target.copy_(source), source.device.type)

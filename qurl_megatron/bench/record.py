@@ -189,5 +189,5 @@ def read(path: Path) -> BenchRecord:
         return TypeAdapter(BenchRecord).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where}: {first['msg']}; measure it again") from None
+        field_path = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {field_path}: {first['msg']}; measure it again") from None

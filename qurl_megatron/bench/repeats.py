@@ -65,10 +65,10 @@ def interleaved(
             seconds = time.perf_counter() - start
             if number < 0:
                 continue
-            mine = measured[name]
-            mine.seconds.append(seconds)
-            mine.results.append(result)
-            mine.yardsticks.append((before + measure()) / 2)
+            variant = measured[name]
+            variant.seconds.append(seconds)
+            variant.results.append(result)
+            variant.yardsticks.append((before + measure()) / 2)
             if seen:
                 seen(name, result)
     return measured

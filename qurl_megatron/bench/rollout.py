@@ -345,19 +345,21 @@ def bounds_of(
     # Ranks on CPUs share the memory's rate; GPUs have each their own.
     share = 1 if on_gpu else subject.tensor
     load = {"prompt": plan.prompt, "slots": plan.slots}
-    least = limits.least_seconds(rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share)
-    known = limits.gpu_named(gpu or "", scheme) if on_gpu else None
-    if known is None:
-        return Bounds(least)
+    least_seconds = limits.least_seconds(
+        rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share
+    )
+    gpu_model = limits.gpu_named(gpu or "", scheme) if on_gpu else None
+    if gpu_model is None:
+        return Bounds(least_seconds)
     predicted = limits.predicted_seconds(
         rank,
         plan.lengths,
         **load,
         prompts=plan.prompts,
-        gpu=known,
+        gpu=gpu_model,
         constants=Constants(),
     )
-    return Bounds(least, predicted)
+    return Bounds(least_seconds, predicted)
 
 
 def case_of(
@@ -432,12 +434,12 @@ def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
     compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = load_figures.tokens(outcomes[0].answers)
-    least, predicted = (s and tokens / s for s in (bounds.least, bounds.predicted))
-    known = {"tokens/s": Bounds(least, predicted), "makespan": bounds}
+    fastest, predicted = (s and tokens / s for s in (bounds.least, bounds.predicted))
+    bounds_by_name = {"tokens/s": Bounds(fastest, predicted), "makespan": bounds}
     figures = []
     for name in dict.fromkeys(name for quantities in measured for name in quantities):
         repeats = [quantities[name] for quantities in measured if name in quantities]
-        own = known.get(name, Bounds())
+        bound = bounds_by_name.get(name, Bounds())
         unit, better = KINDS.get(name, LATENCY)
         figures.append(
             Figure(
@@ -445,9 +447,9 @@ def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
                 unit=unit,
                 better=better if len(repeats) == len(outcomes) else None,
                 repeats=repeats,
-                limit=own.least,
-                limit_of="DRAM bytes" if own.least else "",
-                predicted=own.predicted,
+                limit=bound.least,
+                limit_of="DRAM bytes" if bound.least else "",
+                predicted=bound.predicted,
             )
         )
     return figures

@@ -99,10 +99,10 @@ class Version:
             quantized = self.scheme != "none" and op.hf[0].quantized
             dtype = None if quantized else DTYPES[self.dtype]
             for name, tensor in read_tensors(source, op, folding(1.0), dtype).items():
-                made = {name: tensor}
+                stored_tensors = {name: tensor}
                 if quantized:
-                    made = stored(name, quantize(tensor, self.scheme), "sglang")
-                for each, value in made.items():
+                    stored_tensors = stored(name, quantize(tensor, self.scheme), "sglang")
+                for each, value in stored_tensors.items():
                     yield Shard.whole(each, value)
 
     def publish(self, fleet: Fleet, number: int) -> tuple[str, float]:
@@ -160,7 +160,7 @@ def engine_config(
         timeout_s: for a response.
         cache_gb: for keys and values of an embedded engine; SGLang takes what memory is free.
     """
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "backend": kind,
         "engine_tensor": tensor,
         "engine_threads": threads,
@@ -169,7 +169,7 @@ def engine_config(
         "sglang_python": sglang_python,
         "engine_args": ("--incremental-streaming-output",) * ENGINE_KINDS[kind].takes_gpus,
     }
-    return RolloutConfig(**given)
+    return RolloutConfig(**settings)
 
 
 @contextlib.contextmanager

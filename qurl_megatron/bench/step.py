@@ -69,8 +69,8 @@ class Sizes:
     @property
     def name(self) -> str:
         """As it is read: "tp2+engines2"; sizes of 1 are left out."""
-        given = [f"{n}{size}" for n, (key, _) in KEYS.items() if (size := getattr(self, key)) > 1]
-        return "+".join(given) or "tp1"
+        parts = [f"{n}{size}" for n, (key, _) in KEYS.items() if (size := getattr(self, key)) > 1]
+        return "+".join(parts) or "tp1"
 
     def overrides(self, prompts: int) -> list[str]:
         """What turns a recipe into this layout, with so many prompts a step."""
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     if options.steps <= FIRST:
         raise ConfigError(f"--steps {options.steps}: the first {FIRST} do not count; give more")
     layouts = list(dict.fromkeys(map(parse, options.layouts)))
-    own = [
+    unscaled = [
         _setting(
             options,
             f"staleness {staleness}",
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             train(setting, options.steps, run_dir)
             return read_run(run_dir)
 
-        settings = [*own, *scaled]
+        settings = [*unscaled, *scaled]
         model = settings[0].model
         if not model.exists():
             progress(f"making {model}")
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             seen=lambda name, usual: progress(f"{name}: {usual.seconds['step']:.2f} s a step"),
         )
     cases = []
-    for setting in own:
+    for setting in unscaled:
         repeats = measured[setting.name]
         limits = {"step": statistics.median(map(_longer_side, repeats.results))}
         cases.append(case_of(setting, repeats, limits, "the longer side"))
@@ -159,7 +159,7 @@ def _setting(
     """
     recipe = Path(options.recipe)
     threads = [f"rollout.engine_threads={options.threads}"] if options.threads else []
-    given = {
+    defaults = {
         "recipe": recipe.stem,
         "steps": options.steps,
         "overrides": " ".join(options.overrides),
@@ -178,7 +178,7 @@ def _setting(
         busy = min(cores, sum(sides)) if rollout.max_staleness else max(sides)
     return StepSetting(
         name=f"{recipe.stem}, {name}",
-        keys={**given, **keys},
+        keys={**defaults, **keys},
         recipe=recipe,
         overrides=settings,
         model=Path(config.model.path),
@@ -263,8 +263,8 @@ def train(setting: StepSetting, steps: int, run_dir: Path) -> None:
     )
     if done.returncode:
         lines = done.stdout.strip().splitlines()
-        why = lines[-1] if lines else f"exit code {done.returncode}"
-        raise ConfigError(f"bench step: {setting.recipe} failed: {why}")
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise ConfigError(f"bench step: {setting.recipe} failed: {reason}")
 
 
 def read_run(run_dir: Path) -> Usual:
@@ -402,8 +402,8 @@ def linear(
             scaled[phase] = seconds * work * before / now
         elif phase == UNSPLIT:
             scaled[phase] = seconds * work
-    rest = phases["step"] - sum(phases[phase] for phase in scaled)
-    return {**scaled, "step": sum(scaled.values()) + rest}
+    remainder = phases["step"] - sum(phases[phase] for phase in scaled)
+    return {**scaled, "step": sum(scaled.values()) + remainder}
 
 
 def used_cores(ranks: int, cores: int, threads: int) -> int:

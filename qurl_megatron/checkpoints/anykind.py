@@ -44,15 +44,15 @@ class AnyCheckpoint:
         if isinstance(reader, MegatronReader):
             yield from ((tensor, op) for tensor, op in ops if reader.holds(op))
             return
-        left = reader.names()
+        unread = reader.names()
         for tensor, op in ops:
-            if tensor.name in left:
-                left -= {tensor.name, self._scale_of(tensor.name)}
+            if tensor.name in unread:
+                unread -= {tensor.name, self._scale_of(tensor.name)}
                 yield tensor, op
         if self.checkpoint.arch.tied:
-            left.discard("lm_head.weight")  # the embedding once more
-        left = {name for name in left if not name.endswith(".inv_freq")}
-        for name in sorted(left):
+            unread.discard("lm_head.weight")  # the embedding once more
+        unread = {name for name in unread if not name.endswith(".inv_freq")}
+        for name in sorted(unread):
             yield HfTensor(name, reader.shape(name), quantized=is_quantized(name)), None
 
     def read(self, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
@@ -82,9 +82,9 @@ def open_any(folder: Path, description: Path | None = None) -> AnyCheckpoint:
     if find_torch_dist(folder):
         return AnyCheckpoint("megatron", open_checkpoint(folder, description))
     config = read_config(folder)
-    found = read_quantization(config)
-    if found is None:
+    quantization = read_quantization(config)
+    if quantization is None:
         return AnyCheckpoint("huggingface", open_checkpoint(folder))
     dense = {key: value for key, value in config.items() if key != "quantization_config"}
     checkpoint = Checkpoint(folder, folder, config, read_arch(dense), HfReader(folder))
-    return AnyCheckpoint("quantized", checkpoint, *found)
+    return AnyCheckpoint("quantized", checkpoint, *quantization)

@@ -158,15 +158,15 @@ def inspect_checkpoint(arguments: argparse.Namespace) -> int:
     from qurl_megatron.checkpoints.inspect import inspect, tensor_rows, text
     from qurl_megatron.checkpoints.job import verify
 
-    found = open_any(arguments.dir, arguments.hf)
-    facts = inspect(found)
-    wrong = verify(found.folder) if arguments.verify else []
+    checkpoint = open_any(arguments.dir, arguments.hf)
+    facts = inspect(checkpoint)
+    wrong = verify(checkpoint.folder) if arguments.verify else []
     if arguments.json:
         print(json.dumps({**facts, "wrong": wrong} if arguments.verify else facts, indent=1))
         return 1 if wrong else 0
     print(text(facts))
     if arguments.tensors:
-        print("\n".join(tensor_rows(found)))
+        print("\n".join(tensor_rows(checkpoint)))
     if arguments.verify:
         print("\n".join(wrong) or "  verified    every file is what was written")
     return 1 if wrong else 0

@@ -128,9 +128,9 @@ def torch_dtype(name: str) -> "torch.dtype | None":
 
 def preview(job: "ConversionJob", workers: int) -> str:
     """What a job would write, whether it fits, and about how long it takes."""
-    here = next(path for path in (job.out, *job.out.absolute().parents) if path.exists())
+    existing = next(path for path in (job.out, *job.out.absolute().parents) if path.exists())
     rate = _hash_rate() * workers
-    free = shutil.disk_usage(here).free
+    free = shutil.disk_usage(existing).free
     lines = [f"would write {job.out}: {byte_size(job.bytes)} in {len(job.files)} files"]
     lines += [f"  {file.name}  {byte_size(file.bytes)}" for file in job.files]
     lines += [

@@ -49,16 +49,16 @@ def differences(
         if tensor.name not in in_b:
             yield Difference(tensor.name, only_in="A")
             continue
-        left, right = a.read(tensor, op), b.read(*in_b.pop(tensor.name))
+        first, second = a.read(tensor, op), b.read(*in_b.pop(tensor.name))
         flips = None
-        codes = [x.values for x in (left, right) if isinstance(x, QuantizedWeight)]
+        codes = [x.values for x in (first, second) if isinstance(x, QuantizedWeight)]
         if len(codes) == 2 and a.scheme == b.scheme and codes[0].shape == codes[1].shape:
             changed, count = code_flips(*codes).tolist()
             flips = changed / count
         yield _compare(
             tensor.name,
-            _numbers(left, tensor, a.uaq_scale if unfold else 1.0),
-            _numbers(right, tensor, b.uaq_scale if unfold else 1.0),
+            _numbers(first, tensor, a.uaq_scale if unfold else 1.0),
+            _numbers(second, tensor, b.uaq_scale if unfold else 1.0),
             flips,
         )
     for name in in_b:
@@ -75,18 +75,18 @@ def _numbers(stored: Tensor | QuantizedWeight, tensor: HfTensor, scale: float) -
 def _compare(name: str, a: Tensor, b: Tensor, flips: float | None) -> Difference:
     if a.shape != b.shape:
         return Difference(name, shapes=(tuple(a.shape), tuple(b.shape)))
-    largest = squares = own = 0.0
-    for left, right in zip(_chunks(a), _chunks(b), strict=True):
-        if not left.numel():
+    largest = squares = norm = 0.0
+    for chunk_a, chunk_b in zip(_chunks(a), _chunks(b), strict=True):
+        if not chunk_a.numel():
             continue
-        difference = right.double() - left.double()
+        difference = chunk_b.double() - chunk_a.double()
         # A nan, or an inf beside anything else, makes nan: that is a difference, whatever else.
         largest = max(largest, difference.abs().max().nan_to_num(torch.inf).item())
         squares += difference.dot(difference).item()
-        own += left.double().square().sum().item()
-    if math.isnan(squares) or squares and not own:
-        squares, own = math.inf, 1.0
-    relative = (squares / own) ** 0.5 if own else 0.0
+        norm += chunk_a.double().square().sum().item()
+    if math.isnan(squares) or squares and not norm:
+        squares, norm = math.inf, 1.0
+    relative = (squares / norm) ** 0.5 if norm else 0.0
     return Difference(name, max_abs=largest, relative=relative, flips=flips)
 
 

@@ -110,10 +110,10 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         data = file.tell()
         for group in groups:
-            made = make(group.source)
+            tensors_of_group = make(group.source)
             for spec in group.tensors:
                 file.seek(data + header[spec.name]["data_offsets"][0])
-                _write(file, spec, made[spec.name])
+                _write(file, spec, tensors_of_group[spec.name])
         file.flush()
         os.ftruncate(file.fileno(), data + end)
 

@@ -69,7 +69,7 @@ def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
         if path.is_file() and name not in known and name not in (RECORD, f".{RECORD}.new"):
             to_disk(path)
             sums[name] = sum_of(path)
-    record = {name: [found.bytes, found.xxh3] for name, found in sorted(sums.items())}
+    record = {name: [file_sum.bytes, file_sum.xxh3] for name, file_sum in sorted(sums.items())}
     text = json.dumps({"format": FORMAT, "files": record}, indent=1)
     aside = folder / f".{RECORD}.new"
     aside.write_text(text + "\n", encoding="utf-8")
@@ -92,12 +92,12 @@ def read_record(folder: Path) -> dict[str, FileSum] | None:
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(content)
-        newer = re.fullmatch(r"qurl-files-[2-9]", found["format"])
+        table = json.loads(content)
+        newer = re.fullmatch(r"qurl-files-[2-9]", table["format"])
         if not newer:
-            if found["format"] != FORMAT:
-                raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
-            return {_inside(name): _file_sum(*entry) for name, entry in found["files"].items()}
+            if table["format"] != FORMAT:
+                raise ValueError(f"its format is {table['format']!r}, not {FORMAT!r}")
+            return {_inside(name): _file_sum(*entry) for name, entry in table["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({error!r:.200})") from None
     raise Unreadable(
@@ -147,10 +147,10 @@ def damaged(folder: Path, record: Mapping[str, FileSum], names: Iterable[str]) -
         path = folder / name
         try:
             with reading(path):
-                found = sum_of(path)
+                actual = sum_of(path)
         except FileNotFoundError:
             return f"{path} is missing"
-        if found != record[name]:
+        if actual != record[name]:
             return f"{path} has changed since it was written: its checksum differs"
     return None
 

@@ -193,20 +193,22 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    found = read_json(path)
-    files = found.get("files")
-    whole = found.get("format") == FORMAT and "request" in found and isinstance(files, dict)
-    if not whole or not all(_is_entry(*entry) for entry in found["files"].items()):
+    manifest = read_json(path)
+    files = manifest.get("files")
+    complete = (
+        manifest.get("format") == FORMAT and "request" in manifest and isinstance(files, dict)
+    )
+    if not complete or not all(_is_entry(*entry) for entry in manifest["files"].items()):
         raise ConfigError(f"{path} is damaged; convert the checkpoint again")
-    return found
+    return manifest
 
 
 def _is_entry(name: str, entry: Any) -> bool:
     """True for what ``_entry`` made of a file of the folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
         return False
-    known = isinstance(entry, dict) and type(entry.get("bytes")) is int
-    return known and isinstance(entry.get("sha256", 0), (str, type(None)))
+    has_size = isinstance(entry, dict) and type(entry.get("bytes")) is int
+    return has_size and isinstance(entry.get("sha256", 0), (str, type(None)))
 
 
 def verify(folder: Path, *, hashes: bool = True) -> list[str]:
@@ -242,8 +244,8 @@ def _check_source(source: Path | None, workers: Workers) -> None:
     record = read_record(source) if source else None
     if source is None or record is None:
         return
-    mine = workers.share(list(record), size=lambda name: record[name].bytes)
-    if wrong := damaged(source, record, mine):
+    share = workers.share(list(record), size=lambda name: record[name].bytes)
+    if wrong := damaged(source, record, share):
         raise ConfigError(f"{wrong}; {FIX}")
 
 
@@ -279,8 +281,8 @@ def _hold(held: TextIO, kind: int, aside: _Aside) -> None:
 
 def _reopen(aside: _Aside, request: dict[str, Any], restart: bool) -> None:
     """Keep what the same job left; throw away what is asked to be, or is of no use."""
-    asked = aside.root / "job.json"
-    before = None if restart or not asked.is_file() else read_json(asked)
+    request_file = aside.root / "job.json"
+    before = None if restart or not request_file.is_file() else read_json(request_file)
     if before is not None and before != request:
         changed = sorted(
             key for key in before.keys() | request.keys() if before.get(key) != request.get(key)
@@ -295,7 +297,7 @@ def _reopen(aside: _Aside, request: dict[str, Any], restart: bool) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     for folder in (aside.data, aside.root / "records"):
         folder.mkdir(exist_ok=True)
-    _write_synced(asked, json.dumps(request))
+    _write_synced(request_file, json.dumps(request))
 
 
 def _check_space(job: ConversionJob, aside: _Aside) -> None:

@@ -124,14 +124,14 @@ class MegatronReader:
             key, index = self._place(op)
             expected.add(key.removeprefix(self.masters or ""))
             whole = ((self.arch.num_layers, experts)[: len(index)]) + op.shape
-            found = self.table.shape(key)
+            actual = self.table.shape(key)
             rows = len(index)
-            padding = found[rows] - whole[rows] if len(found) == len(whole) else -1
+            padding = actual[rows] - whole[rows] if len(actual) == len(whole) else -1
             padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING
-            same = found == whole or padded and found[rows + 1 :] == whole[rows + 1 :]
+            same = actual == whole or padded and actual[rows + 1 :] == whole[rows + 1 :]
             if not same:
                 raise ConfigError(
-                    f"tensor {key} in {self.folder} has shape {list(found)} where config.json "
+                    f"tensor {key} in {self.folder} has shape {list(actual)} where config.json "
                     f"says {list(whole)}; give the config of this model"
                 )
             if self.table.dtype(key) not in FLOATS:
@@ -182,11 +182,11 @@ class MegatronReader:
 
     def _place(self, op: Op) -> tuple[str, tuple[int, ...]]:
         """Key and leading indices of a parameter."""
-        found = self._found(op)
-        if found is None:
+        place = self._found(op)
+        if place is None:
             key, _ = disk_key(self._on_disk[op.hf[0].name])
             raise ConfigError(f"tensor {key} is not in the checkpoint {self.folder}")
-        return found
+        return place
 
     def _found(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
         name = self._on_disk[op.hf[0].name]

@@ -88,7 +88,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     pickles = sorted(p.name for ending in ("bin", "pt", "pth") for p in folder.glob(f"*.{ending}"))
-    found = f"; pickle files ({pickles[0]}) are never loaded" if pickles else ""
+    remark = f"; pickle files ({pickles[0]}) are never loaded" if pickles else ""
     raise ConfigError(
-        f"{folder} has no {SINGLE} and no {INDEX}{found}; save the model as safetensors"
+        f"{folder} has no {SINGLE} and no {INDEX}{remark}; save the model as safetensors"
     )

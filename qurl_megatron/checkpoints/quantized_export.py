@@ -79,17 +79,17 @@ def to_quantized(
         return TensorGroup(op, tuple(specs))
 
     def make(op: Op) -> dict[str, Tensor]:
-        made: dict[str, Tensor] = {}
+        tensors_out: dict[str, Tensor] = {}
         kept = None if op.hf[0].quantized else form
         for name, tensor in read_tensors(source, op, folding(uaq_scale), kept).items():
             if not is_quantized(name):
-                made[name] = tensor
+                tensors_out[name] = tensor
                 continue
             try:
-                made |= stored(name, quantizer(tensor, scheme), fmt)
+                tensors_out |= stored(name, quantizer(tensor, scheme), fmt)
             except ConfigError as error:
                 raise ConfigError(f"tensor {name}: {error}") from error
-        return made
+        return tensors_out
 
     planned = plan_files([group(op) for op in source.ops()], file_bytes)
     ignored = _ignored_modules(source)

@@ -64,8 +64,8 @@ class Checkpoint:
         """The number format the model has an op's tensors in; FP32 where they differ."""
         if isinstance(self.reader, MegatronReader):
             return self.reader.dtype(op)
-        found = {self.reader.stored(tensor.name).dtype for tensor in op.hf}
-        return found.pop() if len(found) == 1 else torch.float32
+        dtypes = {self.reader.stored(tensor.name).dtype for tensor in op.hf}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def widest(self, op: Op) -> torch.dtype:
         """The format in which an op's tensors are read: of FP32 masters where there are any."""
@@ -80,14 +80,14 @@ class Checkpoint:
     def folded_config(self, scale: float) -> dict[str, Any]:
         """The config of this model with ``scale`` in its weights in all: it says so, and in which
         format the model came. A model that is not folded needs no record."""
-        rest = {key: value for key, value in self.config.items() if key != "qurl"}
+        plain = {key: value for key, value in self.config.items() if key != "qurl"}
         if scale == 1.0:
-            return rest
+            return plain
         record: dict[str, Any] = {"uaq_scale": scale}
         formats = {self.natural_dtype(op) for op in self.ops()}
         if len(formats) == 1:
             record["dtype"] = str(formats.pop()).removeprefix("torch.")
-        return {**rest, "qurl": record}
+        return {**plain, "qurl": record}
 
     def check(self) -> None:
         """Hold every tensor's name, shape and format against the config, from headers alone.
@@ -185,10 +185,10 @@ def write_json(path: Path, contents: dict[str, Any]) -> None:
 
 def companions(folder: Path) -> Iterator[Path]:
     """The tokenizer and generation files beside a config.json."""
-    own = {"config.json", "hf_quant_config.json", "qurl_manifest.json", "state.json", RECORD}
+    generated = {"config.json", "hf_quant_config.json", "qurl_manifest.json", "state.json", RECORD}
     for path in sorted(folder.iterdir()):
         text = path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
-        if path.is_file() and text and path.name not in own and "index.json" not in path.name:
+        if path.is_file() and text and path.name not in generated and "index.json" not in path.name:
             yield path
 
 

@@ -50,10 +50,10 @@ def to_huggingface(
     """
     check_source(source)
     scale = source.uaq_scale
-    left = 1.0 if unfold else scale
+    remaining = 1.0 if unfold else scale
 
     def group(op: Op) -> TensorGroup:
-        form = dtype or (source.natural_dtype(op) if left == 1.0 else source.widest(op))
+        form = dtype or (source.natural_dtype(op) if remaining == 1.0 else source.widest(op))
         return TensorGroup(op, tuple(TensorSpec(t.name, t.shape, form) for t in op.hf))
 
     def make(op: Op) -> dict[str, Tensor]:
@@ -62,7 +62,9 @@ def to_huggingface(
 
     planned = plan_files([group(op) for op in source.ops()], file_bytes)
     formats = [t.dtype for file in planned for g in file.groups for t in g.tensors]
-    config = with_dtype(source.folded_config(left), max(formats, key=lambda form: form.itemsize))
+    config = with_dtype(
+        source.folded_config(remaining), max(formats, key=lambda form: form.itemsize)
+    )
 
     def finish(folder: Path, _: dict[str, Any]) -> None:
         write_index(folder, planned)

@@ -67,8 +67,10 @@ def to_megatron(
     check_source(source)
 
     def stored(op: Op) -> torch.dtype:
-        own = source.dtype(op)
-        return dtype or (own if folds_exactly(op, uaq_scale, own) else torch.float32)
+        stored_dtype = source.dtype(op)
+        return dtype or (
+            stored_dtype if folds_exactly(op, uaq_scale, stored_dtype) else torch.float32
+        )
 
     stages = _stages(source.arch, pipeline)
     all_ops = [op for ops in stages for op in ops]
@@ -76,8 +78,8 @@ def to_megatron(
 
     def tensors(ops: Iterable[Op]) -> Iterator[tuple[Chunk, Tensor]]:
         for op in ops:
-            made = read_tensors(source, op, folding(uaq_scale), stored(op))
-            yield from _cut(op, made, chunks[op.megatron])
+            tensors_of_op = read_tensors(source, op, folding(uaq_scale), stored(op))
+            yield from _cut(op, tensors_of_op, chunks[op.megatron])
 
     widest = max(map(stored, all_ops), key=lambda form: form.itemsize)
     config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), widest)
@@ -175,21 +177,21 @@ def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
     """How a parameter is cut: into what each of ``tensor`` ranks will read, part by part."""
     key, index = disk_key(op.megatron)
     extents = (arch.num_layers, arch.experts.count if arch.experts else 0)[: len(index)]
-    whole = list(op.shape)
+    full_shape = list(op.shape)
     split_dim, stacked = op.hf[0].split_dim, stacked_parts(op)
     if op.hf[0].vocabulary:
-        whole[0] = -(-whole[0] // tensor) * tensor
-    sizes, count = list(whole), 1
+        full_shape[0] = -(-full_shape[0] // tensor) * tensor
+    sizes, count = list(full_shape), 1
     if split_dim is not None:
         count = stacked * tensor
         sizes[split_dim] //= count
     chunks = []
     for number in range(count):
-        offsets = [0] * len(whole)
+        offsets = [0] * len(full_shape)
         if split_dim is not None:
             offsets[split_dim] = number * sizes[split_dim]
         part = Slice((*index, *offsets), (*(1 for _ in index), *sizes))
-        chunks.append(Chunk(key, (*extents, *whole), part, dtype))
+        chunks.append(Chunk(key, (*extents, *full_shape), part, dtype))
     return chunks
 
 
@@ -225,5 +227,5 @@ def _extra_states(arch: Arch) -> Iterator[Chunk]:
 
 
 def _object(module: str, at: tuple[int, ...], extents: tuple[int, ...]) -> str:
-    where, whole = (".".join(map(str, numbers)) for numbers in (at, extents))
-    return f"decoder.layers.{module}._extra_state/shard_{where}_{whole}"
+    position, size = (".".join(map(str, numbers)) for numbers in (at, extents))
+    return f"decoder.layers.{module}._extra_state/shard_{position}_{size}"

@@ -174,14 +174,14 @@ class TorchDistReader:
             try:
                 loaded = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
             except DAMAGE as error:
-                why = (str(error).splitlines() or [repr(error)])[0]
+                reason = (str(error).splitlines() or [repr(error)])[0]
                 if window.failure is not None:  # torch makes something else of it
                     raise window.failure from None
-                if "can't allocate memory" in why:
-                    raise ConfigError(f"tensor {key} does not fit in memory ({why})") from None
+                if "can't allocate memory" in reason:
+                    raise ConfigError(f"tensor {key} does not fit in memory ({reason})") from None
                 raise ConfigError(
-                    f"tensor {key} cannot be read from {path} ({why}); the file is damaged, copy "
-                    "the checkpoint again"
+                    f"tensor {key} cannot be read from {path} ({reason}); the file is damaged, "
+                    "copy the checkpoint again"
                 ) from None
         if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (
             chunk.part.sizes,
@@ -267,9 +267,9 @@ class _TableUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch":
-            found = getattr(torch, name, None)
-            if isinstance(found, torch.dtype) or found is torch.Size:
-                return found
+            attribute = getattr(torch, name, None)
+            if isinstance(attribute, torch.dtype) or attribute is torch.Size:
+                return attribute
         if not module.startswith(("torch.", "pathlib")):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return self._made.setdefault(f"{module}.{name}", type(name, (_Record,), {}))
@@ -283,8 +283,8 @@ def _read_table(path: Path) -> dict[str, StoredTensor]:
         places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
         for index, place in table["storage_data"].items():
             if index.state.get("offset") is not None:
-                found = (str(place["relative_path"]), int(place["offset"]), int(place["length"]))
-                places[index["fqn"], tuple(index["offset"])] = found
+                location = (str(place["relative_path"]), int(place["offset"]), int(place["length"]))
+                places[index["fqn"], tuple(index["offset"])] = location
         return {
             str(key): _stored(key, entry, places)
             for key, entry in table["state_dict_metadata"].items()

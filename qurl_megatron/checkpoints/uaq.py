@@ -102,10 +102,10 @@ def folded_scale(config: Mapping[str, Any]) -> float:
         ConfigError: what the config says is no factor.
     """
     record = config.get("qurl", {})
-    found = record.get("uaq_scale", 1.0) if isinstance(record, dict) else None
-    if not isinstance(found, int | float) or not 1.0 <= found < math.inf:
+    scale = record.get("uaq_scale", 1.0) if isinstance(record, dict) else None
+    if not isinstance(scale, int | float) or not 1.0 <= scale < math.inf:
         raise ConfigError(f"config.json: qurl={record!r} does not name a UAQ factor of 1.0 or more")
-    return float(found)
+    return float(scale)
 
 
 def refuse_second_fold(config: Mapping[str, Any], scale: float) -> None:

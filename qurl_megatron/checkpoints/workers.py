@@ -37,13 +37,13 @@ class Workers:
     def share(self, items: Sequence[T], *, size: Callable[[T], int]) -> list[T]:
         """This worker's items, in order: largest first, each goes to whoever has least."""
         load = [0] * self.size
-        mine: set[int] = set()
+        indices: set[int] = set()
         for index in sorted(range(len(items)), key=lambda i: (-size(items[i]), i)):
             worker = load.index(min(load))
             load[worker] += size(items[index])
             if worker == self.rank:
-                mine.add(index)
-        return [items[index] for index in sorted(mine)]
+                indices.add(index)
+        return [items[index] for index in sorted(indices)]
 
     @contextmanager
     def together(self) -> Iterator[None]:

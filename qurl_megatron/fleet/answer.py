@@ -191,14 +191,14 @@ def read_info(info: dict) -> Info:
         loaders = [loaders]
     if not or_none(list_of(text))(loaders):
         raise BadAnswer(f"custom_weight_loader {shortened(loaders)} is not a list of names")
-    said = "custom_weight_loader" in info
+    tells_loaders = "custom_weight_loader" in info
     scheme = info.get("scheme")
     if not or_none(text)(scheme):
         raise BadAnswer(f"scheme {shortened(scheme)} is not a name")
     return Info(
         kind_of(info.get("engine")),
         tp,
-        tuple(loaders or ()) if said else None,
+        tuple(loaders or ()) if tells_loaders else None,
         scheme,
         read_longest_input(info),
         _resamples(info),
@@ -222,8 +222,13 @@ def _resamples(info: dict) -> str:
     }
     if not or_none(record)(preferred):
         raise BadAnswer(f"preferred_sampling_params {shortened(preferred)} are no object")
-    left = {name: x for name, x in (preferred or {}).items() if x and name not in ASKED_FOR}
-    settings = {**({"preferred_sampling_params": left} if left else {}), **thresholds}
+    other_defaults = {
+        name: x for name, x in (preferred or {}).items() if x and name not in ASKED_FOR
+    }
+    settings = {
+        **({"preferred_sampling_params": other_defaults} if other_defaults else {}),
+        **thresholds,
+    }
     return ", ".join(f"{name} = {shortened(value)}" for name, value in settings.items())
 
 
@@ -248,7 +253,7 @@ def read_load(info: dict) -> Load:
     Raises:
         BadAnswer: it says nonsense.
     """
-    numbers = [info.get(f"num_{what}") for what in ("running_reqs", "waiting_reqs")]
+    numbers = [info.get(f"num_{queue}") for queue in ("running_reqs", "waiting_reqs")]
     generated, paused = info.get("num_generated_tokens"), info.get("is_paused")
     counts = [*numbers, generated]
     if not all(map(or_none(count), counts)):
@@ -268,8 +273,8 @@ def read_loads(info: dict, version: str, loads: Any) -> Load:
     """The same of SGLang, whose ranks say for themselves what they have to do."""
     speeds = [each.get("last_gen_throughput") or 0.0 for each in _objects(info, "internal_states")]
     queues = [
-        [each.get(f"num_{what}_reqs", 0) for each in _objects(loads, "loads")]
-        for what in ("running", "waiting")
+        [each.get(f"num_{queue}_reqs", 0) for each in _objects(loads, "loads")]
+        for queue in ("running", "waiting")
     ]
     if not all(map(seconds, speeds)) or not all(map(list_of(count), queues)):
         raise BadAnswer(f"malformed speeds and queues: {shortened([speeds, queues])}")
@@ -285,10 +290,10 @@ def read_loads(info: dict, version: str, loads: Any) -> Load:
 
 
 def _objects(holder: dict, name: str) -> list[dict]:
-    found = holder.get(name, [])
-    if not list_of(record)(found):
-        raise BadAnswer(f"{name} is not a list of objects: {shortened(found)}")
-    return found
+    items = holder.get(name, [])
+    if not list_of(record)(items):
+        raise BadAnswer(f"{name} is not a list of objects: {shortened(items)}")
+    return items
 
 
 @contextlib.contextmanager
@@ -306,7 +311,7 @@ def uncollected() -> Iterator[None]:
 
 
 def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
-    given, meta = answer["output_ids"], answer["meta_info"]
+    output_ids, meta = answer["output_ids"], answer["meta_info"]
     finish = meta["finish_reason"]
     reason = finish["type"]
     if reason not in ("stop", "length", "abort"):
@@ -314,22 +319,26 @@ def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
     if meta["id"] != asked.rid:
         raise BadAnswer(f"it answers request {shortened(meta['id'])}, not {asked.rid}")
     if reason == "abort" and _cut_by_an_update(meta, rules):
-        given = []
-    if type(given) is not list:
-        raise BadAnswer(f"output_ids is not a list: {shortened(given)}")
-    triples = meta["output_token_logprobs"] if given else []
-    versions = _versions(meta, len(given), rules) if given else ()
+        output_ids = []
+    if type(output_ids) is not list:
+        raise BadAnswer(f"output_ids is not a list: {shortened(output_ids)}")
+    triples = meta["output_token_logprobs"] if output_ids else []
+    versions = _versions(meta, len(output_ids), rules) if output_ids else ()
     if reason == "abort":  # it may have come between a token and its log-prob
-        whole = min(len(given), len(triples))
-        given, triples, versions = given[:whole], triples[:whole], _first(versions, whole)
-    elif not given:
+        complete = min(len(output_ids), len(triples))
+        output_ids, triples, versions = (
+            output_ids[:complete],
+            triples[:complete],
+            _first(versions, complete),
+        )
+    elif not output_ids:
         raise BadAnswer("the response is empty")
-    if len(given) > asked.budget:
-        raise BadAnswer(f"{len(given)} tokens, where {asked.budget} were asked for")
+    if len(output_ids) > asked.budget:
+        raise BadAnswer(f"{len(output_ids)} tokens, where {asked.budget} were asked for")
     given_log_probs, owners, *_ = zip(*triples, strict=True) if triples else ((), ())
-    if owners != tuple(given):
-        raise BadAnswer(f"{len(triples)} log-probs do not belong to the {len(given)} tokens")
-    ids, log_probs = _ids(given, rules.vocabulary), _log_probs(given_log_probs)
+    if owners != tuple(output_ids):
+        raise BadAnswer(f"{len(triples)} log-probs do not belong to the {len(output_ids)} tokens")
+    ids, log_probs = _ids(output_ids, rules.vocabulary), _log_probs(given_log_probs)
     if rules.stops is not None:
         full = rules.longest_input is None or asked.given + len(ids) >= rules.longest_input - UNUSED
         reason = _ended(ids, reason, len(ids) if full else asked.budget, rules.stops)

@@ -166,7 +166,7 @@ class EngineClient:
         body = _generation(input_ids, sampling_params, rid)
         given = body["sampling_params"]
         params = [given] * len(input_ids) if isinstance(given, dict) else given
-        limit = answer_limit([one.get("max_new_tokens", 128) for one in params])
+        limit = answer_limit([settings.get("max_new_tokens", 128) for settings in params])
         answers = self._parsed("/generate", self._request("POST", "/generate", body, limit=limit))
         if not isinstance(answers, list):
             raise EngineError(f"{self.url}/generate answered a batch with {shortened(answers)!r}")
@@ -194,8 +194,8 @@ class EngineClient:
             scored = answer["meta_info"]["input_token_logprobs"]
             return [float(log_prob) for log_prob, *_ in scored[start:]]
         except (KeyError, TypeError, ValueError):
-            said = f"no log-probs of the prompt in {shortened(answer)}"
-            raise EngineError(f"{self.url}/generate: {said}", faulty=True) from None
+            reason = f"no log-probs of the prompt in {shortened(answer)}"
+            raise EngineError(f"{self.url}/generate: {reason}", faulty=True) from None
 
     def longest_scored(self) -> int | None:
         """Tokens that ``score`` takes, one less than fit: the engine generates one after them.
@@ -299,8 +299,8 @@ class EngineClient:
     def _succeed(self, endpoint: str, body: dict) -> None:
         answer = self._object("POST", endpoint, body)
         if not answer.get("success"):
-            said = shortened(answer.get("message"))
-            raise EngineError(f"{self.url}{endpoint} failed: {said}")
+            reason = shortened(answer.get("message"))
+            raise EngineError(f"{self.url}{endpoint} failed: {reason}")
 
     def _object(
         self, method: str, endpoint: str, body: dict | None, timeout_s: float | None = None
@@ -448,10 +448,10 @@ class _Body:
         """
         content = self.whole()
         for header, meant in (("content-type", "application/json"), ("content-encoding", "")):
-            told = self._response.headers.get(header, "")
-            if told.partition(";")[0].strip().lower() != meant:
+            content_type = self._response.headers.get(header, "")
+            if content_type.partition(";")[0].strip().lower() != meant:
                 raise EngineError(
-                    f"{self._where} answered with {header} {shortened(told)!r}: "
+                    f"{self._where} answered with {header} {shortened(content_type)!r}: "
                     f"{shortened(content)}",
                     faulty=True,
                 )
@@ -507,7 +507,7 @@ class Session:
         Raises:
             EngineError: it was refused, broke off, or took longer than the client's limit.
         """
-        client, content, rest = self._client, orjson.dumps(body), b""
+        client, content, unfinished = self._client, orjson.dumps(body), b""
         try:
             async with (
                 asyncio.timeout(client.timeout_s),
@@ -518,8 +518,8 @@ class Session:
                     if response.status_code != 200:
                         answer.take(chunk)
                         continue
-                    *whole, rest = (rest + chunk).split(b"\n\n")
-                    for event in whole:
+                    *finished, unfinished = (unfinished + chunk).split(b"\n\n")
+                    for event in finished:
                         if (data := event.removeprefix(b"data:").strip()) == b"[DONE]":
                             return
                         if event.startswith(b"data:"):  # the rest keeps a connection alive

@@ -194,15 +194,15 @@ class _Item:
             ConfigError, RuntimeError: as ``Turns.after``.
         """
         ids = [token for part in self.turn for token in part.ids.tolist()]
-        said = await turns.after(self.prompt, self.messages, ids)
+        reply = await turns.after(self.prompt, self.messages, ids)
         self.ended = False
-        if said is None or isinstance(said, Unscored):
-            self.finish, self.failure = "stop", said
-        elif len(said.ids) >= self.budget:  # not one token would be left to answer with
+        if reply is None or isinstance(reply, Unscored):
+            self.finish, self.failure = "stop", reply
+        elif len(reply.ids) >= self.budget:  # not one token would be left to answer with
             self.finish, self.left_out = "length", True
         else:
-            self.messages += said.messages
-            self.parts.append(_told(said.ids))
+            self.messages += reply.messages
+            self.parts.append(_told(reply.ids))
             self.turn = []
             self.turns += 1
 
@@ -365,9 +365,9 @@ class _Collection:
         return await session.generate(
             [ids for ids, _ in requests],
             [params for _, params in requests],
-            [one.rid for one in asked],
+            [request.rid for request in asked],
             read,
-            limit=answer_limit([one.budget for one in asked]),
+            limit=answer_limit([request.budget for request in asked]),
             # Prefixes that other weights computed are not to be shared, flushed or not.
             cache_key=str(flight.version) if flight.engine.kind.shares_prefixes else None,
         )
@@ -473,19 +473,19 @@ class _Collection:
         self, items: list[_Item], patience: float, engine: EngineRecord | None = None
     ) -> None:
         """Before all others, those that are not finished."""
-        if rest := [item for item in items if not item.finish]:
-            self.waiting.appendleft((rest, patience, engine))
+        if unfinished := [item for item in items if not item.finish]:
+            self.waiting.appendleft((unfinished, patience, engine))
 
     def _send_on(self, flight: _Flight) -> None:
-        rest = [item for item in flight.items if not (item.finish or item.ended)]
-        if not rest:
+        unfinished = [item for item in flight.items if not (item.finish or item.ended)]
+        if not unfinished:
             return
         if flight.lost:
-            self.moved[flight.engine] += len(rest)
+            self.moved[flight.engine] += len(unfinished)
         # Twice the time for the rest of a straggler: else one that waits in a queue would be
         # aborted again and again.
         patience = flight.patience * 2 if flight.aborted else flight.patience
-        self._wait_for_engine(rest, patience)
+        self._wait_for_engine(unfinished, patience)
 
     async def _fail(self, flight: _Flight, error: EngineError) -> None:
         # One that says what cannot be true, or refuses our key, says nothing of the request. But
@@ -499,8 +499,8 @@ class _Collection:
     async def _abort(self, flight: _Flight) -> None:
         flight.aborted = True
         self.fleet.count("aborted", len(flight.items))
-        why = f"{how_many(len(flight.items), 'response')}, after {flight.age:.0f} s"
-        self.fleet.note("aborted", flight.engine, why)
+        reason = f"{how_many(len(flight.items), 'response')}, after {flight.age:.0f} s"
+        self.fleet.note("aborted", flight.engine, reason)
         try:
             await asyncio.to_thread(flight.engine.api.abort, flight.rid)
         except EngineError as error:

@@ -153,13 +153,13 @@ class Fleet(Roster):
             EngineError: none came in time, or none can come.
         """
         end = time.monotonic() + timeout_s
-        while not (found := self.recruits()):
+        while not (recruits := self.recruits()):
             if reason := self.locked_out():
                 raise ConfigError(reason)
             if not self.engines() or time.monotonic() > end:
                 raise EngineError(f"no engine came back: {self.why_not()}")
             time.sleep(0.2)
-        return found
+        return recruits
 
     @contextlib.contextmanager
     def publication(self) -> Iterator[list[EngineRecord]]:

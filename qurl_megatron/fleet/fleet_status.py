@@ -89,16 +89,16 @@ def look(clients: Sequence[EngineClient], before: Sequence[Row] = ()) -> list[Ro
 
 
 def table(rows: Sequence[Row]) -> Table:
-    made = Table(box=None, pad_edge=False)
+    grid = Table(box=None, pad_edge=False)
     for name in ("engine", "health", "version", "running", "queued", "tokens/s", "model"):
         numbers = name in ("version", "running", "queued", "tokens/s")
-        made.add_column(name, justify="right" if numbers else "left", overflow="fold")
+        grid.add_column(name, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         load = row.load
         if load is None:
-            made.add_row(escape(row.url), f"[red]no answer[/]: {escape(row.error)}")
+            grid.add_row(escape(row.url), f"[red]no answer[/]: {escape(row.error)}")
             continue
-        made.add_row(
+        grid.add_row(
             escape(row.url),
             "[yellow]paused[/]" if load.paused else "[green]ok[/]",
             escape(load.version),
@@ -107,7 +107,7 @@ def table(rows: Sequence[Row]) -> Table:
             "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
             escape(load.model),
         )
-    return made
+    return grid
 
 
 def _with_speed(row: Row, earlier: Row) -> Row:

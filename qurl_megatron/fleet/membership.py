@@ -55,9 +55,9 @@ def read_members(rendezvous: Path, wrong: Callable[[WrongEntry], None]) -> dict[
         ConfigError: a file of JSON lines cannot be read.
     """
 
-    def read(act: Callable[..., Part | None], *where: object) -> Part | None:
+    def read(act: Callable[..., Part | None], *place: object) -> Part | None:
         try:
-            return act(*where)
+            return act(*place)
         except WrongEntry as error:
             wrong(error)
             return None
@@ -73,7 +73,7 @@ def read_members(rendezvous: Path, wrong: Callable[[WrongEntry], None]) -> dict[
             if line.strip()
         ]
     folder = rendezvous if rendezvous.is_dir() else rendezvous.parent
-    members = [read(_member, where, line, folder) for where, line in lines]
+    members = [read(_member, place, line, folder) for place, line in lines]
     return {member.url: member for member in members if member is not None}
 
 
@@ -89,14 +89,14 @@ def _text(file: Path) -> str | None:
 def _member(where: str, text: str, folder: Path) -> Member:
     try:
         entry = schema.parse(text)
-        given = {key: entry.get(key) for key in _MEMBER} if schema.record(entry) else entry
-        given = schema.fields(given, _MEMBER)
+        values = {key: entry.get(key) for key in _MEMBER} if schema.record(entry) else entry
+        values = schema.fields(values, _MEMBER)
     except schema.Malformed as error:
         raise WrongEntry(
             f'rendezvous {where} is not {{"url": ..., "api_key_file": ...}}: {error}', where
         ) from None
-    key_file = given["api_key_file"]
-    return Member(given["url"].rstrip("/"), key_file and folder / key_file, where)
+    key_file = values["api_key_file"]
+    return Member(values["url"].rstrip("/"), key_file and folder / key_file, where)
 
 
 _MEMBER: dict[str, schema.Range] = {

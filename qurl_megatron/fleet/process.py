@@ -94,8 +94,8 @@ class EngineProcess:
     def port(self) -> int | None:
         """Where it listens; None until it says so."""
         with contextlib.suppress(FileNotFoundError):
-            said = self._port_file.read_text(encoding="utf-8", errors="replace").strip()
-            return int(said) if PORT.fullmatch(said) else None
+            port = self._port_file.read_text(encoding="utf-8", errors="replace").strip()
+            return int(port) if PORT.fullmatch(port) else None
         return None
 
     def exited(self, wait_s: float = 0.0) -> str | None:

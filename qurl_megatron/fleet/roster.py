@@ -308,9 +308,9 @@ class Roster:
         """Return where an engine's model differs from that of the run; "" where it does not, or the
         engine does not say."""
         return ", ".join(
-            f"{name} is {shortened(computes[name])} there and {shortened(here)} here"
-            for name, here in (self.facts or {}).items()
-            if computes and name in computes and computes[name] != here
+            f"{name} is {shortened(computes[name])} there and {shortened(ours)} here"
+            for name, ours in (self.facts or {}).items()
+            if computes and name in computes and computes[name] != ours
         )
 
     def _client(self, url: str, api_key: str | None) -> EngineClient:

@@ -59,7 +59,7 @@ class Supervisor:
         """
         roster, end = self._roster, time.monotonic() + timeout_s
         untold_until = end - timeout_s + TOLD_AFTER_S
-        wanted = self._config.engines if self._rendezvous else 1
+        enough = self._config.engines if self._rendezvous else 1
         while True:
             if stop():
                 raise Interrupted("stopped while engines were waited for")
@@ -75,27 +75,27 @@ class Supervisor:
             if reason := roster.locked_out():
                 raise ConfigError(reason)
             waiting = [engine for engine in engines if engine.state == "starting"]
-            if not waiting and len(engines) >= wanted:
+            if not waiting and len(engines) >= enough:
                 return
             if late := [_lateness(e, timeout_s) for e in waiting if _late(e, timeout_s, end)]:
                 raise EngineError("; ".join(late))
             if not waiting and time.monotonic() > end:
-                said = "; ".join(self._complaints)
+                complaints = "; ".join(self._complaints)
                 raise EngineError(
                     f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
-                    f"{wanted} engines after {timeout_s:.0f} s {said}".rstrip()
+                    f"{enough} engines after {timeout_s:.0f} s {complaints}".rstrip()
                 )
             if time.monotonic() > untold_until:
                 untold_until = end
-                self._tell(waiting, len(engines), wanted, timeout_s)
+                self._tell(waiting, len(engines), enough, timeout_s)
             self._stopping.wait(RETRY_S / 10)
 
     def _tell(self, waiting: list[EngineRecord], there: int, wanted: int, timeout_s: float) -> None:
         """Say what a run waits for that it has not started itself."""
         limit = f"for {timeout_s:g} s at most (rollout.start_timeout_s)"
         for engine in [engine for engine in waiting if engine.process is None]:
-            said = engine.pulse.error or "no answer yet"
-            print(f"waiting for {engine.url} {limit}: {said}", flush=True)
+            state = engine.pulse.error or "no answer yet"
+            print(f"waiting for {engine.url} {limit}: {state}", flush=True)
         if there < wanted:
             print(f"waiting for {wanted - there} of {wanted} engines {limit}", flush=True)
 
@@ -143,8 +143,8 @@ class Supervisor:
         with self._roster.lock:
             if pulse.sent is None and now >= pulse.due:
                 pulse.sent = now
-                seen = (engine, client, pulse.epoch, now, limit_s)
-                threading.Thread(target=self._check, args=seen, daemon=True).start()
+                snapshot = (engine, client, pulse.epoch, now, limit_s)
+                threading.Thread(target=self._check, args=snapshot, daemon=True).start()
             elif pulse.sent is not None and now > pulse.sent + limit_s + LOOK_S:
                 # Stuck where no deadline reaches, as where it waits for a lease to be given back.
                 pulse.silent_since = pulse.silent_since or pulse.sent
@@ -252,22 +252,22 @@ class Supervisor:
             self._complain([error])
             return
         wrong: list[Exception] = [*entries]
-        known = {engine.url: engine for engine in roster.engines()}
+        by_url = {engine.url: engine for engine in roster.engines()}
         roster.barred &= members.keys()
         for url, member in members.items():
-            if url not in known and url not in roster.barred:
+            if url not in by_url and url not in roster.barred:
                 try:
                     roster.adopt(member, member.api_key() or roster.api_key)
                 except (ConfigError, EngineError) as error:
                     wrong.append(error)
         self._places |= {url: member.place for url, member in members.items()}
         unreadable = {entry.place for entry in entries}
-        gone = {url for url in known.keys() - members if self._places.get(url) not in unreadable}
+        gone = {url for url in by_url.keys() - members if self._places.get(url) not in unreadable}
         now = time.monotonic()
         self._absent = {url: self._absent.get(url, now) for url in gone}
         for url, since in self._absent.items():
             if now >= since + ABSENT_S:  # a file that is being rewritten is empty for a moment
-                roster.withdraw(known[url])
+                roster.withdraw(by_url[url])
         self._complain(wrong)
 
     def _complain(self, wrong: Iterable[Exception]) -> None:

@@ -47,12 +47,12 @@ class Tenancy:
             if verdict is None or verdict.granted:
                 engine.ours = verdict is not None
         if verdict is None or verdict.granted:
-            if verdict and (others := roster.other_facts(verdict.computes)):
+            if verdict and (differing := roster.other_facts(verdict.computes)):
                 roster.leave(
                     engine,
                     "gave up",
-                    f"{engine.url} computes another model than this run trains: {others}; start it "
-                    "on a folder with this run's config.json and generation_config.json",
+                    f"{engine.url} computes another model than this run trains: {differing}; start "
+                    "it on a folder with this run's config.json and generation_config.json",
                 )
             return
         before, engine.leased_s = engine.leased_s, verdict.left_s
@@ -93,15 +93,15 @@ class Tenancy:
             verdict = engine.api.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
             if verdict is not None and not verdict.granted:
                 engine.ours = False
-                taken = f"{engine.url} was taken over by another run ({verdict.label})"
-                self._roster.leave(engine, "gave up", taken)
+                reason = f"{engine.url} was taken over by another run ({verdict.label})"
+                self._roster.leave(engine, "gave up", reason)
 
     def _give_back(self, engine: EngineRecord) -> None:
         with self._asking(engine), suppress(EngineError):  # silent, or gone: its lease will end
             if not engine.ours:
                 return
             engine.ours = False
-            if not any(one.ours and one.url == engine.url for one in self._roster.adopted):
+            if not any(other.ours and other.url == engine.url for other in self._roster.adopted):
                 engine.api.lease(self._owner, 0, timeout_s=ANSWER_S)
 
     def _asking(self, engine: EngineRecord) -> threading.Lock:

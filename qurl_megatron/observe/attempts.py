@@ -113,8 +113,8 @@ def run_metrics(run_dir: Path) -> list[Record]:
     """
     path = run_dir / "metrics.jsonl"
     # A file that has only been begun holds no line, which is no mistake here.
-    begun = path.is_file() and b"\n" in path.read_bytes()
-    return read_metrics(path) if begun else []
+    has_lines = path.is_file() and b"\n" in path.read_bytes()
+    return read_metrics(path) if has_lines else []
 
 
 def read_began(attempt: Path) -> Began:
@@ -122,9 +122,9 @@ def read_began(attempt: Path) -> Began:
 
 
 def read_attempt(path: Path) -> Attempt:
-    known = {field.name for field in fields(Attempt)}
+    field_names = {field.name for field in fields(Attempt)}
     return read_record(
-        path, lambda value: Attempt(**{name: value[name] for name in known & value.keys()})
+        path, lambda value: Attempt(**{name: value[name] for name in field_names & value.keys()})
     )
 
 

@@ -276,13 +276,13 @@ GROUPS: dict[str, MetricGroup] = {
 
 def known(name: str) -> Known | None:
     """What is known of a metric; None of one that no run of ours logs."""
-    prefix, _, rest = name.partition("/")
+    prefix, _, suffix = name.partition("/")
     metrics = GROUPS[prefix].metrics if prefix in GROUPS else {}
-    family = rest.partition("/")[0] + "/..."
-    return metrics.get(rest) or metrics.get(family) or metrics.get("...")
+    family = suffix.partition("/")[0] + "/..."
+    return metrics.get(suffix) or metrics.get(family) or metrics.get("...")
 
 
 def unit(name: str) -> Unit:
     """How a metric's value reads; plainly where it is not known."""
-    found = known(name)
-    return found.unit if found else ""
+    entry = known(name)
+    return entry.unit if entry else ""

@@ -184,10 +184,10 @@ def _draw_phases(axes: Axes, picture: Picture, history: History) -> None:
         row[np.searchsorted(steps, at)] = values
     colors = [COLORS[line.color] for line in lines]
     if "time/step" in history:
-        at, whole = history.series("time/step")
+        at, step_seconds = history.series("time/step")
         inside = np.isin(at, steps)
         other = np.zeros(len(steps))
-        other[np.searchsorted(steps, at[inside])] = whole[inside]
+        other[np.searchsorted(steps, at[inside])] = step_seconds[inside]
         stack = np.vstack([stack, np.maximum(other - stack.sum(axis=0), 0.0)])
         colors.append(COLORS["other"])
     if len(steps) <= MAX_BARS:

@@ -93,9 +93,9 @@ def kept() -> Iterator[None]:
 
 def read_failures(folder: Path) -> list[Failure]:
     """Those of an attempt, the earliest first; a damaged one is left out, for logs tell too."""
-    found = []
+    failures = []
     for path in folder.glob("failure-*.json"):
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             failure = Failure(**json.loads(path.read_bytes()))
-            found.append(replace(failure, time=float(failure.time), rank=int(failure.rank)))
-    return sorted(found, key=lambda one: one.time)
+            failures.append(replace(failure, time=float(failure.time), rank=int(failure.rank)))
+    return sorted(failures, key=lambda one: one.time)

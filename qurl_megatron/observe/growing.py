@@ -16,10 +16,10 @@ class Growing:
             OSError: the system refused; the file is as it was before.
         """
         start = self._file.seek(0, os.SEEK_END)
-        rest = memoryview(piece)
+        unwritten = memoryview(piece)
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError:
             self._file.truncate(start)
             raise

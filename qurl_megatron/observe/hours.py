@@ -65,10 +65,10 @@ class Hours:
 
     @property
     def total(self) -> Spent:
-        whole = Spent()
+        total_hours = Spent()
         for row in self.rows:
-            whole = whole.plus(row.hours)
-        return whole
+            total_hours = total_hours.plus(row.hours)
+        return total_hours
 
     @property
     def per_sample(self) -> float | None:
@@ -83,8 +83,12 @@ def hours_of(run_dir: Path) -> Hours:
     """
     attempts = tried(run_dir)
     rows = [
-        AttemptRow(one.number, one.began.gpus, _spent(one, after).times(one.began.gpus / 3600))
-        for one, after in zip(attempts, [*attempts[1:], None], strict=False)
+        AttemptRow(
+            attempt.number,
+            attempt.began.gpus,
+            _spent(attempt, after).times(attempt.began.gpus / 3600),
+        )
+        for attempt, after in zip(attempts, [*attempts[1:], None], strict=False)
     ]
     # What the newest attempt has lost is in metrics.jsonl until the next one begins.
     newest = attempts[-1].ended if attempts else None
@@ -114,13 +118,13 @@ def split(
         spent[before] += start - at
         _add_step(spent, done - start, long if counts else None)
         at = done
-    rest = max(ended - at, 0.0)
+    remainder = max(ended - at, 0.0)
     if not steps:
-        spent["set_up"] += rest
+        spent["set_up"] += remainder
     elif runs:
-        _add_step(spent, rest, long)
+        _add_step(spent, remainder, long)
     else:
-        spent["lost" if failed or steps[-1].step > saved else "saved"] += rest
+        spent["lost" if failed or steps[-1].step > saved else "saved"] += remainder
     return Spent(**spent)
 
 
@@ -148,11 +152,11 @@ def accepted(records: Sequence[Record], recipe: Mapping) -> float:
     masked = recipe.get("algo", {}).get("mask_truncated", False)
     return sum(
         group
-        * (prompts - one.get("sampling/unfilled", 0.0))
-        * (1 - one.get("correction/rejected_responses", 0.0))
-        * (1 - (one.get("response/truncated", 0.0) if masked else 0.0))
+        * (prompts - metrics.get("sampling/unfilled", 0.0))
+        * (1 - metrics.get("correction/rejected_responses", 0.0))
+        * (1 - (metrics.get("response/truncated", 0.0) if masked else 0.0))
         for record in records
-        if "time/step" in (one := record.metrics)
+        if "time/step" in (metrics := record.metrics)
     )
 
 

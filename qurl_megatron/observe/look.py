@@ -47,26 +47,30 @@ def chosen(examples: Sequence[Example], wanted: Wanted) -> list[Example]:
     Raises:
         ConfigError: there is none like that.
     """
-    steps = sorted({one.step for one in examples})
+    steps = sorted({example.step for example in examples})
     step, text = wanted.step, wanted.prompt
     if step is not None and step not in steps:
         raise ConfigError(f"--step {step} has no examples; kept are {_said(steps)}")
     if step is None and text is None:
         step = steps[-1]
-    found = [one for one in examples if step in (None, one.step) and (text or "") in one.prompt]
-    if not found:
-        where = "" if step is None else f" of step {step}"
-        raise ConfigError(f"--prompt {text!r} is in none of the prompts that are kept{where}")
+    matching = [
+        example
+        for example in examples
+        if step in (None, example.step) and (text or "") in example.prompt
+    ]
+    if not matching:
+        of_step = "" if step is None else f" of step {step}"
+        raise ConfigError(f"--prompt {text!r} is in none of the prompts that are kept{of_step}")
     if wanted.worst is None and wanted.best is None:
-        return found
-    found.sort(key=lambda one: one.reward)  # stable: else as they were written
-    worst = min(wanted.worst or 0, len(found))
-    return found[:worst] + found[max(worst, len(found) - (wanted.best or 0)) :]
+        return matching
+    matching.sort(key=lambda example: example.reward)  # stable: else as they were written
+    worst = min(wanted.worst or 0, len(matching))
+    return matching[:worst] + matching[max(worst, len(matching) - (wanted.best or 0)) :]
 
 
 def _said(steps: Sequence[int]) -> str:
     """Numbers a person can choose from."""
     if len(steps) > 10:
         return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-    *others, last = map(str, steps)
-    return f"steps {', '.join(others)} and {last}" if others else f"step {last}"
+    *before_last, last = map(str, steps)
+    return f"steps {', '.join(before_last)} and {last}" if before_last else f"step {last}"

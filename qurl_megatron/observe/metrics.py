@@ -210,13 +210,13 @@ def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for metrics in many:
         for name, metric in metrics.items():
-            known = merged.get(name)
-            assert known is None or type(known) is type(metric), (
-                f"metric {name} is a {type(known).__name__} in one place "
+            earlier = merged.get(name)
+            assert earlier is None or type(earlier) is type(metric), (
+                f"metric {name} is a {type(earlier).__name__} in one place "
                 f"and a {type(metric).__name__} in another"
             )
             merged[name] = (
-                metric if known is None else known.merged(metric)  # type: ignore[arg-type]  # of one type: see above
+                metric if earlier is None else earlier.merged(metric)  # type: ignore[arg-type]  # of one type: see above
             )
     return merged
 

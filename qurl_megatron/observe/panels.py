@@ -322,8 +322,8 @@ OVERVIEW = ("reward", "clip", "kl", "rho_max", "flips", "phases")
 
 def pictures(history: History) -> dict[str, list[Picture]]:
     """The pictures that this run can fill, by section; what was not measured is left out."""
-    found = {
+    sections = {
         name: [picture for picture in section if picture.present(history)]
         for name, section in SECTIONS.items()
     }
-    return {name: section for name, section in found.items() if section}
+    return {name: section for name, section in sections.items() if section}

@@ -37,8 +37,8 @@ def compared(run_dir: Path, history: History) -> list[ComparedPhase]:
     if not path.is_file():
         return []
     try:
-        own = json.loads(path.read_text(encoding="utf-8"))["own"]
-        metrics = {} if own is None else own["metrics"]  # the run's own layout did not fit
+        layout = json.loads(path.read_text(encoding="utf-8"))["own"]
+        metrics = {} if layout is None else layout["metrics"]  # the run's own layout did not fit
         predicted = {str(name): float(value) for name, value in metrics.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(

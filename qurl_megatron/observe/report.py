@@ -124,8 +124,10 @@ def write_report(run_dir: Path | str) -> Path:
 def save_overview_png(run_dir: Path | str, path: Path | str) -> Path:
     """Save the pictures that sum up a run as one image, e.g. for a README."""
     history = History(read_metrics(Path(run_dir) / METRICS_FILE))
-    found = [picture for section in panels.pictures(history).values() for picture in section]
-    chosen = [picture for picture in found if picture.key in panels.OVERVIEW] or found[:2]
+    all_pictures = [picture for section in panels.pictures(history).values() for picture in section]
+    chosen = [
+        picture for picture in all_pictures if picture.key in panels.OVERVIEW
+    ] or all_pictures[:2]
     if not chosen:
         raise ConfigError(f"{run_dir} has none of the metrics that the overview draws")
     path = Path(path)
@@ -217,9 +219,9 @@ def _rollout_speed(history: History) -> float | None:
     steps, speeds = history.series(name)
     seconds = np.ones(len(steps))
     if "time/rollout" in history:
-        known = dict(zip(*history.series("time/rollout"), strict=True))
-        if all(step in known for step in steps):
-            seconds = np.array([known[step] for step in steps])
+        rollout_seconds = dict(zip(*history.series("time/rollout"), strict=True))
+        if all(step in rollout_seconds for step in steps):
+            seconds = np.array([rollout_seconds[step] for step in steps])
     return float(np.average(speeds, weights=seconds)) if seconds.sum() > 0 else None
 
 
@@ -243,12 +245,12 @@ def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]
     for span in spans:
         if span.lane != "guard":
             continue
-        what, _, why = span.name.partition(": ")
-        if what == HALTED:
+        action, _, reason = span.name.partition(": ")
+        if action == HALTED:
             again = ", and started again" if last_step > span.step else ""
-            yield f"Halted at step {span.step}{again}", why
-        elif what.startswith(FALL_BACK):
-            yield f"{what.removeprefix(FALL_BACK)} since step {span.step}", why
+            yield f"Halted at step {span.step}{again}", reason
+        elif action.startswith(FALL_BACK):
+            yield f"{action.removeprefix(FALL_BACK)} since step {span.step}", reason
 
 
 def _section(chosen: Sequence[Picture], history: History) -> PictureSection:
@@ -286,16 +288,16 @@ def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
 def _quotes(examples: Sequence[Example]) -> list[Quote]:
     """The lowest and the highest reward of the first, the middle and the last step that has any, of
     evaluations and of training."""
-    found = []
+    quotes = []
     for of in (HELD_OUT, TRAIN):
         some = [example for example in examples if example.of == of]
         steps = sorted({example.step for example in some})
         for step in sorted({steps[i] for i in (0, len(steps) // 2, -1)} if steps else ()):
             ranked = sorted((e for e in some if e.step == step), key=lambda e: e.reward)
-            found.append(_quote("lowest reward", ranked[0]))
+            quotes.append(_quote("lowest reward", ranked[0]))
             if len(ranked) > 1:
-                found.append(_quote("highest reward", ranked[-1]))
-    return found
+                quotes.append(_quote("highest reward", ranked[-1]))
+    return quotes
 
 
 def _quote(what: str, example: Example) -> Quote:
@@ -319,8 +321,8 @@ def _hours(found: Hours) -> dict | None:
     if len(spent) > 1:
         spent.append(("all", "", found.total))
     rows = [
-        (name, gpus, [number(value) for value in (*asdict(one).values(), one.total)])
-        for name, gpus, one in spent
+        (name, gpus, [number(value) for value in (*asdict(hours).values(), hours.total)])
+        for name, gpus, hours in spent
     ]
     note = ""
     if found.per_sample is not None:
@@ -338,11 +340,11 @@ def _groups(history: History) -> dict[str, list[MetricRow]]:
         steps, values = history.newest(name)
         prefix = name.split("/")[0]
         heading = GROUPS[prefix].heading if prefix in GROUPS else prefix
-        its = known(name)
+        entry = known(name)
         groups.setdefault(heading, []).append(
             MetricRow(
                 name=name,
-                says=its.says if its else "",
+                says=entry.says if entry else "",
                 step=int(steps[-1]),
                 last=reading(name, values[-1]),
                 low=reading(name, values.min()),

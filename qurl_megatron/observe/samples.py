@@ -76,15 +76,15 @@ def telling(rewards: Sequence[float], prompts: Sequence[int], count: int) -> lis
         Indices, ascending.
     """
     nth: list[int] = []
-    seen: Counter[tuple[int, float]] = Counter()
+    counts: Counter[tuple[int, float]] = Counter()
     for prompt, reward in zip(prompts, rewards, strict=True):
-        nth.append(seen[prompt, reward])
-        seen[prompt, reward] += 1
+        nth.append(counts[prompt, reward])
+        counts[prompt, reward] += 1
     every = range(len(rewards))
     lowest = sorted(every, key=lambda i: (rewards[i], nth[i], i))[: (count + 1) // 2]
     highest = sorted(every, key=lambda i: (-rewards[i], nth[i], i))
-    rest = [i for i in highest if i not in lowest][: count // 2]
-    return sorted(lowest + rest)
+    highest_left = [i for i in highest if i not in lowest][: count // 2]
+    return sorted(lowest + highest_left)
 
 
 def clipped(text: str, longest: int = LONGEST) -> str:
@@ -136,8 +136,8 @@ def as_text(example: Example, title: str = "", *, longest: int = 2 * LONGEST) ->
 
 def _labelled(name: str, text: str) -> list[str]:
     """With the name before the first line, and the others below that."""
-    first, *rest = visible(text).split("\n")
-    return [f"  {name:<8}  {first}", *(f"  {'':<8}  {line}" for line in rest)]
+    first, *further_lines = visible(text).split("\n")
+    return [f"  {name:<8}  {first}", *(f"  {'':<8}  {line}" for line in further_lines)]
 
 
 def say(text: str) -> None:
@@ -157,9 +157,17 @@ class SampleFile:
                 dropped. 0 starts an empty file.
             evaluates: the step before that will be evaluated again, too.
         """
-        kept = [one for one in _read(path) if one.step < resume_step] if resume_step else []
+        kept = (
+            [example for example in _read(path) if example.step < resume_step]
+            if resume_step
+            else []
+        )
         if evaluates:
-            kept = [one for one in kept if (one.step + 1, one.of) != (resume_step, HELD_OUT)]
+            kept = [
+                example
+                for example in kept
+                if (example.step + 1, example.of) != (resume_step, HELD_OUT)
+            ]
         write_whole(path, "".join(map(_line, kept)), sync=True)
         self._file = Growing(path)
 
@@ -199,8 +207,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def _parsed(line: str, path: Path, place: int) -> Example:
     try:
         record: Any = json.loads(line)
-        whole = record.keys() == _KINDS.keys()
-        if whole and all(type(record[name]) in kinds for name, kinds in _KINDS.items()):
+        complete = record.keys() == _KINDS.keys()
+        if complete and all(type(record[name]) in kinds for name, kinds in _KINDS.items()):
             return Example(**record)
     except (ValueError, AttributeError, RecursionError):
         pass  # said below, as of a line that is JSON and no example

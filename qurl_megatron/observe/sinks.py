@@ -202,19 +202,19 @@ class WandbSink:
 
 def _wandb_id(run_dir: Path, *, fresh: bool) -> str:
     path = run_dir / WANDB_ID
-    if not fresh and path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
-        return known
-    made = secrets.token_hex(4)
-    write_whole(path, made + "\n")
-    return made
+    if not fresh and path.is_file() and (run_id := path.read_text(encoding="utf-8").strip()):
+        return run_id
+    new_id = secrets.token_hex(4)
+    write_whole(path, new_id + "\n")
+    return new_id
 
 
 def _by_tag(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
     """Examples by the name they have in views, lowest rewards first."""
-    found: dict[str, list[Example]] = {}
+    by_tag: dict[str, list[Example]] = {}
     for example in sorted(examples, key=lambda one: one.reward):
-        found.setdefault(f"samples/{example.of}", []).append(example)
-    return list(found.items())
+        by_tag.setdefault(f"samples/{example.of}", []).append(example)
+    return list(by_tag.items())
 
 
 def read_metrics(path: Path | str) -> list[Record]:

@@ -70,8 +70,8 @@ def plus_minus(low: float, high: float, std: float | None) -> str:
         first, exponent = f"{std:.1e}".split("e")
         decimals = max(0, (first < "2") - int(exponent)) if std else 3
         spread = f" ± {std:.{decimals}f}" if std else " ± 0"
-    least, most = (f"{value:.{decimals}f}".replace("-", MINUS) for value in (low, high))
-    return f"{least if least == most else f'{least} to {most}'}{spread}"
+    lowest, highest = (f"{value:.{decimals}f}".replace("-", MINUS) for value in (low, high))
+    return f"{lowest if lowest == highest else f'{lowest} to {highest}'}{spread}"
 
 
 def how_many(count: int, noun: str) -> str:
@@ -85,22 +85,22 @@ def duration(seconds: float) -> str:
         return str(seconds)
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
+        return f"{minutes}m{seconds_left:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
 
 
 def reading(name: str, value: float) -> str:
     """A metric's value with the unit that the catalogue gives it."""
-    its = unit(name)
-    if its == "share":
+    unit_name = unit(name)
+    if unit_name == "share":
         return f"{number(100 * value)}{NARROW_SPACE}%"
-    if its == "seconds":
+    if unit_name == "seconds":
         return duration(value)
-    if its == "near 1" and abs(value - 1) < 0.5:
+    if unit_name == "near 1" and abs(value - 1) < 0.5:
         return f"{value:.4f}"
-    if its == "name" and math.isfinite(value):
+    if unit_name == "name" and math.isfinite(value):
         return f"{value:.0f}"
     return number(value)

@@ -142,13 +142,13 @@ def corrected_by_run(arguments: argparse.Namespace, gpu: Gpu) -> tuple[Constants
 
 def best_trainers(layouts: Sequence[Prediction]) -> list[Prediction]:
     """Return the fastest layout for each set of engines, plus the recipe's own."""
-    seen, best = set(), []
+    engine_layouts, best = set(), []
     for layout in layouts:
         choice = layout.choice
         engines = (choice.colocated, choice.engines, choice.engine_tensor)
-        if engines not in seen or layout.own:
+        if engines not in engine_layouts or layout.own:
             best.append(layout)
-        seen.add(engines)
+        engine_layouts.add(engines)
     return best
 
 
@@ -195,20 +195,23 @@ def stop_sentence(curve: Sequence[Prediction], worth: float) -> str:
     for best, doubled in zip(curve, curve[1:], strict=False):
         saved = 1 - doubled.step / best.step
         if doubled.choice.gpus == 2 * best.choice.gpus and saved < worth:
-            phase, _, why = doubled.limit.partition(": ")
+            phase, _, reason = doubled.limit.partition(": ")
             return (
                 f"It stops scaling at {best.choice.gpus} GPUs: twice as many take "
                 f"{100 * saved:.1f} % off the step, limited by {phase}"
-                + (f" ({why})." if why else ".")
+                + (f" ({reason})." if reason else ".")
             )
     return f"It scales up to {curve[-1].choice.gpus} GPUs, the most that were simulated."
 
 
 def _own_missing(planner: Planner, gpus: int) -> str:
-    own = scaled(own_choice(planner.config), gpus)
-    if own is None:
+    recipe_layout = scaled(own_choice(planner.config), gpus)
+    if recipe_layout is None:
         return f"The recipe's own layout does not come out whole on {gpus} GPUs."
-    return f"The recipe's own layout, {own.label()}, does not fit or does not divide the batch."
+    return (
+        f"The recipe's own layout, {recipe_layout.label()}, does not fit or does not divide the "
+        "batch."
+    )
 
 
 def _cells(row: Prediction) -> list[str]:
@@ -230,10 +233,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     text = [""] * len(lines)
     for column, name in enumerate(head):
         width = max(len(line[column]) for line in lines)
-        left = name in ("layout", "best layout", "limited by")
+        is_text = name in ("layout", "best layout", "limited by")
         for i, line in enumerate(lines):
             cell = line[column]
-            text[i] += (cell.ljust(width) if left else cell.rjust(width)) + "  "
+            text[i] += (cell.ljust(width) if is_text else cell.rjust(width)) + "  "
     return [line.rstrip() for line in text]
 
 
@@ -244,14 +247,14 @@ def as_json(
     curve: Sequence[Prediction],
 ) -> dict[str, Any]:
     """Return everything, for programs; ``qurl report`` shows ``own`` beside a run."""
-    own = next((layout for layout in layouts if layout.own), None)
+    recipe_layout = next((layout for layout in layouts if layout.own), None)
     return {
         "gpu": arguments.gpu,
         "gpus": arguments.gpus,
         "gpus_per_node": arguments.gpus_per_node,
         "work": asdict(planner.work),
         "constants": table(arguments.gpu, planner.gpu, planner.constants),
-        "own": own and _row(planner, own),
+        "own": recipe_layout and _row(planner, recipe_layout),
         "layouts": [_row(planner, layout) for layout in layouts],
         "scaling": [_row(planner, best) for best in curve],
     }

@@ -89,8 +89,8 @@ def _trainers(arch: Arch, gpus: int, within: list[int]) -> Iterator[tuple[int, i
             if not _divides(arch, tensor, pipeline):
                 continue
             for context in within:
-                data, left = divmod(gpus, tensor * pipeline * context)
-                if data and not left:
+                data, unused = divmod(gpus, tensor * pipeline * context)
+                if data and not unused:
                     yield tensor, pipeline, context, data
 
 
@@ -123,9 +123,9 @@ def own_choice(config: RunConfig) -> Choice:
 
 def scaled(own: Choice, gpus: int) -> Choice | None:
     """The same with data ranks and engines for ``gpus``; None where they do not come out whole."""
-    data, left = divmod(own.data * gpus, own.gpus)
+    data, unused = divmod(own.data * gpus, own.gpus)
     engines, over = divmod(own.engines * gpus, own.gpus)
-    if left or over or not (data and engines):
+    if unused or over or not (data and engines):
         return None
     return replace(own, data=data, engines=engines)
 
@@ -174,14 +174,14 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
 
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
     """What turns one into the other on the command line, as section.key=value."""
-    found = []
+    changed = []
     for section, keys in CHANGED.items():
         for key in keys:
             old = getattr(getattr(before, section), key)
             new = getattr(getattr(after, section), key)
             if old != new:
-                found.append(f"{section}.{key}={_toml(new)}")
-    return found
+                changed.append(f"{section}.{key}={_toml(new)}")
+    return changed
 
 
 CHANGED = {

@@ -101,10 +101,10 @@ class Planner:
 
     def plan(self, gpus: int) -> list[Prediction]:
         """Every layout of ``gpus`` GPUs that fits, fastest first."""
-        own = scaled(own_choice(self.config), gpus)
+        recipe_choice = scaled(own_choice(self.config), gpus)
         predictions = []
         for choice in choices(self.models.policy, gpus, self.node, self._shares):
-            prediction = self.predict(choice, own=choice == own)
+            prediction = self.predict(choice, own=choice == recipe_choice)
             if prediction is not None:
                 predictions.append(prediction)
         return sorted(predictions, key=lambda layout: (layout.step, layout.training.seconds))
@@ -123,16 +123,16 @@ class Planner:
         fitting = self._fitting(choice, own=own)
         if fitting is None:
             return None
-        config, held = fitting
-        _, phase, size = held.fullest
+        config, memory = fitting
+        _, phase, size = memory.fullest
         return Prediction(
             choice=choice,
             config=config,
             own=own,
             bytes=size,
             phase=phase,
-            rollout=self._rollout(config, held),
-            training=self._training(config, held),
+            rollout=self._rollout(config, memory),
+            training=self._training(config, memory),
             publish=self._publish(config),
             reload=self.constants.reload if choice.colocated else 0.0,
             tokens=self.work.tokens,
@@ -143,14 +143,14 @@ class Planner:
         for static in self._fractions(choice, own=own):
             try:
                 config = applied(self.config, choice, node=self.node, static=static)
-                held = footprint(config, self.models, gpu_gib=self.gpu.gib)
+                memory = footprint(config, self.models, gpu_gib=self.gpu.gib)
             except ConfigError:  # it does not divide
                 return None
-            _, phase, size = held.fullest
+            _, phase, size = memory.fullest
             if size <= self._usable(own=own):
-                assert held.engine is not None, "SGLang engines have a footprint"
-                room = held.engine.tokens(config.quant.scheme)
-                return (config, held) if room >= self._longest else None
+                assert memory.engine is not None, "SGLang engines have a footprint"
+                room = memory.engine.tokens(config.quant.scheme)
+                return (config, memory) if room >= self._longest else None
             if self.nearest is None or size < self.nearest[0]:
                 self.nearest = (size, choice, phase)
             if not choice.colocated or phase in ("resume", "train"):

@@ -35,11 +35,11 @@ def publish_time(config: RunConfig, arch: Arch, gpu: Gpu, constants: Constants) 
     put = version / (parallel.tensor * parallel.pipeline)
     received = version / rollout.engine_tensor
     # Data-parallel replicas take turns, bucket by bucket.
-    made = put / parallel.data
+    quantized = put / parallel.data
     weights = parameter_count(arch) / (parallel.tensor * parallel.pipeline * parallel.data)
 
     hbm = gpu.hbm * constants.decode_hbm
-    making = (weights * QUANTIZE_TRAFFIC + made * (HASH_TRAFFIC + COPY_TRAFFIC)) / hbm
+    making = (weights * QUANTIZE_TRAFFIC + quantized * (HASH_TRAFFIC + COPY_TRAFFIC)) / hbm
     loading = received * (HASH_TRAFFIC + COPY_TRAFFIC) / hbm
     match config.sync.on_one_machine:
         case "files":
@@ -48,7 +48,7 @@ def publish_time(config: RunConfig, arch: Arch, gpu: Gpu, constants: Constants) 
         case "memory":
             loading += received / (gpu.nvlink * constants.collective)
         case _:
-            sent = max(rollout.engines * made, received)
+            sent = max(rollout.engines * quantized, received)
             loading += sent / (gpu.network * constants.collective)
 
     buckets = max(1, math.ceil(put / (config.sync.bucket_mb * MIB)))

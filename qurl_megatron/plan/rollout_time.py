@@ -48,11 +48,11 @@ class DecodeRank:
 def decode_rank(arch: Arch, scheme: str, tensor: int, itemsize: int = 2) -> DecodeRank:
     """A rank of an engine of ``tensor``; what is not quantized has ``itemsize`` bytes a number."""
     embedding = arch.vocab * arch.hidden
-    held = memory.engine_weights(arch, scheme, tensor, itemsize)
+    weight_bytes = memory.engine_weights(arch, scheme, tensor, itemsize)
     linear = linear_parameters(arch)
     return DecodeRank(
         # Of the embedding a step reads a row per response; where it is tied, it is the output too.
-        weights=held - (0 if arch.tied else itemsize * embedding / tensor),
+        weights=weight_bytes - (0 if arch.tied else itemsize * embedding / tensor),
         quantized=2 * linear / tensor,
         plain=2 * embedding / tensor,
         token=memory.cached_token(arch, tensor, itemsize),
@@ -98,8 +98,8 @@ def decode_step(
     reduce = 0.0
     if rank.tensor > 1:
         sent = 2 * (rank.tensor - 1) / rank.tensor * running * rank.hidden * 2  # BF16
-        one = constants.decode_latency + sent / (gpu.nvlink * constants.collective)
-        reduce = 2 * rank.layers * one
+        one_reduce = constants.decode_latency + sent / (gpu.nvlink * constants.collective)
+        reduce = 2 * rank.layers * one_reduce
     return {
         # The weights are read while they are multiplied: the longer of the two counts.
         WEIGHTS: read if read >= multiply else 0.0,
@@ -116,22 +116,22 @@ def schedule(lengths: Sequence[int], slots: int) -> Iterator[tuple[int, int, flo
     Responses begin in the order given, the next one where one has ended.
     """
     waiting = iter(lengths)
-    now, begun = 0, 0
+    now, started = 0, 0
     ends: list[tuple[int, int]] = []  # and when it began
 
     def fill() -> None:
-        nonlocal begun
+        nonlocal started
         while len(ends) < slots and (length := next(waiting, None)) is not None:
             heapq.heappush(ends, (now + length, now))
-            begun += now
+            started += now
 
     fill()
     while ends:
         steps, running = ends[0][0] - now, len(ends)
-        yield steps, running, now + steps / 2 - begun / running
+        yield steps, running, now + steps / 2 - started / running
         now = ends[0][0]
         while ends and ends[0][0] == now:
-            begun -= heapq.heappop(ends)[1]
+            started -= heapq.heappop(ends)[1]
         fill()
 
 

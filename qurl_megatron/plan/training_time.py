@@ -138,17 +138,17 @@ def update(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Part
     }
     backward = sum(parts.values()) - sum(ahead.values())
     parts = _in_pipeline(parts, trainer.pipeline, hand)
-    held, copies = trainer.parameters, trainer.data * trainer.context
+    parameters, copies = trainer.parameters, trainer.data * trainer.context
     if copies > 1:
         spread = trainer.tensor * copies
         link = trainer.link(gpu, constants, spread, trainer.node // trainer.tensor)
-        moved = (copies - 1) / copies * held
+        moved = (copies - 1) / copies * parameters
         add = moved * 4 * (1 if trainer.distributed else 2) / link
         # Only the last pass of an update sends while it computes.
         hidden = backward / hand.passes if trainer.overlap else 0.0
         gather = moved * trainer.itemsize / link if trainer.distributed else 0.0
         parts[GRADIENTS] = max(0.0, add - hidden) + gather
-    owned = held / (copies if trainer.distributed else 1)
+    owned = parameters / (copies if trainer.distributed else 1)
     parts[OPTIMIZER] = owned * constants.optimizer_bytes / (gpu.hbm * constants.decode_hbm)
     return parts
 
@@ -182,12 +182,14 @@ def training_time(
         reference: its log-probs are wanted as well.
     """
     updates = work.minibatches
-    one = _in_pipeline(forward(policy, gpu, constants, hand), policy.pipeline, hand, updates)
-    scores = [_times(one, updates * (2 if reference else 1))]
+    one_pass = _in_pipeline(forward(policy, gpu, constants, hand), policy.pipeline, hand, updates)
+    scores = [_times(one_pass, updates * (2 if reference else 1))]
     trains = [_times(update(policy, gpu, constants, hand), updates * work.epochs)]
     if critic:
-        one = _in_pipeline(forward(critic, gpu, constants, hand), critic.pipeline, hand, updates)
-        scores.append(_times(one, updates))
+        one_pass = _in_pipeline(
+            forward(critic, gpu, constants, hand), critic.pipeline, hand, updates
+        )
+        scores.append(_times(one_pass, updates))
         trains.append(_times(update(critic, gpu, constants, hand), updates * work.epochs))
     over = constants.training_over
     scores, trains = ([_times(p, over) for p in many] for many in (scores, trains))

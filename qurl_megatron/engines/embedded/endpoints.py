@@ -116,8 +116,8 @@ def load_engine(
     arch = arch_of(description_of(model_dir), quantized=True)
     decoder = Decoder(arch, scheme, DTYPES[dtype], torch.device(device))
     decoder.load(read_weights(model_dir, decoder))
-    if decoder.largest_code and device == "cpu" and (why := native.refusal(decoder)):
-        log.warning("decode steps are computed by torch, which takes longer: %s", why)
+    if decoder.largest_code and device == "cpu" and (reason := native.refusal(decoder)):
+        log.warning("decode steps are computed by torch, which takes longer: %s", reason)
     return Engine(decoder, cache_gb)
 
 
@@ -136,9 +136,9 @@ def bound(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:  # the latter: a port above 65535
         listener.close()
-        why = getattr(error, "strerror", error)
+        reason = getattr(error, "strerror", error)
         raise ConfigError(
-            f"nothing can listen at {host}, port {port} ({why}); give another --port or --host"
+            f"nothing can listen at {host}, port {port} ({reason}); give another --port or --host"
         ) from None
     return listener
 
@@ -219,8 +219,10 @@ class _Handlers:
         await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not finished.done():
-            left = set(map(id, generation.sequences))
-            self.worker.call(lambda engine: engine.abort(lambda s: id(s) in left, "Client left."))
+            unfinished = set(map(id, generation.sequences))
+            self.worker.call(
+                lambda engine: engine.abort(lambda s: id(s) in unfinished, "Client left.")
+            )
         await finished
         return JSONResponse(generation.answer())
 
@@ -319,8 +321,8 @@ class _RequireKey:
         self.app, self.expected = app, f"Bearer {api_key}".encode()
 
     async def __call__(self, scope, receive, send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["path"] == "/health" or hmac.compare_digest(given, self.expected):
+        authorization = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["path"] == "/health" or hmac.compare_digest(authorization, self.expected):
             await self.app(scope, receive, send)
         else:
             refusal = JSONResponse({"error": {"message": "Unauthorized"}}, status_code=401)

@@ -176,8 +176,8 @@ class Engine:
             length = max(self.cache.length, sequence.total)
             longest = max(longest, _prefix_length(sequence))
             prompts += not _shares_prefill(previous, sequence)
-            most = RECOMPUTE_TOKENS if sequence.output_ids else PREFILL_TOKENS
-            if rows > self.cache.rows_at(length) or (joining and longest * prompts > most):
+            limit = RECOMPUTE_TOKENS if sequence.output_ids else PREFILL_TOKENS
+            if rows > self.cache.rows_at(length) or (joining and longest * prompts > limit):
                 break
             if length > self.cache.length:
                 self.cache.cut(length, live_rows=len(self.running))

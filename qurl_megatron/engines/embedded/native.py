@@ -65,8 +65,8 @@ def _load() -> ctypes.CDLL:
 def instructions() -> frozenset[str]:
     """The processor's, by the names of Linux; elsewhere none is known."""
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
-    return frozenset(found[1].split() if found else ())
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    return frozenset(flags[1].split() if flags else ())
 
 
 @functools.cache
@@ -78,22 +78,22 @@ def _found() -> ctypes.CDLL | Unavailable:
 
 
 def _built() -> ctypes.CDLL:
-    found = library()
-    assert found is not None, "whoever has blocks asked"
-    return found
+    loaded = library()
+    assert loaded is not None, "whoever has blocks asked"
+    return loaded
 
 
 def library() -> ctypes.CDLL | None:
-    found = _found()
-    return None if isinstance(found, Unavailable) else found
+    loaded = _found()
+    return None if isinstance(loaded, Unavailable) else loaded
 
 
 def refusal(decoder: "Decoder") -> str | None:
     """Why a decoder's steps are torch's; None where they are native."""
     if decoder.largest_code is None or decoder.device.type != "cpu":
         return f"scheme {decoder.scheme} on {decoder.device.type} has no native step"
-    if isinstance(found := _found(), Unavailable):
-        return str(found)
+    if isinstance(loaded := _found(), Unavailable):
+        return str(loaded)
     if decoder.dtype is not torch.float32:
         return "native steps need float32 activations (--dtype float32)"
     return None

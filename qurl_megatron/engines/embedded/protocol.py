@@ -75,8 +75,8 @@ def parse_generate(body: dict, limits: RequestLimits) -> Generation:
     params = _per_prompt("sampling_params", body.get("sampling_params") or {}, len(prompts))
     rids = _per_prompt("rid", body.get("rid"), len(prompts))
     sequences = [
-        _sequence(prompt, own, rid, limits)
-        for prompt, own, rid in zip(prompts, params, rids, strict=True)
+        _sequence(prompt, sampling, rid, limits)
+        for prompt, sampling, rid in zip(prompts, params, rids, strict=True)
     ]
     for sequence in sequences:
         sequence.scores_prompt = log_probs and start == 0

@@ -63,14 +63,14 @@ def server_arguments(argv: Sequence[str], *, cuda: bool, port: int) -> list[str]
     Args:
         port: used where no ``--port`` is given.
     """
-    given = {option.split("=")[0] for option in argv}
+    option_names = {option.split("=")[0] for option in argv}
     options: dict[str, str | None] = {"--port": str(port)}
     if not cuda:
         options |= CPU_OPTIONS
     added = [
         part
         for option, value in options.items()
-        if option not in given
+        if option not in option_names
         for part in (option, value)
         if part is not None
     ]

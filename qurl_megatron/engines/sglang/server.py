@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
     parser.add_argument("--exit-with-stdin", action="store_true")
     parser.add_argument("--port-file", type=Path)
-    own, rest = parser.parse_known_args(argv)
+    our_options, sglang_options = parser.parse_known_args(argv)
     try:
         key = given_key(os.environ)
     except ConfigError as error:
         sys.exit(f"qurl: {error}")
     os.environ.pop(API_KEY, None)
-    if own.exit_with_stdin:
+    if our_options.exit_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
 
     from sglang.srt.entrypoints.http_server import app, launch_server
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     kept = _keep_port()
     args = prepare_server_args(
-        server_arguments(rest, cuda=torch.cuda.is_available(), port=kept.getsockname()[1])
+        server_arguments(sglang_options, cuda=torch.cuda.is_available(), port=kept.getsockname()[1])
     )
     if cpu_layers.wanted():
         # One entry a rank is demanded; only the kernels that are not there would bind to it.
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         launch_server(
             args,
             init_tokenizer_manager_func=partial(_init_tokenizer_manager, key),
-            launch_callback=partial(_announce, args.port, own.port_file),
+            launch_callback=partial(_announce, args.port, our_options.port_file),
         )
     finally:
         _end_children()

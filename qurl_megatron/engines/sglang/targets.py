@@ -32,17 +32,17 @@ def targets(model: nn.Module) -> dict[str, Shard]:
         ConfigError: the model, its quantization, or one of its parameters is not understood here.
     """
     _refuse_model(model)
-    found: dict[str, Shard] = {}
+    shards: dict[str, Shard] = {}
     claimed: Counter[int] = Counter()  # elements, by the id of the parameter
     for name, module in model.named_modules():
-        known = _kind(module)
-        if known is None:
+        claims_of = _kind(module)
+        if claims_of is None:
             continue
         shared = set(claimed)  # an output layer that is the embedding comes with it
-        for claim in known(name, module):
+        for claim in claims_of(name, module):
             if claim.parameter in shared:
                 continue
-            found[claim.target.name] = claim.target
+            shards[claim.target.name] = claim.target
             claimed[claim.parameter] += claim.target.value.numel() + claim.padding
     for name, parameter in model.named_parameters():
         if claimed[id(parameter)] != parameter.numel():
@@ -50,7 +50,7 @@ def targets(model: nn.Module) -> dict[str, Shard]:
                 f"an update would not reach all of {name} {list(parameter.shape)} of "
                 f"{type(model).__name__}; this package does not know that part of the model"
             )
-    return found
+    return shards
 
 
 def tensor_rank(model: nn.Module) -> int:
@@ -59,13 +59,15 @@ def tensor_rank(model: nn.Module) -> int:
     Raises:
         ConfigError: layers disagree, as with attention that is data-parallel.
     """
-    found = {_rank_and_size(module) for module in model.modules() if _kind(module) in _SPLIT}
-    if len(found) != 1:
+    ranks_and_sizes = {
+        _rank_and_size(module) for module in model.modules() if _kind(module) in _SPLIT
+    }
+    if len(ranks_and_sizes) != 1:
         raise ConfigError(
             "the engine's layers are split over different groups of ranks; "
             "start it with tensor parallelism alone"
         )
-    return found.pop()[0]
+    return ranks_and_sizes.pop()[0]
 
 
 def turn_back(model: nn.Module) -> None:
@@ -135,10 +137,10 @@ def _is_quantized(name: str, module: Any) -> bool:
                 f"{name} has static activation scales; updates need dynamic ones, per token"
             )
         return True
-    what = kind if scheme is None else type(scheme).__name__
+    scheme_name = kind if scheme is None else type(scheme).__name__
     raise ConfigError(
-        f"{name} is quantized as {what}; updates reach W8A8 INT8 and FP8 with one scale per output "
-        "channel, and unquantized layers"
+        f"{name} is quantized as {scheme_name}; updates reach W8A8 INT8 and FP8 with one scale per "
+        "output channel, and unquantized layers"
     )
 
 
@@ -169,9 +171,9 @@ def _column_parallel(
     prefix = name.rpartition(".")[0]
     views = {"weight": _natural(name, module)} | _rest(name, module)
     row = 0
-    for part, rows, start, whole in parts:
+    for part, rows, start, all_rows in parts:
         for kind, view in views.items():
-            shape = (whole, *view.shape[1:])
+            shape = (all_rows, *view.shape[1:])
             target = Shard(f"{prefix}.{part}.{kind}", view[row : row + rows], shape, 0, start)
             yield _Claim(target, id(getattr(module, kind)))
         row += rows
@@ -199,8 +201,8 @@ def _gate_up(name: str, module: Any) -> Iterator[_Claim]:
         raise ConfigError(f"{name} fuses projections that this package does not know")
     rank, size = _rank_and_size(module)
     parts = [
-        (part, whole // size, rank * (whole // size), whole)
-        for part, whole in zip(("gate_proj", "up_proj"), module.output_sizes, strict=True)
+        (part, all_rows // size, rank * (all_rows // size), all_rows)
+        for part, all_rows in zip(("gate_proj", "up_proj"), module.output_sizes, strict=True)
     ]
     return _column_parallel(name, module, parts)
 
@@ -209,8 +211,8 @@ def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
     rank, size = _rank_and_size(module)
     weight = _natural(name, module)
     rows, columns = weight.shape
-    whole = (rows, columns * size)
-    yield _Claim(Shard(f"{name}.weight", weight, whole, 1, rank * columns), id(module.weight))
+    full_shape = (rows, columns * size)
+    yield _Claim(Shard(f"{name}.weight", weight, full_shape, 1, rank * columns), id(module.weight))
     for kind, view in _rest(name, module).items():
         yield _Claim(Shard.whole(f"{name}.{kind}", view), id(getattr(module, kind)))
 
