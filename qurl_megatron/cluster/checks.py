@@ -228,9 +228,9 @@ def started_elsewhere(cluster: ClusterConfig) -> list[str]:
 
 def check_writable(run_dir: Path) -> None:
     """Asked of the nearest folder that is there, so that a check leaves nothing behind."""
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     with refusing(run_dir, key="train.run_dir"):
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=existing).close()
 
 
 def check_engines(config: RunConfig) -> None:
@@ -268,9 +268,9 @@ def check_model(config: RunConfig) -> Arch:
 
 def others(config: RunConfig) -> dict[str, str]:
     """The checkpoints beside the model that the run will read, by their keys in the recipe."""
-    begun = latest(Path(config.train.run_dir)) is not None
-    found = sources(config, resumed=begun)
-    return {key: path for key, path in found.items() if key != "model.path"}
+    has_checkpoint = latest(Path(config.train.run_dir)) is not None
+    paths = sources(config, resumed=has_checkpoint)
+    return {key: path for key, path in paths.items() if key != "model.path"}
 
 
 def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
@@ -342,10 +342,10 @@ def check_data(config: RunConfig) -> None:
 def own_files(config: RunConfig) -> dict[str, str]:
     """The Python files of rewards and of an environment of the user's own, by their keys."""
     parts = config.reward.parts.items()
-    found = {f"{key}.function": part.file for key, part in parts if part.file}
+    files = {f"{key}.function": part.file for key, part in parts if part.file}
     if config.rollout.environment_file:
-        found["rollout.environment"] = config.rollout.environment_file
-    return found
+        files["rollout.environment"] = config.rollout.environment_file
+    return files
 
 
 def check_own_files_are_there(config: RunConfig) -> None:
@@ -368,10 +368,10 @@ def unset_keys(config: RunConfig, cluster: ClusterConfig) -> list[str]:
 
 def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
     """By the sums of ``qurl show --dry-run`` from shapes alone, for the cluster's GPUs."""
-    found = footprint(config, find_models(config), gpu_gib=cluster.node.gpu_gib)
-    _, phase, needed = found.fullest
-    if needed > found.gpu:
-        raise ConfigError(f"node.gpu_gib: {found.notes[0]}")
+    total = footprint(config, find_models(config), gpu_gib=cluster.node.gpu_gib)
+    _, phase, needed = total.fullest
+    if needed > total.gpu:
+        raise ConfigError(f"node.gpu_gib: {total.notes[0]}")
     return (
         f"memory: {needed / GIB:.1f} of {cluster.node.gpu_gib:g} GiB on the fullest GPU, in {phase}"
     )
@@ -379,20 +379,21 @@ def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
 
 def check_disk(config: RunConfig, arch: Arch) -> str:
     """Room for the checkpoints that are kept, and the one that is written before one is deleted."""
-    one = checkpoint_bytes(config, arch)
+    checkpoint_size = checkpoint_bytes(config, arch)
     run_dir = Path(config.train.run_dir)
     kept = len(list((run_dir / "checkpoints").glob("step_*")))
-    needed = max(1, config.checkpoint.keep + 1 - kept) * one
+    needed = max(1, config.checkpoint.keep + 1 - kept) * checkpoint_size
     room = free(run_dir)
     if needed > room:
         raise ConfigError(
             f"train.run_dir={run_dir}: {needed / GIB:.1f} GiB are needed for checkpoints of "
-            f"{one / GIB:.1f} (checkpoint.keep={config.checkpoint.keep} and one on its way), and "
-            f"{room / GIB:.1f} are free; free some, lower checkpoint.keep, or set train.run_dir to "
-            "a folder with more"
+            f"{checkpoint_size / GIB:.1f} (checkpoint.keep={config.checkpoint.keep} and one on its "
+            f"way), and {room / GIB:.1f} are free; free some, lower checkpoint.keep, or set "
+            "train.run_dir to a folder with more"
         )
     return (
-        f"disk: {one / GIB:.1f} GiB a checkpoint, {needed / GIB:.1f} to come, {room / GIB:.1f} free"
+        f"disk: {checkpoint_size / GIB:.1f} GiB a checkpoint, {needed / GIB:.1f} to come, "
+        f"{room / GIB:.1f} free"
     )
 
 

@@ -26,10 +26,10 @@ def seconds(time: str) -> int:
     Raises:
         ValueError: it is something else, such as UNLIMITED.
     """
-    if (found := _TIME.fullmatch(time)) is None:
+    if (match := _TIME.fullmatch(time)) is None:
         raise ValueError(time)
-    days, hours, minutes, rest = map(int, found.groups(default="0"))
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    days, hours, minutes, seconds_left = map(int, match.groups(default="0"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds_left
 
 
 @dataclass(frozen=True, kw_only=True)

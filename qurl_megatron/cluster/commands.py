@@ -44,10 +44,10 @@ def submit(script: str) -> int:
     Returns:
         The job's id; of the first component of a heterogeneous job, which stands for all.
     """
-    said = _run(["sbatch", "--parsable"], text=script).stdout.strip()
-    number = said.partition(";")[0]  # the cluster's name may follow
+    output = _run(["sbatch", "--parsable"], text=script).stdout.strip()
+    number = output.partition(";")[0]  # the cluster's name may follow
     if not number.isdecimal():
-        raise ConfigError(f"sbatch --parsable said {said!r:.200} in place of a job id")
+        raise ConfigError(f"sbatch --parsable said {output!r:.200} in place of a job id")
     return int(number)
 
 
@@ -56,20 +56,20 @@ def queued(jobs: list[int]) -> dict[int, Queued]:
     if not jobs:
         return {}
     # Asked for one by one, an id that the controller has forgotten would be an error.
-    said = _run(["squeue", "--me", "--json"]).stdout
+    output = _run(["squeue", "--me", "--json"]).stdout
     try:
-        entries = sorted(json.loads(said)["jobs"], key=lambda entry: int(entry["job_id"]))
-        found = [(int(_number(entry.get("het_job_id"))), _queued(entry)) for entry in entries]
+        entries = sorted(json.loads(output)["jobs"], key=lambda entry: int(entry["job_id"]))
+        numbered = [(int(_number(entry.get("het_job_id"))), _queued(entry)) for entry in entries]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"squeue --json said what cannot be read: {error!r:.200}") from None
-    known: dict[int, Queued] = {}
-    for whole, one in found:
-        if one.job in jobs and one.state not in _ENDED:
-            known[one.job] = one
-        elif whole in known:  # a component behind the first, whose id is the job's
-            nodes = filter(None, (known[whole].nodes, one.nodes))
-            known[whole] = replace(known[whole], nodes=",".join(nodes))
-    return known
+    by_job: dict[int, Queued] = {}
+    for whole_job, component in numbered:
+        if component.job in jobs and component.state not in _ENDED:
+            by_job[component.job] = component
+        elif whole_job in by_job:  # a component behind the first, whose id is the job's
+            nodes = filter(None, (by_job[whole_job].nodes, component.nodes))
+            by_job[whole_job] = replace(by_job[whole_job], nodes=",".join(nodes))
+    return by_job
 
 
 _ENDED = (
@@ -131,8 +131,8 @@ def exclude(job: int, nodes: list[str]) -> None:
 
 def node_address(node: str) -> str:
     """Where the controller reaches a node: an address, or a name that resolves there."""
-    said = _run(["scontrol", "--oneliner", "show", "node", node]).stdout
-    return _facts(said).get("NodeAddr", node)
+    output = _run(["scontrol", "--oneliner", "show", "node", node]).stdout
+    return _facts(output).get("NodeAddr", node)
 
 
 def hostnames(nodes: str) -> list[str]:
@@ -148,8 +148,10 @@ def job_facts(job: int) -> dict[str, str]:
 def partition_facts(name: str) -> dict[str, str]:
     """The same of a partition, such as MaxTime and GraceTime; "" is the site's default."""
     lines = _run(["scontrol", "--oneliner", "show", "partition", name][: 4 + bool(name)]).stdout
-    found = [_facts(line) for line in lines.splitlines()]
-    return next((one for one in found if name or one.get("Default") == "YES"), {})
+    partitions = [_facts(line) for line in lines.splitlines()]
+    return next(
+        (partition for partition in partitions if name or partition.get("Default") == "YES"), {}
+    )
 
 
 def site_facts() -> dict[str, str]:
@@ -186,9 +188,10 @@ def _run(argv: list[str], *, text: str | None = None) -> subprocess.CompletedPro
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{program} cannot be run: {error}") from None
     if done.returncode:
-        said = [_plain(line) for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        lines = [_plain(line) for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise ConfigError(
-            f"{' '.join(argv[:2])} refused ({done.returncode}): {'; '.join(said[-3:]) or 'no word'}"
+            f"{' '.join(argv[:2])} refused ({done.returncode}): "
+            f"{'; '.join(lines[-3:]) or 'no word'}"
         )
     return done
 

@@ -77,10 +77,10 @@ def examine(
             "qurl: the examination of the nodes failed, as said above; it is left out", flush=True
         )
         return Examination({})
-    wanted = dict.fromkeys(training, layout.training.gpus)
+    gpus_by_node = dict.fromkeys(training, layout.training.gpus)
     if layout.rollout:
-        wanted |= dict.fromkeys(rollout, layout.rollout.gpus)
-    return tell_apart(judge(reports, wanted), training, rollout)
+        gpus_by_node |= dict.fromkeys(rollout, layout.rollout.gpus)
+    return tell_apart(judge(reports, gpus_by_node), training, rollout)
 
 
 def nodes_of(
@@ -91,8 +91,8 @@ def nodes_of(
         lists = (env[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in (0, 1))
         training, rollout = map(commands.hostnames, lists)
         return training, rollout
-    whole = commands.hostnames(env["SLURM_JOB_NODELIST"])
-    return whole[: layout.training.nodes], whole[layout.training.nodes :]
+    all_nodes = commands.hostnames(env["SLURM_JOB_NODELIST"])
+    return all_nodes[: layout.training.nodes], all_nodes[layout.training.nodes :]
 
 
 def judge(reports: Mapping[str, Report], wanted: Mapping[str, int]) -> dict[str, str]:
@@ -154,10 +154,10 @@ def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[s
     nodes = [*training, *rollout]
     if len(nodes) > 1 and all(node in bad for node in nodes):
         return Examination(bad, needed=tuple(bad), shared=_shared(bad, nodes[0]))
-    left = tuple(node for node in rollout if node not in bad)
-    if rollout and not left or any(node in bad for node in training):
+    sound_nodes = tuple(node for node in rollout if node not in bad)
+    if rollout and not sound_nodes or any(node in bad for node in training):
         return Examination(bad, needed=tuple(bad))
-    return Examination(bad, engines=left if len(left) < len(rollout) else None)
+    return Examination(bad, engines=sound_nodes if len(sound_nodes) < len(rollout) else None)
 
 
 def _shared(bad: dict[str, str], node: str) -> str:
@@ -208,8 +208,8 @@ def own_parts(env: Mapping[str, str]) -> list[int]:
 
 def _all_excluded(job: int, names: Sequence[str]) -> list[str]:
     before = commands.job_facts(job).get("ExcNodeList", "(null)")
-    known = [] if before == "(null)" else commands.hostnames(before)
-    return sorted({*known, *names})
+    excluded = [] if before == "(null)" else commands.hostnames(before)
+    return sorted({*excluded, *names})
 
 
 def _exclusions(run_dir: Path) -> int:
@@ -217,7 +217,7 @@ def _exclusions(run_dir: Path) -> int:
     submitted = folder.submitted(run_dir)
     jobs = submitted.jobs if submitted else []
     attempts = folder.attempts(run_dir)
-    return sum(one.decision == Decision.WITHOUT and one.job in jobs for one in attempts)
+    return sum(attempt.decision == Decision.WITHOUT and attempt.job in jobs for attempt in attempts)
 
 
 def _ask(

@@ -79,10 +79,11 @@ def overrides(run_dir: Path) -> list[str]:
     Raises:
         ConfigError: nothing was submitted there, or the file is damaged.
     """
-    given = read_record(
-        run_dir / "slurm/request.json", lambda value: [str(one) for one in value["overrides"]]
+    recorded = read_record(
+        run_dir / "slurm/request.json",
+        lambda value: [str(override) for override in value["overrides"]],
     )
-    return [*given, f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
+    return [*recorded, f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
 
 
 def recipe(run_dir: Path) -> RunConfig:
@@ -185,8 +186,8 @@ def attempts(run_dir: Path) -> list[Attempt]:
     Raises:
         ConfigError: a record is damaged.
     """
-    found = (run_dir / "slurm/attempts").glob(f"*/{ENDED}")
-    return sorted(map(read_attempt, found), key=lambda one: one.number)
+    files = (run_dir / "slurm/attempts").glob(f"*/{ENDED}")
+    return sorted(map(read_attempt, files), key=lambda one: one.number)
 
 
 def _text(record: Submitted | Attempt | Began) -> str:

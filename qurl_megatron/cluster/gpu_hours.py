@@ -14,10 +14,10 @@ def hours(run_dir: Path, *, as_json: bool = False) -> int:
     Raises:
         ConfigError: no attempt has begun, or a record is damaged.
     """
-    found = hours_of(run_dir)
-    if not found.rows:
+    table = hours_of(run_dir)
+    if not table.rows:
         raise folder.no_attempt(run_dir)
-    print(json.dumps(as_data(found), indent=1) if as_json else render(found))
+    print(json.dumps(as_data(table), indent=1) if as_json else render(table))
     return 0
 
 

@@ -69,15 +69,15 @@ def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
     """
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     run_dir = Path(config.train.run_dir)
-    asked = components(layout, cluster)
+    requested = components(layout, cluster)
     return Script(
         name=_name(run_dir, cluster),
         output=f"{run_dir}/slurm/job.log".replace("%", "%%"),
-        components=asked,
+        components=requested,
         command=("qurl", "slurm", "attempt", str(run_dir)),
         saves=True,
         # Slurm ends a heterogeneous job with any of its nodes, whatever it is asked.
-        outlives=layout.rollout is not None and len(asked) == 1,
+        outlives=layout.rollout is not None and len(requested) == 1,
     )
 
 
@@ -110,16 +110,16 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     tool = TOOLS[kind]
     if not words:
         raise ConfigError(f"--kind {kind} needs {tool.names}, and behind it what it is to be given")
-    first, *rest = words
+    first, *further_words = words
     if tool.known:
         first = first.removesuffix(".py")
         if first not in tool.known():
             raise ConfigError(
                 f"--kind {kind}: {first} is not {tool.names}; known: {', '.join(tool.known())}"
             )
-    gpus = cluster.node.gpus if tool.gpus((first, *rest)) else 0
+    gpus = cluster.node.gpus if tool.gpus((first, *further_words)) else 0
     component = Component(nodes=1, tasks=1, gpus=gpus)
-    command = (*(part.format(first) for part in tool.prefix), *rest)
+    command = (*(part.format(first) for part in tool.prefix), *further_words)
     step = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--ntasks=1"]
     step.append(f"--cpus-per-task={component.cpus_per_task(cluster.node)}")
     return Script(

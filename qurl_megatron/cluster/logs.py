@@ -34,22 +34,24 @@ def logs(run_dir: Path, number: int | None) -> int:
     Raises:
         ConfigError: there is no such attempt.
     """
-    one = _chosen(run_dir, number)
-    evidence = gather(run_dir, one)
-    print(printable(render(run_dir, one, evidence, first_cause(evidence))))
+    attempt = _chosen(run_dir, number)
+    evidence = gather(run_dir, attempt)
+    print(printable(render(run_dir, attempt, evidence, first_cause(evidence))))
     return 0
 
 
 def gather(run_dir: Path, one: Tried) -> Evidence:
     """What there is to read of an attempt."""
-    where = folder.attempt_folder(run_dir, one.number)
-    ranks = [_log(path, _who(path)) for path in sorted(where.glob("*.log"), key=_by_number)]
+    logs_folder = folder.attempt_folder(run_dir, one.number)
+    ranks = [_log(path, _who(path)) for path in sorted(logs_folder.glob("*.log"), key=_by_number)]
     engines = [
         _log(path, _engine(path, run_dir / "logs"), engine=True)
         for path in sorted((run_dir / "logs").rglob("engine-*.log"))
         if _written_by(one, path)
     ]
-    return Evidence(read_failures(where), ranks + engines, section(job_log(run_dir), one.number))
+    return Evidence(
+        read_failures(logs_folder), ranks + engines, section(job_log(run_dir), one.number)
+    )
 
 
 def job_log(run_dir: Path) -> str:
@@ -60,8 +62,15 @@ def job_log(run_dir: Path) -> str:
 
 def word(lines: Sequence[str], number: int) -> str:
     """How the supervisor says that an attempt ended; "" where it has not said so."""
-    said = f"qurl: attempt {number}: "
-    return next((line.removeprefix(said) for line in reversed(lines) if line.startswith(said)), "")
+    announcement = f"qurl: attempt {number}: "
+    return next(
+        (
+            line.removeprefix(announcement)
+            for line in reversed(lines)
+            if line.startswith(announcement)
+        ),
+        "",
+    )
 
 
 def section(text: str, number: int) -> list[str]:
@@ -78,15 +87,15 @@ def section(text: str, number: int) -> list[str]:
 def render(run_dir: Path, one: Tried, evidence: Evidence, cause: Cause | None) -> str:
     """What an operator reads."""
     lines = [_headline(run_dir, one)]
-    if said := word(evidence.srun, one.number):
-        lines.append(f"The supervisor says: {said}")
+    if verdict := word(evidence.srun, one.number):
+        lines.append(f"The supervisor says: {verdict}")
     if cause is None or (one.ended and one.ended.decision == "done"):
         lines.append("no rank and no engine has failed")
     else:
         lines += list(_cause(cause, _title(one), _advice(one, cause.first.kind)))
     lines += ["", "Logs", *(f"  {log.path}  {log.who}" for log in evidence.logs)]
-    where = folder.attempt_folder(run_dir, one.number)
-    stacks = (path for path in sorted(where.glob("stack-*")) if path.stat().st_size)
+    logs_folder = folder.attempt_folder(run_dir, one.number)
+    stacks = (path for path in sorted(logs_folder.glob("stack-*")) if path.stat().st_size)
     lines += [f"  {path}  what a rank was doing" for path in stacks]
     lines.append(f"  {run_dir}/slurm/job.log  supervisor and srun, of all attempts")
     if one.number > 1:
@@ -129,8 +138,9 @@ def _cause(cause: Cause, title: str, advice: str) -> Iterator[str]:
         yield from ("", first.traceback.rstrip())
     if cause.followed:
         yield from ("", f"{len(cause.followed)} followed from it, or came later")
-        for one in cause.followed:
-            yield f"  {_where(one)}: {one.kind.name}: {one.said.splitlines()[0]:.120}"
+        for consequence in cause.followed:
+            line = consequence.said.splitlines()[0]
+            yield f"  {_where(consequence)}: {consequence.kind.name}: {line:.120}"
     yield from ("", ORDER)
 
 
@@ -141,20 +151,20 @@ def _where(event: Event, others: Sequence[Event] = ()) -> str:
         facts.append(f"{event.phase} of step {event.step} with weights {event.version}")
     elif event.phase:
         facts.append(event.phase)
-    elif seen := next((one for one in others if one.step is not None), None):
-        facts.append(f"while {seen.who} was in {seen.phase} of step {seen.step}")
+    elif other := next((candidate for candidate in others if candidate.step is not None), None):
+        facts.append(f"while {other.who} was in {other.phase} of step {other.step}")
     if event.code is not None:
         facts.append(f"exit code {event.code}")
     return ", ".join(facts)
 
 
 def _chosen(run_dir: Path, number: int | None) -> Tried:
-    found = {one.number: one for one in tried(run_dir)}
-    if not found:
+    by_number = {attempt.number: attempt for attempt in tried(run_dir)}
+    if not by_number:
         raise folder.no_attempt(run_dir)
-    if number is not None and number not in found:
-        raise ConfigError(f"--attempt {number}: {run_dir} has attempts 1 to {max(found)}")
-    return found[number or max(found)]
+    if number is not None and number not in by_number:
+        raise ConfigError(f"--attempt {number}: {run_dir} has attempts 1 to {max(by_number)}")
+    return by_number[number or max(by_number)]
 
 
 def _who(path: Path) -> str:

@@ -95,8 +95,10 @@ def gpu_indices(nvml: Any, env: Mapping[str, str]) -> list[int]:
     except nvml.NVMLError:  # no library, or no driver that answers it
         return []
     count = nvml.nvmlDeviceGetCount()
-    own = [int(part) for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.isdecimal()]
-    return own if own and len(own) < count else list(range(count))
+    visible = [
+        int(part) for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.isdecimal()
+    ]
+    return visible if visible and len(visible) < count else list(range(count))
 
 
 def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
@@ -132,10 +134,10 @@ def _product_ms(device) -> float:
     gpu = device.type == "cuda"
     torch.set_num_threads(1)  # threads that wait for each other measure who else is there
     size, dtype = (8192, torch.bfloat16) if gpu else (256, torch.float32)
-    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    factor, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
 
     def product() -> None:
-        torch.mm(left, right)
+        torch.mm(factor, right)
         if gpu:
             torch.cuda.synchronize(device)
 

@@ -81,15 +81,15 @@ def offer(run_dir: Path, towards: str) -> int:
     ]
     try:
         while not ended.wait(POLL_S):
-            for one in offered:
-                one.look(time.monotonic())
-            if all(one.given_up for one in offered):
+            for engine in offered:
+                engine.look(time.monotonic())
+            if all(engine.given_up for engine in offered):
                 return 1
     finally:
         from qurl_megatron.fleet.process import stop
 
-        for one in offered:
-            one.withdraw()
+        for engine in offered:
+            engine.withdraw()
         stop(engines, GRACE_S)
     return 0
 
@@ -137,19 +137,19 @@ class Offered:
 def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: Path) -> list:
     from qurl_megatron.fleet.process import EngineProcess, launches
 
-    own = replace(
+    settings = replace(
         config.rollout, engines=count, engine_host=host, engine_first_gpu=0, rendezvous=""
     )
     logs.mkdir(parents=True, exist_ok=True)
-    made = launches(
-        own,
+    commands = launches(
+        settings,
         Path(config.model.path),
         logs,
         scheme=config.quant.scheme,
         dtype=config.model.dtype,
         api_key=(rendezvous / KEY).read_text(encoding="utf-8").strip(),
     )
-    return [EngineProcess(name, launch, logs) for name, launch in made.items()]
+    return [EngineProcess(name, launch, logs) for name, launch in commands.items()]
 
 
 def address_towards(towards: str) -> str:

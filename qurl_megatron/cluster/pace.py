@@ -45,10 +45,10 @@ class Pace:
     def without_pauses(self, floor_s: float, factor: float) -> "Pace":
         """Without what took longer than a supervisor has patience for: the job was suspended then,
         by gang scheduling or an operator, and a night of that says nothing of the next step."""
-        most = self.patience_s(floor_s, factor)
+        longest = self.patience_s(floor_s, factor)
         return Pace(
-            tuple(one for one in self.steps if one <= most),
-            tuple(one for one in self.saves if one <= most),
+            tuple(duration for duration in self.steps if duration <= longest),
+            tuple(duration for duration in self.saves if duration <= longest),
         )
 
 

@@ -111,7 +111,7 @@ def _shell(command: tuple[str, ...]) -> str:
     """The words as the shell reads them back, with its own folder for ``HERE``."""
     words = []
     for word in command:
-        before, here, _ = word.partition(HERE)
-        quoted = shlex.quote(before) if before or not here else ""
-        words.append(f'{quoted}"$PWD"' if here else quoted)
+        before, mark, _ = word.partition(HERE)
+        quoted = shlex.quote(before) if before or not mark else ""
+        words.append(f'{quoted}"$PWD"' if mark else quoted)
     return " ".join(words)

@@ -99,8 +99,8 @@ def status(run_dir: Path, *, as_json: bool = False) -> int:
     Raises:
         ConfigError: nothing was submitted for it, or a record is damaged.
     """
-    found = describe(gather(run_dir), now())
-    print(json.dumps(asdict(found), indent=1) if as_json else printable(render(found)))
+    description = describe(gather(run_dir), now())
+    print(json.dumps(asdict(description), indent=1) if as_json else printable(render(description)))
     return 0
 
 
@@ -137,18 +137,18 @@ def describe(facts: Facts, at: float) -> Status:
     """
     job = _job(facts)
     newest = facts.attempts[-1] if facts.attempts else None
-    state, what = _state(facts, job, newest, at)
+    state, sentence = _state(facts, job, newest, at)
     steps = steps_of(facts.records)
     done = steps[-1].step if steps else 0
     timing = pace(steps[-RECENT:], facts.config.checkpoint.every)
-    left = job.ends - at if state == "running" and job and job.ends else None
-    fit, more = _fit(facts, newest, timing, left, facts.config.train.steps - done)
+    seconds_left = job.ends - at if state == "running" and job and job.ends else None
+    fit, more = _fit(facts, newest, timing, seconds_left, facts.config.train.steps - done)
     saved = facts.checkpoint
     serving = _last(facts.records, "fleet/serving")
     return Status(
         run_dir=str(facts.run_dir),
         state=state,
-        what=what,
+        what=sentence,
         step=done,
         steps=facts.config.train.steps,
         next=_next(facts, state, newest, job),
@@ -163,7 +163,7 @@ def describe(facts: Facts, at: float) -> Status:
         last_step_s=at - steps[-1].ended_at if steps else None,
         serving=None if serving is None else int(serving),
         engines=facts.config.rollout.engines or len(facts.config.rollout.urls),
-        job_left_s=left,
+        job_left_s=seconds_left,
         steps_fit=fit,
         jobs_more=more,
         checkpoint=saved[0] if saved else None,
@@ -182,7 +182,7 @@ def pace(steps: Sequence[Step], every: int) -> RecentPace | None:
     pairs = [(a, b) for a, b in zip(steps, steps[1:], strict=False) if b.step == a.step + 1]
     between = [max(b.ended_at - a.ended_at - b.seconds, 0.0) for a, b in pairs]
     saving = [s for s, (a, _) in zip(between, pairs, strict=True) if every and a.step % every == 0]
-    step = median(one.seconds for one in steps)
+    step = median(step_pace.seconds for step_pace in steps)
     return RecentPace(
         step, median(saving) if saving else 0.0, step + (mean(between) if between else 0.0)
     )
@@ -237,7 +237,7 @@ def _job(facts: Facts) -> Queued | None:
     """The job to look at: the one that runs, else the first of the queue."""
     queue = facts.queue or {}
     queued = [queue[job] for job in facts.jobs if job in queue]
-    running = [one for one in queued if one.state != "PENDING"]
+    running = [queued_job for queued_job in queued if queued_job.state != "PENDING"]
     return next(iter(running or queued), None)
 
 
@@ -260,8 +260,10 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
             f"ended, job {newest.ended.job}{tries}: {_ending(newest.ended, facts.word)}",
         )
     if facts.queue is None:
-        seen = f"{tries} of this folder has not ended" if newest else ", no attempt has begun"
-        return "unknown", f"the queue cannot be asked ({facts.unasked}){seen}"
+        circumstances = (
+            f"{tries} of this folder has not ended" if newest else ", no attempt has begun"
+        )
+        return "unknown", f"the queue cannot be asked ({facts.unasked}){circumstances}"
     ids = ", ".join(map(str, facts.jobs))
     if newest is None:
         return "ended", f"job {ids} has left the queue without an attempt"
@@ -324,14 +326,19 @@ def _fit(
 
 def _phases(records: Sequence[Record]) -> dict[str, float]:
     """The median seconds of each phase that matters, the longest first."""
-    timed = [one.metrics for one in records if "time/step" in one.metrics][-RECENT:]
-    names = {name for one in timed for name in one if name.startswith("time/")} - {"time/step"}
-    found = {
-        name.removeprefix("time/"): median(one.get(name, 0.0) for one in timed) for name in names
+    timed = [metrics.metrics for metrics in records if "time/step" in metrics.metrics][-RECENT:]
+    names = {name for metrics in timed for name in metrics if name.startswith("time/")} - {
+        "time/step"
     }
-    longest = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    medians = {
+        name.removeprefix("time/"): median(metrics.get(name, 0.0) for metrics in timed)
+        for name in names
+    }
+    longest = sorted(medians.items(), key=lambda item: (-item[1], item[0]))
     return {name: seconds for name, seconds in longest if seconds > 0.01 * longest[0][1]}
 
 
 def _last(records: Sequence[Record], name: str) -> float | None:
-    return next((one.metrics[name] for one in reversed(records) if name in one.metrics), None)
+    return next(
+        (record.metrics[name] for record in reversed(records) if name in record.metrics), None
+    )

@@ -23,11 +23,11 @@ def training_step(
         folder: gets train-RANK.log.
         workdir: where the command starts.
     """
-    where = []
+    placement = []
     if layout.rollout:
-        where = ["--het-group=0"] if cluster.job.layout == "hetjob" else ["--relative=0"]
+        placement = ["--het-group=0"] if cluster.job.layout == "hetjob" else ["--relative=0"]
     command = inside(cluster, command, workdir)
-    return [*_srun(TRAINING, layout.training, cluster, folder), *where, *command]
+    return [*_srun(TRAINING, layout.training, cluster, folder), *placement, *command]
 
 
 def rollout_step(
@@ -47,16 +47,16 @@ def rollout_step(
         nodes: those of the component to take; None takes all.
     """
     assert layout.rollout is not None
-    component, where = layout.rollout, []
+    component, placement = layout.rollout, []
     if cluster.job.layout == "hetjob":
-        where.append("--het-group=1")
+        placement.append("--het-group=1")
     if nodes is not None:
         component = replace(component, nodes=len(nodes))
-        where.append(f"--nodelist={','.join(nodes)}")
+        placement.append(f"--nodelist={','.join(nodes)}")
     elif cluster.job.layout != "hetjob":
-        where.append(f"--relative={layout.training.nodes}")
+        placement.append(f"--relative={layout.training.nodes}")
     command = inside(cluster, command, workdir)
-    return [*_srun(ROLLOUT, component, cluster, folder, together=False), *where, *command]
+    return [*_srun(ROLLOUT, component, cluster, folder, together=False), *placement, *command]
 
 
 def examining_steps(

@@ -68,15 +68,15 @@ def cancel(run_dir: Path, *, dry_run: bool = False) -> int:
     Raises:
         ConfigError: nothing was submitted for the run.
     """
-    found = folder.submitted(run_dir)
-    if found is None:
+    submission = folder.submitted(run_dir)
+    if submission is None:
         raise folder.no_job(run_dir)
-    queued = commands.queued(found.jobs)
-    running = [job for job, one in queued.items() if one.state == "RUNNING"]
+    queued = commands.queued(submission.jobs)
+    running = [job for job, entry in queued.items() if entry.state == "RUNNING"]
     waiting = [job for job in queued if job not in running]
     if dry_run:
-        told = [commands.cancelling(waiting)] if waiting else []
-        for words in [*told, *(commands.signalling(job, "TERM") for job in running)]:
+        to_send = [commands.cancelling(waiting)] if waiting else []
+        for words in [*to_send, *(commands.signalling(job, "TERM") for job in running)]:
             print(" ".join(words))
         print("--dry-run: nothing was asked of Slurm")
         return 0
@@ -170,10 +170,10 @@ def _queue(run_dir: Path, script: str, count: int) -> list[int]:
 
 
 def _refuse_queued(run_dir: Path) -> None:
-    found = folder.submitted(run_dir)
-    for job, one in commands.queued(found.jobs if found else []).items():
+    submission = folder.submitted(run_dir)
+    for job, entry in commands.queued(submission.jobs if submission else []).items():
         raise ConfigError(
-            f"{run_dir} has job {job} in the queue ({one.state}); let it end, or "
+            f"{run_dir} has job {job} in the queue ({entry.state}); let it end, or "
             f"`qurl slurm cancel {run_dir}`"
         )
 

@@ -122,8 +122,8 @@ class SrunStep:
 
 def final_code(line: str) -> int:
     """The exit code in a line of srun's if it is one of ``FINAL``, else 0."""
-    found = re.search(r"tasks? [\d,-]+: Exited with exit code (\d+)$", line.strip())
-    code = int(found[1]) if found else 0
+    match = re.search(r"tasks? [\d,-]+: Exited with exit code (\d+)$", line.strip())
+    code = int(match[1]) if match else 0
     return code if code in FINAL else 0
 
 
@@ -201,15 +201,15 @@ class StepSupervisor:
                 looked = time.monotonic()
                 if failed := self._stuck(step, still):
                     step.end()
-            if not self._told and (why := self._due()):
-                self._told = why
-                say(f"{TAKEN.get(why, f'SIG{why}')}: the ranks save and end")
+            if not self._told and (reason := self._due()):
+                self._told = reason
+                say(f"{TAKEN.get(reason, f'SIG{reason}')}: the ranks save and end")
                 step.signal(signal.SIGUSR1)
-        told = self._told or ("" if failed else self._untold(code))
+        cause = self._told or ("" if failed else self._untold(code))
         early = self._end is not None and now() < self._end  # at the end Slurm sends TERM itself
         if self._told == WALL_TIME and self.received.newest in PERSONS and early:
-            told = self.received.newest  # while they saved, somebody has cancelled the run
-        return Ending(code, told, failed)
+            cause = self.received.newest  # while they saved, somebody has cancelled the run
+        return Ending(code, cause, failed)
 
     def _untold(self, code: int) -> str:
         """Why the ranks have ended that were not told to here."""
@@ -227,13 +227,16 @@ class StepSupervisor:
             return ""
         facts = facts_of(self.job)
         self._end = end_of(facts) or self._end
-        why = self._times().due(now(), heard, preempted=bool(heard) and preempted(facts))
-        if heard != self._heard and not why:
+        reason = self._times().due(now(), heard, preempted=bool(heard) and preempted(facts))
+        if heard != self._heard and not reason:
             assert self._end is not None and self._pace.stop_s is not None, "else it is heeded"
-            left, needed = self._end - now(), self._pace.stop_s
-            say(f"SIG{heard} {left:.0f} s before the end; {needed:.0f} are needed, it goes on")
+            seconds_left, needed = self._end - now(), self._pace.stop_s
+            say(
+                f"SIG{heard} {seconds_left:.0f} s before the end; {needed:.0f} are needed, "
+                "it goes on"
+            )
         self._heard = heard
-        return why
+        return reason
 
     def spare_s(self) -> float:
         """``spare_s`` of this job, which is asked for its end again where that seems near."""
@@ -263,8 +266,8 @@ class StepSupervisor:
         """
         if self._told == WALL_TIME and self._over():
             return f"the ranks had not ended {LAST_S:.0f} s before the time limit"
-        if (seen := mark(self.run_dir)) != self._mark:
-            self._mark, self._pace = seen, self._measured()
+        if (newest_mark := mark(self.run_dir)) != self._mark:
+            self._mark, self._pace = newest_mark, self._measured()
             self._still.moved()
             return ""
         patience = self._pace.patience_s(self.limits.hung_s, self.limits.hung_steps)

@@ -31,35 +31,37 @@ class LoggedTraceback:
 
 def tracebacks(log: str) -> list[LoggedTraceback]:
     """In the order of the log, without those of processes that were asked to leave."""
-    lines, found, at = log.splitlines(), [], 0
+    lines, logged, at = log.splitlines(), [], 0
     while at < len(lines):
         end = None
         if HEAD.search(lines[at]) and not SAID.match(lines[at]):  # else a model wrote it
-            end, said = _whole(lines, at)
+            end, last_line = _whole(lines, at)
         elif LAST_WORDS.match(lines[at]):
             end = _indented(lines, at)
-            said = " ".join(line.strip() for line in lines[at:end][:2])
+            last_line = " ".join(line.strip() for line in lines[at:end][:2])
         if end is None:
             at += 1
             continue
-        if not said.rpartition(".")[2].startswith(LEAVING):
-            found.append(LoggedTraceback(said, "\n".join(lines[at:end]), _time(lines[at])))
+        if not last_line.rpartition(".")[2].startswith(LEAVING):
+            logged.append(LoggedTraceback(last_line, "\n".join(lines[at:end]), _time(lines[at])))
         at = end
-    return found
+    return logged
 
 
 def _whole(lines: list[str], at: int) -> tuple[int, str]:
     """Where the traceback that begins at a line ends, exceptions behind it included, and what it
     says last."""
     last = _indented(lines, at)
-    said = lines[last].strip() if last < len(lines) and RAISED.match(lines[last]) else "cut off"
+    last_line = (
+        lines[last].strip() if last < len(lines) and RAISED.match(lines[last]) else "cut off"
+    )
     end = min(last + 1, len(lines))
     further = next((i for i in range(end, min(end + 4, len(lines))) if lines[i].strip()), None)
     if further is not None and CHAINED.match(lines[further]):
         for i in range(further + 1, min(further + 3, len(lines))):
             if HEAD.search(lines[i]):
                 return _whole(lines, i)
-    return end, said
+    return end, last_line
 
 
 def _indented(lines: list[str], at: int) -> int:
@@ -71,7 +73,7 @@ def _indented(lines: list[str], at: int) -> int:
 
 
 def _time(line: str) -> float | None:
-    told = TIME.search(line)
+    match = TIME.search(line)
     with contextlib.suppress(ValueError, OverflowError):  # it looks like a time, and is none
-        return datetime.fromisoformat(told[0]).timestamp() if told else None
+        return datetime.fromisoformat(match[0]).timestamp() if match else None
     return None

@@ -82,7 +82,11 @@ class AnswerFile:
     @property
     def every(self) -> list[GradedAnswer]:
         """Those that are asked for, by mode and problem."""
-        return [one for _, found in sorted(self.answers.items()) for one in found]
+        return [
+            answer
+            for _, answers_of_key in sorted(self.answers.items())
+            for answer in answers_of_key
+        ]
 
     @property
     def counts(self) -> dict[Key, int]:
@@ -94,7 +98,7 @@ class AnswerFile:
 
     def keep(self, counts: Mapping[Key, int]) -> None:
         """Forget all answers to a problem but so many, and all to problems that are not named."""
-        lines = [one for one in self._lines if one.sample < counts.get(one.key, 0)]
+        lines = [line for line in self._lines if line.sample < counts.get(line.key, 0)]
         if len(lines) < len(self._lines):
             self._lines, self._kept = [], {}
             self._take(lines)
@@ -115,7 +119,7 @@ class AnswerFile:
 
     def _load(self, settings: Mapping[str, Any]) -> None:
         refuse_answers({self.path: made_otherwise(self.path, settings)})
-        *lines, rest = self.path.read_bytes().split(b"\n")
+        *lines, cut_off = self.path.read_bytes().split(b"\n")
         names = {field.name for field in fields(GradedAnswer)}
         for number, line in enumerate(lines[1:], start=2):
             record = _parsed(line, self.path, number)
@@ -126,7 +130,7 @@ class AnswerFile:
         # were checksums of code, or drawn responses, takes up those of now.
         before = settings_of(self.path)
         self._header = _header({**settings, **{k: before[k] for k in before if k not in settings}})
-        if rest or lines[0] + b"\n" != self._header.encode():
+        if cut_off or lines[0] + b"\n" != self._header.encode():
             self._rewrite()
 
     def _rewrite(self) -> None:
@@ -152,10 +156,10 @@ def settings_of(path: Path) -> dict[str, Any]:
     """
     with path.open("rb") as file:
         first = file.readline()
-    found = _parsed(first, path, 1).get("settings") if first.endswith(b"\n") else None
-    if not isinstance(found, dict):
+    recorded = _parsed(first, path, 1).get("settings") if first.endswith(b"\n") else None
+    if not isinstance(recorded, dict):
         raise ConfigError(f"{path} does not begin with its settings; give another --out")
-    return found
+    return recorded
 
 
 def made_otherwise(path: Path, settings: Mapping[str, Any]) -> str:
@@ -164,14 +168,14 @@ def made_otherwise(path: Path, settings: Mapping[str, Any]) -> str:
     Code that only one of the two has a checksum of is taken for unchanged, and responses are drawn
     with any settings where none were drawn.
     """
-    found, settings = settings_of(path), json.loads(json.dumps(settings))
+    recorded, settings = settings_of(path), json.loads(json.dumps(settings))
     unknown = {
-        key for key in found.keys() ^ settings.keys() if key.startswith(CODE) or key in DRAWING
+        key for key in recorded.keys() ^ settings.keys() if key.startswith(CODE) or key in DRAWING
     } | {COUNT}
     changed = [
-        f"{key}: {found.get(key)} there, {settings.get(key)} here"
-        for key in dict.fromkeys((*found, *settings))
-        if key not in unknown and found.get(key) != settings.get(key)
+        f"{key}: {recorded.get(key)} there, {settings.get(key)} here"
+        for key in dict.fromkeys((*recorded, *settings))
+        if key not in unknown and recorded.get(key) != settings.get(key)
     ]
     return f"made with other settings ({'; '.join(changed)})" if changed else ""
 
@@ -186,37 +190,41 @@ def refuse_answers(found: Mapping[Path, str]) -> None:
         ConfigError: there is one; it names all.
     """
     files: dict[str, list[str]] = {}
-    for path, what in found.items():
-        files.setdefault(what, []).append(str(path))
+    for path, description in found.items():
+        files.setdefault(description, []).append(str(path))
     files.pop("", None)
     if not files:
         return
-    said = [
-        f"{' and '.join(paths)} hold{'' if paths[1:] else 's'} answers {what}"
-        for what, paths in files.items()
+    sentences = [
+        f"{' and '.join(paths)} hold{'' if paths[1:] else 's'} answers {description}"
+        for description, paths in files.items()
     ]
-    undo = "undo that to go on with them, " if any("settings" in what for what in files) else ""
+    undo = (
+        "undo that to go on with them, "
+        if any("settings" in description for description in files)
+        else ""
+    )
     which = "these files" if sum(map(len, files.values())) > 1 else "that file"
-    raise ConfigError(f"{'; '.join(said)}; {undo}give another --out, or delete {which}")
+    raise ConfigError(f"{'; '.join(sentences)}; {undo}give another --out, or delete {which}")
 
 
 def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
     """How many have no score, and why; of a whole file, also those of earlier processes."""
     tally = Tally()
-    for one in answers:
+    for answer in answers:
         tally.responses += 1
-        if one.unscored:
-            cause, _, why = one.unscored.partition(": ")
-            way = way_of(Unscored(cause, why))
+        if answer.unscored:
+            cause, _, reason = answer.unscored.partition(": ")
+            way = way_of(Unscored(cause, reason))
             tally.failed += 1
             tally.ways[way] += 1
-            tally.first.setdefault(way, why)
+            tally.first.setdefault(way, reason)
     return tally
 
 
 def _header(settings: Mapping[str, Any]) -> str:
-    told = {key: value for key, value in settings.items() if key != COUNT}
-    return json.dumps({"settings": told}) + "\n"
+    recorded = {key: value for key, value in settings.items() if key != COUNT}
+    return json.dumps({"settings": recorded}) + "\n"
 
 
 def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:

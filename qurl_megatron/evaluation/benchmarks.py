@@ -47,28 +47,28 @@ def read_benchmarks(
         ConfigError: a file is missing, empty or malformed, or two have the same name.
     """
     columns = Columns(prompt_key, answer_key, ("--prompt-key", "--answer-key"), needed=answers)
-    found: dict[str, ProblemSet] = {}
+    problem_sets: dict[str, ProblemSet] = {}
     for path in paths:
-        if path.stem in found:
+        if path.stem in problem_sets:
             raise ConfigError(
-                f"{path} and {found[path.stem].path} are both named {path.stem}, and so would "
-                "their results be; rename one"
+                f"{path} and {problem_sets[path.stem].path} are both named {path.stem}, and so "
+                "would their results be; rename one"
             )
         file = read_file(path, str(path), columns)
-        found[path.stem] = ProblemSet(path.stem, path, _problems(file, id_key), file.summary)
-    return list(found.values())
+        problem_sets[path.stem] = ProblemSet(path.stem, path, _problems(file, id_key), file.summary)
+    return list(problem_sets.values())
 
 
 def _problems(file: DataFile, id_key: str) -> tuple[Problem, ...]:
-    found: dict[str, Question] = {}
+    questions: dict[str, Question] = {}
     for number, question in enumerate(file.questions, start=1):
-        given = look_up(question.metadata, id_key or "id")
-        if given is None and id_key:
+        row_id = look_up(question.metadata, id_key or "id")
+        if row_id is None and id_key:
             raise ConfigError(f"{question.place} has no {id_key}, which --id-key names")
-        name = str(number) if given is None else as_text(given, "id", question.place)
-        if name in found:
+        name = str(number) if row_id is None else as_text(row_id, "id", question.place)
+        if name in questions:
             raise ConfigError(
-                f"{question.place} has the id {name!r} of {found[name].place}; ids must differ"
+                f"{question.place} has the id {name!r} of {questions[name].place}; ids must differ"
             )
-        found[name] = question
-    return tuple(Problem(name, question) for name, question in found.items())
+        questions[name] = question
+    return tuple(Problem(name, question) for name, question in questions.items())

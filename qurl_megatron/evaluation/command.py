@@ -86,15 +86,15 @@ class EvaluationPlan:
         drawn = dataclasses.asdict(self.sampling)
         if self.sampling.k == 1:  # nothing is drawn
             drawn = {key: drawn[key] for key in ("k", "max_new_tokens")}
-        own = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
+        of_plan = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
         if self.reward.failed:
-            own["failed"] = self.reward.failed
+            of_plan["failed"] = self.reward.failed
         if self.rollout.environment:
-            own["environment"] = self.rollout.environment
-            own["max_turns"] = self.rollout.max_turns
+            of_plan["environment"] = self.rollout.environment
+            of_plan["max_turns"] = self.rollout.max_turns
         named = named_code(self.reward, self.rollout)
-        own |= {f"{CODE}{named[key]}": one for key, one in checksums(named).items()}
-        return {**drawn, **own, **self._model()}
+        of_plan |= {f"{CODE}{named[key]}": checksum for key, checksum in checksums(named).items()}
+        return {**drawn, **of_plan, **self._model()}
 
     def _model(self) -> dict[str, Any]:
         if self.rollout.urls:
@@ -118,7 +118,7 @@ class Questionnaire:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return max(len(one.input_ids) for _, prompts in self.prompts for one in prompts)
+        return max(len(prompt.input_ids) for _, prompts in self.prompts for prompt in prompts)
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,20 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     )
     for benchmark in benchmarks:
         print(benchmark.summary, flush=True)
-    asked = [_asked(plan, benchmarks) for plan in plans]
+    asked_by_plan = [_asked(plan, benchmarks) for plan in plans]
     if arguments.max_new_tokens is None:
-        plans = _fitted(plans, max(one.longest for one in asked))
-    others = [_other_answers(plan, one) for plan, one in zip(plans, asked, strict=True)]
-    refuse_answers(dict(itertools.chain(*(found.items() for found in others))))
-    outcomes = [_evaluated(plan, one) for plan, one in zip(plans, asked, strict=True)]
+        plans = _fitted(plans, max(asked_of_plan.longest for asked_of_plan in asked_by_plan))
+    other_answers = [
+        _other_answers(plan, asked_of_plan)
+        for plan, asked_of_plan in zip(plans, asked_by_plan, strict=True)
+    ]
+    refuse_answers(
+        dict(itertools.chain(*(answers_of_plan.items() for answers_of_plan in other_answers)))
+    )
+    outcomes = [
+        _evaluated(plan, asked_of_plan)
+        for plan, asked_of_plan in zip(plans, asked_by_plan, strict=True)
+    ]
     if len(plans) == 2:
         print(_compared(plans, benchmarks, outcomes), flush=True)
     return 0
@@ -179,7 +187,8 @@ def _asked(plan: EvaluationPlan, benchmarks: Sequence[ProblemSet]) -> Questionna
     if other := tokenizer.disagreement(first, chat=plan.chat):
         print(other, flush=True)
     prompts = [
-        (one, as_prompts(one, tokenizer, chat=plan.chat, suffix=plan.suffix)) for one in benchmarks
+        (benchmark, as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix))
+        for benchmark in benchmarks
     ]
     return Questionnaire(tokenizer, prompts)
 
@@ -197,14 +206,14 @@ def _other_answers(plan: EvaluationPlan, asked: Questionnaire) -> dict[Path, str
         f"{benchmark.name}{ANSWERS}": {"problems": fingerprint(prompts), **settings}
         for benchmark, prompts in asked.prompts
     }
-    found = {}
+    descriptions = {}
     for path in sorted(plan.out.glob(f"*{ANSWERS}")):
         # Answers of engines that ran already say nothing of a model's files.
         if settings_of(path).get("model_files") not in (None, settings["model_files"]):
-            found[path] = f"of another model than {plan.model} is now"
+            descriptions[path] = f"of another model than {plan.model} is now"
         elif path.name in depends:
-            found[path] = made_otherwise(path, depends[path.name])
-    return found
+            descriptions[path] = made_otherwise(path, depends[path.name])
+    return descriptions
 
 
 def _fitted(plans: list[EvaluationPlan], longest: int) -> list[EvaluationPlan]:
@@ -258,8 +267,8 @@ def _evaluated(plan: EvaluationPlan, asked: Questionnaire) -> Evaluated:
                 outcome = _answer(plan, evaluator, asked.prompts)
         except (EngineError, RewardDown) as error:
             kept = any(plan.out.glob(f"*{ANSWERS}"))
-            rest = "; the answers so far are kept, and the same command goes on" if kept else ""
-            raise ConfigError(f"{error}{rest}") from error
+            advice = "; the answers so far are kept, and the same command goes on" if kept else ""
+            raise ConfigError(f"{error}{advice}") from error
     for text in outcome.shown:
         say(f"{text}\n")
     print(outcome.page)
@@ -300,15 +309,16 @@ def _compared(
     before, after = plans
     sampling = after.sampling
     pairs = [
-        results.pair(one, first, second, sampling.responses, sampling.seed)
-        for one, first, second in zip(
+        results.pair(benchmark, first, second, sampling.responses, sampling.seed)
+        for benchmark, first, second in zip(
             benchmarks, *(outcome.answers for outcome in outcomes), strict=True
         )
     ]
     lines: list[tuple[str, int | None, dict[str, results.Pair]]] = [
-        (one.name, len(one.problems), pair) for one, pair in zip(benchmarks, pairs, strict=True)
+        (benchmark.name, len(benchmark.problems), pair)
+        for benchmark, pair in zip(benchmarks, pairs, strict=True)
     ]
-    found = {
+    document = {
         "before": str(before.model),
         "after": str(after.model),
         "settings": after.settings,
@@ -316,9 +326,9 @@ def _compared(
     }
     if len(pairs) > 1:
         lines.append(("mean", None, results.mean_pair(pairs)))
-        found["mean"] = results.pair_as_json(lines[-1][2])
+        document["mean"] = results.pair_as_json(lines[-1][2])
     path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
-    write_whole(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     table = results.pair_table(lines, right_or_wrong=after.reward.right_or_wrong)
     write_whole(path.with_suffix(".md"), table + "\n")
     return f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}"
@@ -338,8 +348,8 @@ def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Evalua
         )
     if not arguments.before:
         return [plan]
-    for option, given in (("--model", arguments.model), ("--url", arguments.urls)):
-        if given:
+    for option, values in (("--model", arguments.model), ("--url", arguments.urls)):
+        if values:
             raise ConfigError(f"--before evaluates two models of --run; leave {option} out")
     if defaults.start is None or not defaults.start.is_dir():
         raise ConfigError(
@@ -436,9 +446,9 @@ def _changed(
 
 def _by_its_path(model: Path) -> Path:
     """A relative path that no two models share, whatever their folders are called."""
-    whole, here = model.resolve(), Path.cwd()
-    inside = whole.is_relative_to(here) and whole != here
-    return whole.relative_to(here if inside else whole.anchor)
+    resolved, working_folder = model.resolve(), Path.cwd()
+    inside = resolved.is_relative_to(working_folder) and resolved != working_folder
+    return resolved.relative_to(working_folder if inside else resolved.anchor)
 
 
 def _reward(given: str | None, base: RewardConfig) -> RewardConfig:
@@ -476,12 +486,12 @@ def _rollout(
         if (arguments.tensor or 1) > 1 or arguments.engine_args:
             raise ConfigError("--tensor and --engine-arg are for --backend sglang")
         changed |= {"engine_tensor": 1, "engine_args": ()}
-    given: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
+    settings: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
     if sampling.k > 1:
-        given["temperature"] = sampling.temperature
+        settings["temperature"] = sampling.temperature
     return dataclasses.replace(
         base,
-        **given,
+        **settings,
         urls=tuple(arguments.urls),
         rendezvous="",
         colocate=False,
@@ -499,7 +509,7 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
     Raises:
         ConfigError: the backend cannot make that of this checkpoint; says what can.
     """
-    wanted = given or defaults.scheme
+    scheme = given or defaults.scheme
     megatron = find_torch_dist(model) is not None
     config = read_config(description_of(model))
     if ENGINE_KINDS[backend].quantizes:
@@ -507,19 +517,19 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
 
         if given is None and (stored := stored_scheme(model)):
             return stored  # as it is, whatever a run's recipe says
-        refuse_other_scheme(model, wanted)
-        return wanted
-    if wanted not in SERVED:
-        raise ConfigError(f"--scheme {wanted} is simulated by embedded engines alone")
+        refuse_other_scheme(model, scheme)
+        return scheme
+    if scheme not in SERVED:
+        raise ConfigError(f"--scheme {scheme} is simulated by embedded engines alone")
     stored = config.get("quantization_config")
     if not megatron and given is None and defaults.model is None:
         return stored.get("quant_method", "unknown") if stored else "none"
-    found = read_quantization(config)
-    holds = found[0] if found else "none"
-    if holds == wanted and not megatron:
+    quantization = read_quantization(config)
+    holds = quantization[0] if quantization else "none"
+    if holds == scheme and not megatron:
         return holds
     tool = (
-        f"quantize.py --scheme {wanted} --model" if wanted != "none" else "megatron_to_hf.py --ckpt"
+        f"quantize.py --scheme {scheme} --model" if scheme != "none" else "megatron_to_hf.py --ckpt"
     )
     fix = f"convert it with `python checkpoints_tools/{tool} {model} --out FOLDER`"
     if megatron:
@@ -528,7 +538,7 @@ def _scheme(given: str | None, defaults: Defaults, backend: str, model: Path) ->
         )
     if stored:
         fix = "give the checkpoint they were made from"
-    raise ConfigError(f"{model} holds weights of scheme {holds}, not {wanted}; {fix}")
+    raise ConfigError(f"{model} holds weights of scheme {holds}, not {scheme}; {fix}")
 
 
 def _context(plan: EvaluationPlan) -> float:
@@ -550,7 +560,7 @@ def _answer(
     """Answer benchmark after benchmark; what is known of them is written after each."""
     sampling, out = plan.sampling, plan.out
     engines = describe_engines(evaluator.fleet, _context(plan))
-    limit = min((one["max_tokens"] for one in engines if "max_tokens" in one), default=math.inf)
+    limit = min((item["max_tokens"] for item in engines if "max_tokens" in item), default=math.inf)
     settings = plan.settings
     if plan.rollout.urls:
         settings["served"] = sorted({f"{e['model']} @ {e['weight_version']}" for e in engines})
@@ -560,7 +570,7 @@ def _answer(
         depends = {"problems": fingerprint(prompts), **settings}
         path = out / f"{benchmark.name}{ANSWERS}"
         files.append(AnswerFile(path, depends, sampling.responses))
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "model": str(plan.model),
         "settings": settings,
         "engines": engines,
@@ -581,13 +591,13 @@ def _answer(
             shown += _examples(benchmark, prompts, file, plan.show)
             left_out = {}
             if plan.rollout.environment:
-                left_out["left_out"] = sum(one.left_out for one in file.every)
+                left_out["left_out"] = sum(item.left_out for item in file.every)
             scores.append(score)
             lines.append((benchmark.name, len(benchmark.problems), score, speed))
-            found["benchmarks"][benchmark.name] = {
+            document["benchmarks"][benchmark.name] = {
                 "file": str(benchmark.path),
                 "problems": len(benchmark.problems),
-                **{mode: one.as_json() for mode, one in score.items()},
+                **{mode: item.as_json() for mode, item in score.items()},
                 "tokens_per_s": round(speed, 1),
                 "weight_versions": results.weight_versions(file.answers),
                 "unscored": tally_of(file.every).failed,
@@ -596,11 +606,11 @@ def _answer(
             }
             if benchmark is asked[-1][0] and len(asked) > 1:
                 average = results.mean(scores)
-                found["mean"] = {mode: one.as_json() for mode, one in average.items()}
+                document["mean"] = {mode: item.as_json() for mode, item in average.items()}
                 lines.append(("mean", None, average, None))
-            text = json.dumps(found, indent=1, ensure_ascii=False)
+            text = json.dumps(document, indent=1, ensure_ascii=False)
             write_whole(out / "results.json", text + "\n")
-        notes = _notes(plan, [one for file in files for one in file.every])
+        notes = _notes(plan, [item for file in files for item in file.every])
         table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
         page = "\n".join([table, *(f"\n{note}" for note in notes)])
         write_whole(out / "results.md", page + "\n")
@@ -618,7 +628,7 @@ def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
             f"{how_many(tally.failed, 'response')} could not be scored and got {failed}: "
             f"{tally.said()}"
         )
-    if left_out := sum(one.left_out for one in answers):
+    if left_out := sum(answer.left_out for answer in answers):
         notes.append(
             f"{left_out} of {how_many(len(answers), 'response')} ended early: what the environment "
             f"said next did not fit into --max-new-tokens {plan.sampling.max_new_tokens}, which "
@@ -656,11 +666,11 @@ def _claimed(out: Path) -> Iterator[None]:
     """The folder is this process' own until the block ends."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        held = (out / ".lock").open("w")
+        lock_file = (out / ".lock").open("w")
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None
-    with held:
-        if not lock(held):
+    with lock_file:
+        if not lock(lock_file):
             raise ConfigError(
                 f"{out} is in use by an evaluation that has not ended; wait for it, or give "
                 "another --out"

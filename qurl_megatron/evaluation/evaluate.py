@@ -80,10 +80,17 @@ def as_prompts(
 ) -> list[Prompt]:
     """What the engines are asked, in the order of the file; ``suffix`` is a line of its own."""
     end = f"\n{suffix}" if suffix else ""
-    asked = [_ending(problem.question, end) for problem in benchmark.problems]
+    questions = [_ending(problem.question, end) for problem in benchmark.problems]
     return [
-        Prompt(i, ids_of(one, tokenizer, chat=chat), one.text, one.answer, one.metadata, one.turns)
-        for i, one in enumerate(asked)
+        Prompt(
+            i,
+            ids_of(question, tokenizer, chat=chat),
+            question.text,
+            question.answer,
+            question.metadata,
+            question.turns,
+        )
+        for i, question in enumerate(questions)
     ]
 
 
@@ -97,9 +104,9 @@ def _ending(question: Question, end: str) -> Question:
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Changes with every token that is asked, and with all that a reward gets of a question."""
-    told = [(prompt.input_ids, prompt.answer, prompt.metadata) for prompt in prompts]
-    asked = json.dumps(told, default=str)
-    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+    facts = [(prompt.input_ids, prompt.answer, prompt.metadata) for prompt in prompts]
+    content = json.dumps(facts, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def check_lengths(
@@ -126,7 +133,7 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
     Args:
         context: tokens that the model takes, for engines that do not say.
     """
-    found = []
+    descriptions = []
     for engine in fleet.serving():
         if (client := engine.client) is None:  # it has died since
             continue
@@ -141,18 +148,18 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
             "version": info.get("version"),
             "max_tokens": _max_tokens(info, context),
         }
-        found.append({key: value for key, value in facts.items() if value is not None})
-    return found
+        descriptions.append({key: value for key, value in facts.items() if value is not None})
+    return descriptions
 
 
 def _max_tokens(info: dict[str, Any], context: float) -> int | None:
     """Prompt and response together: what fits into the cache, and into the context."""
     cache, length = info.get("max_total_num_tokens"), info.get("context_length")
     if not (or_none(count)(cache) and or_none(count)(length)):
-        said = shortened([cache, length])
+        reported = shortened([cache, length])
         raise ConfigError(
-            f"the engine of {info.get('model_path')} reports {said} for max_total_num_tokens and "
-            "context_length, which are not numbers of tokens"
+            f"the engine of {info.get('model_path')} reports {reported} for max_total_num_tokens "
+            "and context_length, which are not numbers of tokens"
         )
     limit = min(cache or math.inf, length or context)
     return int(limit) if math.isfinite(limit) else None
@@ -262,9 +269,9 @@ class _Round:
         """Where a batch was written in part, forget that part."""
         counts = self.file.counts
         keys = [self._key(prompt) for prompt in batch]
-        least = min(counts.get(key, 0) for key in keys)
-        if least < last:
-            self.file.keep({**counts, **dict.fromkeys(keys, least)})
+        fewest = min(counts.get(key, 0) for key in keys)
+        if fewest < last:
+            self.file.keep({**counts, **dict.fromkeys(keys, fewest)})
 
     def _answer_batch(self, batch: Sequence[Prompt], last: int) -> None:
         """Have each problem's samples before ``last`` in the file."""
@@ -288,7 +295,7 @@ class _Round:
             self.failed.set()
 
     def _generate(self, prompts: Sequence[Prompt], last: int) -> None:
-        begun = {prompt.index: self.file.count(self._key(prompt)) for prompt in prompts}
+        first_missing = {prompt.index: self.file.count(self._key(prompt)) for prompt in prompts}
         kept: list[Future] = []
         since = time.monotonic()
 
@@ -304,7 +311,7 @@ class _Round:
             samples = self.evaluator.generate(
                 prompts,
                 self.mode,
-                samples=lambda prompt: range(begun[prompt.index], last),
+                samples=lambda prompt: range(first_missing[prompt.index], last),
                 stop=self.failed.is_set,
                 finished=None if in_batches else hand_over,
             )
@@ -322,8 +329,8 @@ class _Round:
         Args:
             seconds: of the engines' time that each response took.
         """
-        one = self.evaluator
-        scored, grades = graded(samples, one.rewards, one.tokenizer)
+        evaluator = self.evaluator
+        scored, grades = graded(samples, evaluator.rewards, evaluator.tokenizer)
         prompts = {sample.prompt.index: sample.prompt for sample in samples}
         numbers = {i: itertools.count(self.file.count(self._key(p))) for i, p in prompts.items()}
         self.file.add(
@@ -353,7 +360,7 @@ class _Round:
         if time.monotonic() < self.told + TELL_S and done < total:
             return
         self.told = time.monotonic()
-        rewards = [one.reward for one in self.file.every if one.mode == self.mode]
+        rewards = [answer.reward for answer in self.file.every if answer.mode == self.mode]
         share = sum(rewards) / len(rewards)
         print(
             f"{self.benchmark.name}, {self.mode}: {done} of {total} problems, "

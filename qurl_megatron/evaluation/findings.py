@@ -22,19 +22,19 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
     """
     out.mkdir(parents=True, exist_ok=True)
     results = read_results(study, out)
-    made = groups(study, results)
-    drawn = pictures(made)
+    finished_groups = groups(study, results)
+    drawn = pictures(finished_groups)
     for name, image in drawn.items():
         write_whole(out / name, image)
     numbers = out / "study.json"
     if environment is None and numbers.is_file():
         environment = json.loads(numbers.read_text(encoding="utf-8")).get("environment")
-    told = to_json(study, results)
+    document = to_json(study, results)
     if environment is not None:
-        told["environment"] = dict(environment)
-    write_whole(numbers, _json(told))
+        document["environment"] = dict(environment)
+    write_whole(numbers, _json(document))
     path = out / "study.md"
-    write_whole(path, page(study, results, made, [out / name for name in drawn]))
+    write_whole(path, page(study, results, finished_groups, [out / name for name in drawn]))
     return path
 
 

@@ -90,9 +90,9 @@ def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -
     at_work, failed = running(out), failures(out)
     results = []
     for cell in study.cells if cells is None else cells:
-        found = look(study, cell, out)
-        state: str = found.state
-        reason = found.reason
+        seen_run = look(study, cell, out)
+        state: str = seen_run.state
+        reason = seen_run.reason
         if state == "waiting" and cell.name in at_work:
             state = "running"
         elif state == "waiting" and cell.name in failed:
@@ -101,25 +101,27 @@ def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -
             state = "evaluating"
         elif state == "done":  # whose trained policy could not be evaluated
             reason = failed.get(cell.name, "")
-        results.append(Result(cell, state, reason, found.history, accuracy(cell, out)))
+        results.append(Result(cell, state, reason, seen_run.history, accuracy(cell, out)))
     return results
 
 
 def groups(study: Study, results: Sequence[Result]) -> list[Group]:
     """By scheme, unquantized first, then by method in the order of the study file."""
-    given = (scheme for method in study.methods.values() for scheme in method.schemes)
-    schemes = dict.fromkeys(["none", *study.settings.schemes, *given])
-    made = []
+    own_schemes = (scheme for method in study.methods.values() for scheme in method.schemes)
+    schemes = dict.fromkeys(["none", *study.settings.schemes, *own_schemes])
+    all_groups = []
     for scheme in schemes:
         for name, method in study.methods.items():
             if scheme not in method.schemes:
                 continue
-            mine = [r for r in results if (r.cell.method, r.cell.scheme) == (name, scheme)]
-            done = {r.cell.seed: r.measured for r in mine if r.done}
-            totals = aggregate([finals(r.measured, r.trained) for r in mine if r.done])
-            cells = tuple(result.cell for result in mine)
-            made.append(Group(name, method, scheme, cells, done, totals))
-    return made
+            results_of_group = [
+                r for r in results if (r.cell.method, r.cell.scheme) == (name, scheme)
+            ]
+            done = {r.cell.seed: r.measured for r in results_of_group if r.done}
+            totals = aggregate([finals(r.measured, r.trained) for r in results_of_group if r.done])
+            cells = tuple(result.cell for result in results_of_group)
+            all_groups.append(Group(name, method, scheme, cells, done, totals))
+    return all_groups
 
 
 def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
@@ -147,18 +149,18 @@ def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
 
 def _run(result: Result) -> dict[str, Any]:
     cell = result.cell
-    told = {
+    document = {
         "state": result.state,
         "reason": result.reason,
         "step": result.step,
         "overrides": list(cell.overrides),
     }
     if not result.done:
-        return told
+        return document
     history = result.measured
     curves = {name: _curve(history.series(name)) for name in CURVES if name in history}
     return {
-        **told,
+        **document,
         **finals(history, result.trained),
         "non_finite": history.non_finite,
         "curves": curves,

@@ -50,12 +50,23 @@ def evaluation(study: Study, cell: Cell, out: Path, qurl: Sequence[str]) -> list
         json.dumps({**q.metadata, "prompt": list(q.turns) or q.text, "answer": q.answer}) + "\n"
         for q in questions
     ]
-    asked = folder / f"{BENCHMARK}.jsonl"
-    asked.write_text("".join(rows), encoding="utf-8")
+    questions_file = folder / f"{BENCHMARK}.jsonl"
+    questions_file.write_text("".join(rows), encoding="utf-8")
     run = ["--run", str(run_dir(out, cell)), "--out", str(folder)]
     engine = [] if cell.loads_runs else ["--backend", "embedded", "--engines", "1"]
     keys = ["--prompt-key", "prompt", "--answer-key", "answer"]
-    return [*qurl, "eval", str(asked), *keys, *run, *engine, "--scheme", "none", "--k", "1"]
+    return [
+        *qurl,
+        "eval",
+        str(questions_file),
+        *keys,
+        *run,
+        *engine,
+        "--scheme",
+        "none",
+        "--k",
+        "1",
+    ]
 
 
 def accuracy(cell: Cell, out: Path) -> float | None:

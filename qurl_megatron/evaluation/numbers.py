@@ -95,25 +95,25 @@ def finals(history: History, trained: float | None = None) -> dict[str, float | 
     Args:
         trained: accuracy of its last checkpoint, unquantized.
     """
-    found: dict[str, float | None] = {TRAINED: trained}
+    final_values: dict[str, float | None] = {TRAINED: trained}
     for name, (metric, reduce) in FINALS.items():
         value = reduce(history.series(metric)[1]) if metric in history else None
-        found[name] = None if value is None else float(value)
+        final_values[name] = None if value is None else float(value)
     rewards = history.series("reward/mean") if "reward/mean" in history else None
-    found["collapse_step"] = collapse_step(*rewards) if rewards else None
-    return found
+    final_values["collapse_step"] = collapse_step(*rewards) if rewards else None
+    return final_values
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
     """Over the seeds that measured it; None where none did."""
-    known = tuple(value for value in values if value is not None)
-    if not known:
+    measured = tuple(value for value in values if value is not None)
+    if not measured:
         return None
-    mean = math.fsum(known) / len(known)
+    mean = math.fsum(measured) / len(measured)
     std = None
-    if len(known) > 1:
-        std = math.sqrt(math.fsum((value - mean) ** 2 for value in known) / (len(known) - 1))
-    return Spread(mean, std, min(known), max(known), known)
+    if len(measured) > 1:
+        std = math.sqrt(math.fsum((value - mean) ** 2 for value in measured) / (len(measured) - 1))
+    return Spread(mean, std, min(measured), max(measured), measured)
 
 
 def aggregate(runs: Sequence[Mapping[str, float | None]]) -> dict[str, Spread | None]:

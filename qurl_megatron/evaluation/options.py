@@ -118,13 +118,13 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         help="make each problem a user turn of the model's chat template (default no)",
     )
     how.add_argument("--suffix", default="", metavar="TEXT", help="line added to every problem")
-    for what in ("prompt", "answer", "id"):
+    for column in ("prompt", "answer", "id"):
         how.add_argument(
-            f"--{what}-key", metavar="KEY", help=f"where a row has its {what}, a dotted path"
+            f"--{column}-key", metavar="KEY", help=f"where a row has its {column}, a dotted path"
         )
 
-    rest = parser.add_argument_group("what becomes of the answers")
-    rest.add_argument(
+    outcome = parser.add_argument_group("what becomes of the answers")
+    outcome.add_argument(
         "--show",
         type=int,
         default=2,
@@ -132,13 +132,13 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         help="responses to each benchmark to print at the end, half of them with the lowest and "
         "half with the highest rewards (default 2)",
     )
-    rest.add_argument(
+    outcome.add_argument(
         "--reward",
         metavar="KIND",
         help="how they are scored: math (default), last_number, exact, or a function of your own, "
         "file.py:name or package.module:name",
     )
-    rest.add_argument(
+    outcome.add_argument(
         "--out",
         type=Path,
         metavar="DIR",

@@ -78,9 +78,9 @@ def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
         if scheme == "none":
             continue
         # Unquantized training is the line to reach in each of them.
-        here = [group for group in groups if group.scheme in ("none", scheme)]
+        groups_of_scheme = [group for group in groups if group.scheme in ("none", scheme)]
         for name, panels, table in (("training", TRAINING, METHODS), ("scale", UPDATES, SCALE)):
-            chosen = [group for group in here if table in group.method.tables]
+            chosen = [group for group in groups_of_scheme if table in group.method.tables]
             if any(group.histories for group in chosen if group.scheme == scheme):
                 drawn[f"{name}_{scheme}.png"] = _png(panels, chosen, LINES[table])
     return drawn

@@ -172,8 +172,12 @@ def _method(name: str, table: Any, schemes: tuple[str, ...]) -> Method:
         f"methods.{name}: a method's name is of letters, digits and _ . + -; give it a label",
     )
     require(isinstance(table, dict), f"methods.{name} must be a table [methods.{name}]")
-    given = table.get("schemes", list(schemes))
-    table = {"label": name, **table, "schemes": ["none"] if given is False else given}
+    listed_schemes = table.get("schemes", list(schemes))
+    table = {
+        "label": name,
+        **table,
+        "schemes": ["none"] if listed_schemes is False else listed_schemes,
+    }
     method = build(Method, table, f"methods.{name}.")
     require(
         bool(method.schemes),

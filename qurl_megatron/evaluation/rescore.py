@@ -54,11 +54,13 @@ class Gap:
             for i, (a, b) in enumerate(zip(first, second, strict=True))
             if a is not None and b is not None
         ]
-        said = np.concatenate([np.empty((0, 2)), *(np.stack([a, b], 1) for _, a, b in both)])
+        log_prob_pairs = np.concatenate(
+            [np.empty((0, 2)), *(np.stack([a, b], 1) for _, a, b in both)]
+        )
         places = [(i, k) for i, a, _ in both for k in range(len(a))]
         # What is not a number is as far off as can be.
-        sizes = np.nan_to_num(np.abs(said[:, 0] - said[:, 1]), nan=np.inf)
-        return Gap(pair, sizes, np.array(places, int).reshape(-1, 2), said)
+        sizes = np.nan_to_num(np.abs(log_prob_pairs[:, 0] - log_prob_pairs[:, 1]), nan=np.inf)
+        return Gap(pair, sizes, np.array(places, int).reshape(-1, 2), log_prob_pairs)
 
     @property
     def largest(self) -> float:
@@ -92,9 +94,9 @@ def verdict(engine: Gap, actor: Gap, quantization: Gap, version: int) -> str:
         ),
     )
     parts = [
-        f"the record and {differs} at {found} of {how_many(len(gap.sizes), 'token')}: {why}"
-        for gap, differs, why in blames
-        if (found := gap.beyond(limit))
+        f"the record and {differs} at {differing} of {how_many(len(gap.sizes), 'token')}: {reason}"
+        for gap, differs, reason in blames
+        if (differing := gap.beyond(limit))
     ]
     if parts:
         return "; ".join(parts)
@@ -135,7 +137,7 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
             f"rollout.temperature={config.rollout.temperature:g}: {config.rollout.backend} scores "
             "prompts at temperature 1 alone, so its scores cannot be compared with this run's"
         )
-    samples = [one.sample for one in records]
+    samples = [record.sample for record in records]
     print(f"scoring {how_many(len(samples), 'response')} again by {checkpoint}", flush=True)
     fresh = _by_engine(checkpoint, scheme, samples, config, version)
     actor = actor_scores(config, checkpoint, path, len(samples), scheme=scheme)
@@ -157,17 +159,17 @@ def _by_engine(
     Raises:
         ConfigError: it could not be started, or not score.
     """
-    found: list[np.ndarray | None] = [None] * len(samples)
+    scores: list[np.ndarray | None] = [None] * len(samples)
     if scheme != "none" and config.quant.rounding != "nearest":
         print(
             f"quant.rounding={config.quant.rounding} published other codes than a fresh engine, "
             "which rounds to nearest: scored by the actor alone"
         )
-        return found
-    chosen = [i for i, one in enumerate(samples) if {v for v, _ in one.versions} <= {version}]
-    if others := len(samples) - len(chosen):
+        return scores
+    chosen = [i for i, sample in enumerate(samples) if {v for v, _ in sample.versions} <= {version}]
+    if left_out := len(samples) - len(chosen):
         print(
-            f"{how_many(others, 'response')} with tokens of another version than {version} "
+            f"{how_many(left_out, 'response')} with tokens of another version than {version} "
             "(rollout.max_staleness): scored by the actor alone"
         )
     rollout, dtype = config.rollout, config.model.dtype
@@ -176,14 +178,14 @@ def _by_engine(
             scored = engine_scores(client, [samples[i] for i in chosen], rollout.temperature)
     except EngineError as error:
         raise ConfigError(f"the fresh engine cannot score the samples: {error}") from error
-    if long := sum(one is None for one in scored):
+    if long := sum(sample_scores is None for sample_scores in scored):
         print(
             f"{how_many(long, 'response')} with no room left in the engine's context for the token "
             "that scoring generates: scored by the actor alone"
         )
-    for index, one in zip(chosen, scored, strict=True):
-        found[index] = one
-    return found
+    for index, sample_scores in zip(chosen, scored, strict=True):
+        scores[index] = sample_scores
+    return scores
 
 
 def compared(records: Sequence[Recorded], fresh: Scores, actor: Scores) -> list[Gap]:
@@ -192,8 +194,8 @@ def compared(records: Sequence[Recorded], fresh: Scores, actor: Scores) -> list[
     Without a fresh engine, the one that sampled is compared with the actor: it cannot be confirmed
     then, but how far the two are apart still says what an order of sums comes to.
     """
-    behaviour = [one.sample.behaviour_log_probs[one.sample.written] for one in records]
-    proximal = [one.proximal for one in records]
+    behaviour = [record.sample.behaviour_log_probs[record.sample.written] for record in records]
+    proximal = [record.proximal for record in records]
     name, engine = (
         ("fresh engine", fresh) if any(e is not None for e in fresh) else ("recorded", behaviour)
     )
@@ -219,12 +221,12 @@ def table(gaps: Sequence[Gap], samples: Sequence[Sample], tokenizer: Tokenizer) 
         token = int(sample.response_ids[position])
         text = " ".join(visible(tokenizer.decode([token])).splitlines())
         first, second = gap.said[gap.worst]
-        where = f"line {response + 1}, token {position + 1}: {token} "
-        where += f'"{text}"' if text else "(special)"
+        token_place = f"line {response + 1}, token {position + 1}: {token} "
+        token_place += f'"{text}"' if text else "(special)"
         rows.append(
             (
                 *(gap.pair, str(len(gap.sizes)), f"{gap.sizes.mean():.2g}", f"{gap.largest:.2g}"),
-                f"{where}, {first:.4f} and {second:.4f}",
+                f"{token_place}, {first:.4f} and {second:.4f}",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -244,8 +246,10 @@ def _rollouts(run_dir: Path, step: int) -> Path:
     path = path_of(run_dir, step)
     if path.is_file():
         return path
-    there = [int(one.stem.removeprefix("step_")) for one in path.parent.glob("step_*.jsonl")]
-    kept = f"; it has those of {_steps(there)}" if there else ""
+    recorded_steps = [
+        int(file.stem.removeprefix("step_")) for file in path.parent.glob("step_*.jsonl")
+    ]
+    kept = f"; it has those of {_steps(recorded_steps)}" if recorded_steps else ""
     raise ConfigError(
         f"{run_dir} has no samples of step {step}{kept} (train.save_rollouts=true keeps them)"
     )
@@ -257,10 +261,10 @@ def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> tuple[Path, s
     Raises:
         ConfigError: it is not there, or damaged.
     """
-    found = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
-    if version in found:
-        refuse_damaged(find_torch_dist(found[version]) or found[version])
-        return found[version], TrainState.read(found[version]).scheme(config.quant.scheme)
+    by_step = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
+    if version in by_step:
+        refuse_damaged(find_torch_dist(by_step[version]) or by_step[version])
+        return by_step[version], TrainState.read(by_step[version]).scheme(config.quant.scheme)
     start = Path(config.model.path)
     if version == 0 and start.exists():
         folded = open_checkpoint(start).uaq_scale
@@ -270,10 +274,10 @@ def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> tuple[Path, s
             f"step 1 was sampled from {start} with quant.uaq_scale={config.quant.uaq_scale:g} "
             "folded in, which no folder holds; name a later step"
         )
-    there = f"it has those of {_steps(found)}" if found else "it has none"
+    saved_steps = f"it has those of {_steps(by_step)}" if by_step else "it has none"
     raise ConfigError(
         f"step {version + 1} was sampled from the checkpoint of step {version}, which {run_dir} "
-        f"does not have ({there}); checkpoint.every=1 and a large checkpoint.keep keep them"
+        f"does not have ({saved_steps}); checkpoint.every=1 and a large checkpoint.keep keep them"
     )
 
 

@@ -31,7 +31,7 @@ class BenchmarkScore:
     pass_at: Mapping[int, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        found = {
+        document = {
             "k": self.responses,
             "accuracy": _rounded(self.accuracy),
             "ci95": _rounded(interval(self.resampled_D)),
@@ -39,10 +39,10 @@ class BenchmarkScore:
             "tokens": _rounded(self.tokens),
         }
         if self.sampling_error is not None:
-            found["sampling_error"] = _rounded(self.sampling_error)
+            document["sampling_error"] = _rounded(self.sampling_error)
         if self.pass_at is not None:
-            found["pass_at"] = {str(k): _rounded(value) for k, value in self.pass_at.items()}
-        return found
+            document["pass_at"] = {str(k): _rounded(value) for k, value in self.pass_at.items()}
+        return document
 
 
 def score(
@@ -52,7 +52,7 @@ def score(
     seed: int,
 ) -> dict[str, BenchmarkScore]:
     """The scores of a benchmark that is fully answered, by mode."""
-    found = {}
+    scores = {}
     for mode, count in responses.items():
         rows = [answers[mode, index] for index in range(len(benchmark.problems))]
         reward_PK = np.array([[answer.reward for answer in row] for row in rows])
@@ -60,7 +60,7 @@ def score(
         resampled_D = resampled_means(reward_PK.mean(axis=1), [seed, *benchmark.name.encode()])
         every = [answer for row in rows for answer in row]
         right_P = (reward_PK == 1).sum(axis=1).tolist()
-        found[mode] = BenchmarkScore(
+        scores[mode] = BenchmarkScore(
             responses=count,
             accuracy=float(reward_PK.mean()),
             resampled_D=resampled_D,
@@ -69,29 +69,36 @@ def score(
             sampling_error=sampling_error(reward_PK) if count > 1 else None,
             pass_at={k: pass_at(right_P, count, k) for k in _powers(count)} if count > 1 else None,
         )
-    return found
+    return scores
 
 
 def mean(scores: Sequence[Mapping[str, BenchmarkScore]]) -> dict[str, BenchmarkScore]:
     """The mean over benchmarks, each with the same weight however many problems it has."""
-    found = {}
+    means = {}
     for mode in scores[0]:
         each = [by_mode[mode] for by_mode in scores]
         sampled = each[0].pass_at is not None
-        found[mode] = BenchmarkScore(
+        means[mode] = BenchmarkScore(
             responses=each[0].responses,
-            accuracy=_mean(one.accuracy for one in each),
-            resampled_D=np.mean([one.resampled_D for one in each], axis=0),
-            truncated=_mean(one.truncated for one in each),
-            tokens=_mean(one.tokens for one in each),
-            sampling_error=sum((one.sampling_error or 0.0) ** 2 for one in each) ** 0.5 / len(each)
+            accuracy=_mean(benchmark_score.accuracy for benchmark_score in each),
+            resampled_D=np.mean([benchmark_score.resampled_D for benchmark_score in each], axis=0),
+            truncated=_mean(benchmark_score.truncated for benchmark_score in each),
+            tokens=_mean(benchmark_score.tokens for benchmark_score in each),
+            sampling_error=sum(
+                (benchmark_score.sampling_error or 0.0) ** 2 for benchmark_score in each
+            )
+            ** 0.5
+            / len(each)
             if sampled
             else None,
-            pass_at={k: _mean((one.pass_at or {})[k] for one in each) for k in each[0].pass_at}
+            pass_at={
+                k: _mean((benchmark_score.pass_at or {})[k] for benchmark_score in each)
+                for k in each[0].pass_at
+            }
             if each[0].pass_at is not None
             else None,
         )
-    return found
+    return means
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ def pair(
     """Two fully answered benchmarks, by mode. What is resampled is the change of each problem: how
     hard problems are cancels out."""
     scores = [score(benchmark, answers, responses, seed) for answers in (before, after)]
-    found = {}
+    pairs = {}
     for mode in responses:
         means = [
             [
@@ -128,14 +135,18 @@ def pair(
         ]
         change_P = np.subtract(means[1], means[0])
         resampled_D = resampled_means(change_P, [seed, *benchmark.name.encode()])
-        found[mode] = Pair(scores[0][mode], scores[1][mode], resampled_D)
-    return found
+        pairs[mode] = Pair(scores[0][mode], scores[1][mode], resampled_D)
+    return pairs
 
 
 def mean_pair(pairs: Sequence[Mapping[str, Pair]]) -> dict[str, Pair]:
     """The mean over benchmarks, as ``mean``."""
-    before = mean([{mode: one.before for mode, one in by_mode.items()} for by_mode in pairs])
-    after = mean([{mode: one.after for mode, one in by_mode.items()} for by_mode in pairs])
+    before = mean(
+        [{mode: mode_pair.before for mode, mode_pair in by_mode.items()} for by_mode in pairs]
+    )
+    after = mean(
+        [{mode: mode_pair.after for mode, mode_pair in by_mode.items()} for by_mode in pairs]
+    )
     return {
         mode: Pair(
             before[mode],
@@ -149,12 +160,12 @@ def mean_pair(pairs: Sequence[Mapping[str, Pair]]) -> dict[str, Pair]:
 def pair_as_json(pairs: Mapping[str, Pair]) -> dict[str, Any]:
     return {
         mode: {
-            "before": one.before.as_json(),
-            "after": one.after.as_json(),
-            "change": _rounded(one.change),
-            "ci95": _rounded(interval(one.resampled_D)),
+            "before": mode_pair.before.as_json(),
+            "after": mode_pair.after.as_json(),
+            "change": _rounded(mode_pair.change),
+            "ci95": _rounded(interval(mode_pair.resampled_D)),
         }
-        for mode, one in pairs.items()
+        for mode, mode_pair in pairs.items()
     }
 
 
@@ -172,33 +183,36 @@ def pair_table(
     cells = [["benchmark", "problems", "score", "before", "after", "change"]]
     for name, problems, pairs in lines:
         count = "" if problems is None else str(problems)
-        for one in pairs.values():
+        for mode_pair in pairs.values():
             scores = [
-                written(score.accuracy, score.resampled_D) for score in (one.before, one.after)
+                written(score.accuracy, score.resampled_D)
+                for score in (mode_pair.before, mode_pair.after)
             ]
-            change = written(one.change, one.resampled_D, sign="+")
-            cells.append([name, count, f"Avg@{one.after.responses}{unit}", *scores, change])
+            change = written(mode_pair.change, mode_pair.resampled_D, sign="+")
+            cells.append([name, count, f"Avg@{mode_pair.after.responses}{unit}", *scores, change])
     return _aligned(cells)
 
 
 def tokens_per_second(answers: Mapping[Key, Sequence[GradedAnswer]]) -> float:
-    every = [answer for found in answers.values() for answer in found]
+    every = [answer for answers_of_problem in answers.values() for answer in answers_of_problem]
     return sum(answer.tokens for answer in every) / sum(answer.seconds for answer in every)
 
 
 def weight_versions(answers: Mapping[Key, Sequence[GradedAnswer]]) -> list[int]:
     """More than one: somebody published to the engines meanwhile, and no one policy was scored."""
-    return sorted({answer.version for found in answers.values() for answer in found})
+    return sorted(
+        {answer.version for answers_of_problem in answers.values() for answer in answers_of_problem}
+    )
 
 
 def rows(
     benchmark: ProblemSet, answers: Mapping[Key, Sequence[GradedAnswer]]
 ) -> list[dict[str, Any]]:
     """Each problem with its share of right responses, by mode."""
-    found: list[dict[str, Any]] = [{"id": problem.id} for problem in benchmark.problems]
-    for (mode, index), given in sorted(answers.items()):
-        found[index][mode] = _rounded(_mean(answer.reward for answer in given))
-    return found
+    table_rows: list[dict[str, Any]] = [{"id": problem.id} for problem in benchmark.problems]
+    for (mode, index), answers_of_problem in sorted(answers.items()):
+        table_rows[index][mode] = _rounded(_mean(answer.reward for answer in answers_of_problem))
+    return table_rows
 
 
 def table(
@@ -272,5 +286,5 @@ def _mean(values: Any) -> float:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_rounded(one) for one in value]
+        return [_rounded(element) for element in value]
     return value if value is None else round(value, DIGITS)

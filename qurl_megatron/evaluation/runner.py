@@ -211,9 +211,9 @@ class _Runner:
         """
         if len(self.at_work) >= self.jobs:
             return None
-        made = {job.cell.model_path for job in self.at_work if job.cell.warmstarted}
+        models_in_the_making = {job.cell.model_path for job in self.at_work if job.cell.warmstarted}
         for cell in waiting:
-            if cell.model_path not in made or cell.model_path.exists():
+            if cell.model_path not in models_in_the_making or cell.model_path.exists():
                 return cell
         return None
 
@@ -244,9 +244,9 @@ class _Runner:
         """Say how it ended; True where there is something to draw."""
         self.at_work.remove(job)
         cell = job.cell
-        found = look(self.study, cell, self.out)
-        left = task_of(self.study, cell, self.out)
-        if not left:
+        run_seen = look(self.study, cell, self.out)
+        open_task = task_of(self.study, cell, self.out)
+        if not open_task:
             self.done += 1
             self._tidy(cell)
             self._note(cell, None)
@@ -256,16 +256,16 @@ class _Runner:
             )
         elif self.signals:
             self._note(cell, None)
-            print(f"{cell.name}: stopped after step {found.step}", flush=True)
-        elif (job.task, left) == ("train", "evaluate"):
+            print(f"{cell.name}: stopped after step {run_seen.step}", flush=True)
+        elif (job.task, open_task) == ("train", "evaluate"):
             self._note(cell, None)
             self.waiting.insert(0, cell)
         else:
-            reason = found.reason or _last_line(job) or f"exit status {job.popen.returncode}"
+            reason = run_seen.reason or _last_line(job) or f"exit status {job.popen.returncode}"
             self.failed.append(cell)
             self._note(cell, reason)
-            print(f"{cell.name}: failed after step {found.step}: {reason}", flush=True)
-        return found.state == "done"
+            print(f"{cell.name}: failed after step {run_seen.step}: {reason}", flush=True)
+        return run_seen.state == "done"
 
     def _tidy(self, cell: Cell) -> None:
         """Nothing is left to be done for this cell."""

@@ -51,9 +51,11 @@ def look(study: Study, cell: Cell, out: Path) -> RunLook:
         return RunLook("waiting")
     try:
         changed = refuse_other_run(folder, load(study.recipe, cell.overrides))
-        if other := [one for one in changed if one.rule != "free"]:
-            told = "; ".join(map(str, other))
-            raise ConfigError(f"{folder} holds a run with other settings ({told}); move it away")
+        if other := [change for change in changed if change.rule != "free"]:
+            differences = "; ".join(map(str, other))
+            raise ConfigError(
+                f"{folder} holds a run with other settings ({differences}); move it away"
+            )
         records = read_metrics(metrics)
     except ConfigError as error:
         return RunLook("failed", reason=str(error))

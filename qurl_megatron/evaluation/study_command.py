@@ -75,29 +75,29 @@ def main(
     if mode == "background":
         return _detach(file, out, jobs, only, overrides)
     drawn = time.monotonic()
-    here = environment() if any(task_of(study, cell, out) for cell in cells) else None
+    this_machine = environment() if any(task_of(study, cell, out) for cell in cells) else None
 
     def redraw() -> None:
         nonlocal drawn
         if time.monotonic() - drawn > REDRAW_S:
-            write_report(study, out, here)
+            write_report(study, out, this_machine)
             drawn = time.monotonic()
 
     code = run(study, cells, out, jobs=jobs, redraw=redraw, qurl=qurl)
-    print(write_report(study, out, here), flush=True)
+    print(write_report(study, out, this_machine), flush=True)
     return code
 
 
 def status(results: Sequence[Result]) -> Table:
     """A line per cell: how far it is, and what it last measured."""
-    made = Table(box=None, pad_edge=False)
+    grid = Table(box=None, pad_edge=False)
     for name in ("cell", "state", "step", "reward", "accuracy", ""):
         numbers = name in ("step", "reward", "accuracy")
-        made.add_column(name, justify="right" if numbers else "left", overflow="fold")
+        grid.add_column(name, justify="right" if numbers else "left", overflow="fold")
     for result in results:
         reward, accuracy = result.last("reward/mean"), result.last("eval/accuracy")
         style = STYLES[result.state]
-        made.add_row(
+        grid.add_row(
             result.cell.name,
             f"[{style}]{result.state}[/]" if style else result.state,
             f"{result.step}/{result.cell.steps}",
@@ -105,7 +105,7 @@ def status(results: Sequence[Result]) -> Table:
             "" if accuracy is None else percent(accuracy),
             escape(result.reason),
         )
-    return made
+    return grid
 
 
 def matching(study: Study, only: str) -> list[Cell]:

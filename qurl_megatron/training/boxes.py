@@ -31,19 +31,19 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Slice]:
     if len(shape) == 1:
         return [Slice((start,), (stop - start,))]
     row = math.prod(shape[1:])
-    found: list[Slice] = []
+    slices: list[Slice] = []
     while start < stop:
         index, within = divmod(start, row)
         rows = (stop - start) // row
         if within == 0 and rows:
-            found.append(Slice.along(shape, 0, index, index + rows))
+            slices.append(Slice.along(shape, 0, index, index + rows))
             start += rows * row
             continue
         end = min(row, within + stop - start)
         for box in boxes(shape[1:], within, end):
-            found.append(Slice((index, *box.starts), (1, *box.sizes)))
+            slices.append(Slice((index, *box.starts), (1, *box.sizes)))
         start += end - within
-    return found
+    return slices
 
 
 def in_place(optimizer: Any) -> None:
@@ -105,7 +105,7 @@ def _owned(
         begin, end = max(start - first, 0), min(stop - first, piece.data.numel())
         for box in boxes(piece.local_shape or (1,), begin, end):
             count = box.elements
-            here = first + begin - start
+            offset = first + begin - start
             begin += count
             # Layers and experts are leading axes of the whole tensor that a parameter lacks.
             leading = piece.prepend_axis_num
@@ -113,7 +113,7 @@ def _owned(
             sizes = (*(1 for _ in range(leading)), *box.sizes)
             yield replace(
                 piece,
-                data=flat[here : here + count].view(sizes),
+                data=flat[offset : offset + count].view(sizes),
                 dtype=flat.dtype,
                 local_shape=sizes,
                 global_offset=(

@@ -54,14 +54,14 @@ def lay_out(
         limit: numbers at which a bucket is closed; None: never.
         step: what the bounds of buckets are a multiple of; None: nothing is padded.
     """
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     spans: list[tuple[int, int]] = []
     begin = at = 0
 
     def close() -> None:
         nonlocal begin, at, spans
         end = _round_up(at, step)
-        found.append(Bucket(begin, end, tuple(spans)))
+        buckets.append(Bucket(begin, end, tuple(spans)))
         begin, at, spans = end, end, []
 
     for numbers, alone in reversed(parameters):
@@ -74,7 +74,7 @@ def lay_out(
             close()
     if spans:
         close()
-    return found
+    return buckets
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def _parameters(
     ops = stage_ops(
         arch, range(stage * layers, (stage + 1) * layers), first=first, last=last and not critic
     )
-    found = []
+    parameters = []
     for op in sorted(ops, key=lambda op: _place(op.megatron)):
         numbers = 0
         for part in op.hf:
@@ -135,10 +135,10 @@ def _parameters(
                 shape = (_round_up(shape[0], tensor), *shape[1:])
             numbers += math.prod(shape) // (tensor if part.split_dim is not None else 1)
         shared = arch.tied and pipeline > 1 and not op.megatron.startswith("decoder.")
-        found.append((numbers, shared))
+        parameters.append((numbers, shared))
     if critic and last:
-        found += [(arch.hidden, False), (arch.hidden, False), (1, False)]  # norm; weight, bias
-    return found
+        parameters += [(arch.hidden, False), (arch.hidden, False), (1, False)]  # norm; weight, bias
+    return parameters
 
 
 def _place(name: str) -> tuple[int, int, int]:

@@ -112,7 +112,9 @@ def save(
             config = policy.source.folded_config(policy.uaq_scale)
             describe(policy.source, aside / DESCRIPTION, config)
             state.write(aside)
-            write_record(aside, {name: found for part in sums for name, found in part.items()})
+            write_record(
+                aside, {name: file_sum for part in sums for name, file_sum in part.items()}
+            )
             if final.exists():  # nobody resumed from it: it is not whole
                 set_aside(final)
             aside.rename(final)
@@ -159,7 +161,7 @@ def _write_reference(folder: Path, policy: Policy) -> dict[str, FileSum]:
     with policy.reference():
         model = policy.gpt.sharded_state_dict(metadata=_metadata(policy))
         _write_sharded({"model": model}, folder, strategy, policy)
-    return {f"{folder.name}/{name}": found for name, found in strategy.sums.items()}
+    return {f"{folder.name}/{name}": file_sum for name, file_sum in strategy.sums.items()}
 
 
 def _write_sharded(
@@ -261,8 +263,8 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
 
 def _load_reference(folder: Path, policy: Policy) -> None:
     """The reference, where it had moved and one is kept."""
-    there = share(folder.is_dir() if policy.ranks.leads else None, waiting_for=str(folder))
-    if not (there and policy.has_reference):
+    exists = share(folder.is_dir() if policy.ranks.leads else None, waiting_for=str(folder))
+    if not (exists and policy.has_reference):
         return
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(folder)), policy.ranks.copies.group
@@ -281,13 +283,13 @@ _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
 
 def _bytes_to_write(sharded: dict[str, Any]) -> int:
     """Of all ranks together, small files left out; every rank calls it."""
-    own = sum(
+    own_bytes = sum(
         value.data.nbytes
         for value in nested_values(sharded)
         if isinstance(value, ShardedTensor | ShardedTensorFactory)
         and is_main_replica(value.replica_id)
     )
-    total = torch.tensor(own)
+    total = torch.tensor(own_bytes)
     dist.all_reduce(total)
     return int(total)
 
@@ -365,10 +367,10 @@ def _fill(trained: Trained, weights: dict[str, Any]) -> None:
 def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     _fill(trained, loaded["model"])
     group = trained.optimizer.param_groups[0]
-    given = {key: group[key] for key in _GIVEN if key in group}
+    restored = {key: group[key] for key in _GIVEN if key in group}
     # Before it is loaded: Megatron-Core 0.19 finds a group by its learning rates too.
     for saved in _parameter_groups(loaded["optimizer"]):
-        saved.update(given)
+        saved.update(restored)
     trained.optimizer.load_state_dict(loaded["optimizer"])
     _unshare_adam_step(trained.optimizer)
     trained.scheduler.num_steps = 0  # what is loaded is added to it
@@ -443,7 +445,9 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
             busy: queue.Queue[int] = queue.Queue()
             busy.put(index)
             staged = ((item, tensor.cpu()) for item, tensor in tensors)
-            summed = [_Summed(one) for one in transforms]  # none before torch 2.7
+            summed = [
+                _Summed(summed_transform) for summed_transform in transforms
+            ]  # none before torch 2.7
             FileSystemWriterAsync.write_preloaded_data(
                 summed, index, (path, name, (objects, staged)), outcome, busy, use_fsync=True
             )
@@ -451,8 +455,8 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
             if isinstance(results[index], Exception):
                 self.failure = results[index]
                 return written.put(results[index])
-            for one in summed:
-                self.sums[name] = one.done(Path(path))
+            for summed_transform in summed:
+                self.sums[name] = summed_transform.done(Path(path))
         written.put(results)
 
 
@@ -470,9 +474,9 @@ class _Summed:
         return self._transforms.transform_save_stream(item, _Tee(stream, self._summing))
 
     def done(self, path: Path) -> FileSum:
-        found = self._summing.done()
-        assert found.bytes == path.stat().st_size, f"{path} was not written in one pass"
-        return found
+        file_sum = self._summing.done()
+        assert file_sum.bytes == path.stat().st_size, f"{path} was not written in one pass"
+        return file_sum
 
 
 class _Tee:

@@ -30,21 +30,21 @@ def deliver(ranks: Ranks, responses: Responses | None, split: Split) -> Response
     parts = split(summary)
     teams = _teams(ranks)
     team = teams[ranks.data.rank]
-    mine = Responses.empty(summary, parts[ranks.data.rank])
+    own_share = Responses.empty(summary, parts[ranks.data.rank])
     if responses is not None:
         for part, (head, *_) in zip(parts, teams, strict=True):
             share = responses.part(part)
             if head == ranks.rank:
-                mine = share
+                own_share = share
                 continue
             for tensor in _tensors(share):
                 dist.send(tensor, head)
     elif ranks.rank == team[0]:
-        for tensor in _tensors(mine):
+        for tensor in _tensors(own_share):
             dist.recv(tensor, 0)
-    for tensor in _tensors(mine):
+    for tensor in _tensors(own_share):
         _pass_on(tensor, team, ranks.rank)
-    return mine
+    return own_share
 
 
 def _tensors(responses: Responses) -> tuple[Tensor, ...]:
@@ -58,8 +58,8 @@ def _teams(ranks: Ranks) -> list[list[int]]:
     everywhere = [torch.empty_like(place) for _ in range(ranks.world_size)]
     dist.all_gather(everywhere, place)
     teams: list[list[int]] = [[] for _ in range(ranks.data.size)]
-    for rank, where in enumerate(everywhere):
-        teams[int(where)].append(rank)
+    for rank, team in enumerate(everywhere):
+        teams[int(team)].append(rank)
     return teams
 
 

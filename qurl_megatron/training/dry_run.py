@@ -170,12 +170,13 @@ def _phase_lines(run: Footprint) -> list[str]:
 def _engine_lines(config: RunConfig, engine: EngineFootprint) -> list[str]:
     rollout = config.rollout
     count = rollout.engines
-    where = "beside a trainer at rest" if engine.colocated else "none of them the trainer's"
+    placement = "beside a trainer at rest" if engine.colocated else "none of them the trainer's"
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     lines = [
         f"{count} SGLang engine{'s' if count > 1 else ''} of {rollout.engine_tensor} "
-        f"GPU{'s' if rollout.engine_tensor > 1 else ''} each, {where}: {engine.room / GIB:.1f} GiB "
-        f"a GPU for weights and cache, {engine.token / 1024:g} KiB a token of cache"
+        f"GPU{'s' if rollout.engine_tensor > 1 else ''} each, {placement}: "
+        f"{engine.room / GIB:.1f} GiB a GPU for weights and cache, "
+        f"{engine.token / 1024:g} KiB a token of cache"
     ]
     for scheme in sorted(SERVED, key="none".__eq__):
         name = "BF16" if scheme == "none" else scheme.upper()

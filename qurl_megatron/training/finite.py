@@ -36,19 +36,19 @@ def look(models: Sequence[Trained]) -> Weights:
     """This rank's masters after a step."""
     squares, bad = 0.0, None
     for model in models:
-        found = list(model.masters())
-        if not found:
+        masters = list(model.masters())
+        if not masters:
             continue
-        norms_N = torch.stack(torch._foreach_norm([master for _, master, _ in found]))
-        sizes_N = norms_N.new_tensor([max(1, master.numel()) for _, master, _ in found])
-        once_N = norms_N.new_tensor([float(once) for _, _, once in found])
+        norms_N = torch.stack(torch._foreach_norm([master for _, master, _ in masters]))
+        sizes_N = norms_N.new_tensor([max(1, master.numel()) for _, master, _ in masters])
+        once_N = norms_N.new_tensor([float(once) for _, _, once in masters])
         rms_N = norms_N / sizes_N.sqrt()
         total = (norms_N.double() * once_N).square().sum()
         total, worst = torch.stack([total, rms_N.max().double()]).tolist()
         squares += total
         if bad is None and not worst <= LARGEST:
             index = [not rms <= LARGEST for rms in rms_N.tolist()].index(True)
-            bad = f"{found[index][0]} on rank {model.ranks.rank} {_how_bad(found[index][1])}"
+            bad = f"{masters[index][0]} on rank {model.ranks.rank} {_how_bad(masters[index][1])}"
     return Weights(squares, bad)
 
 

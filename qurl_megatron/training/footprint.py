@@ -196,15 +196,15 @@ def check_layout(config: RunConfig) -> None:
     Raises:
         ConfigError: as ``check_division``; a config.json that is there cannot be read.
     """
-    path, made = Path(config.model.path), config.warmstart
-    if made.steps and not path.exists():
+    path, warmstart = Path(config.model.path), config.warmstart
+    if warmstart.steps and not path.exists():
         sizes = {
             "model_type": "qwen2",
-            "hidden_size": made.hidden,
-            "intermediate_size": made.intermediate,
-            "num_hidden_layers": made.layers,
-            "num_attention_heads": made.heads,
-            "num_key_value_heads": made.kv_heads,
+            "hidden_size": warmstart.hidden,
+            "intermediate_size": warmstart.intermediate,
+            "num_hidden_layers": warmstart.layers,
+            "num_attention_heads": warmstart.heads,
+            "num_key_value_heads": warmstart.kv_heads,
             "vocab_size": 1,  # known when there is a tokenizer; nothing is divided by it
         }
         check_division(config, Models(path, read_arch(sizes), None))
@@ -249,13 +249,14 @@ def add_up(
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     passed = _pass(config, longest)
     stages = [
-        _stage(config, models.policy, passed, index, *held) for index, held in enumerate(holdings)
+        _stage(config, models.policy, passed, index, *holding)
+        for index, holding in enumerate(holdings)
     ]
     gpu = int(gpu_gib * GIB)
     engine = None
     if config.rollout.kind.takes_gpus:
         engine = _engine(config, models.policy, max(stage.at_rest for stage in stages), gpu)
-    found = Footprint(
+    total = Footprint(
         config=config,
         arch=models.policy,
         described_by=models.described_by,
@@ -266,8 +267,8 @@ def add_up(
         notes=[],
         gpu=gpu,
     )
-    found.notes.extend(_notes(found, longest))
-    return found
+    total.notes.extend(_notes(total, longest))
+    return total
 
 
 def _find(key: str, model_path: str, given: Path | None) -> Path:
@@ -284,10 +285,10 @@ def _find(key: str, model_path: str, given: Path | None) -> Path:
         return folder / "config.json"
     shipped = _shipped(folder)
     if not shipped.is_file():
-        known = ", ".join(sorted(p.name for p in SHAPES.glob("*/")))
+        shapes = ", ".join(sorted(p.name for p in SHAPES.glob("*/")))
         raise ConfigError(
             f"{key}={model_path} does not exist, and launch/models has no {folder.name} "
-            f"(but {known}); name the model's config.json with --config"
+            f"(but {shapes}); name the model's config.json with --config"
         )
     return shipped
 
@@ -324,9 +325,9 @@ def _stage(
     one_layer = memory.layer_activations(arch, passed)
     codes = cast = 0
     if config.train.align != "none":
-        here = range(index * layers, (index + 1) * layers)
+        stage_layers = range(index * layers, (index + 1) * layers)
         # FP8 codes without FP8 hardware are multiplied in FP32, of which this counts half.
-        codes, cast = memory.aligned(arch, here, parallel.tensor, passed.itemsize)
+        codes, cast = memory.aligned(arch, stage_layers, parallel.tensor, passed.itemsize)
     in_reference = config.algo.kl_coef > 0 and config.algo.reference_memory == "device"
     return Stage(
         layers=layers,
@@ -408,13 +409,13 @@ def _notes(run: Footprint, longest: int) -> list[str]:
             f"an engine rank has room for {run.engine.tokens(config.quant.scheme)} tokens, one "
             f"prompt and response may take {longest}"
         )
-    most = longest_prompt(config.rollout, run.arch)
-    if most is not None and 0 < most < config.data.max_prompt_tokens:
+    longest_allowed = longest_prompt(config.rollout, run.arch)
+    if longest_allowed is not None and 0 < longest_allowed < config.data.max_prompt_tokens:
         notes.append(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the "
             f"{run.arch.max_position} tokens that the model takes (max_position_embeddings): a run "
-            f"refuses prompts of more than {most} tokens; lower data.max_prompt_tokens to {most}, "
-            "which leaves them out, or lower rollout.max_new_tokens"
+            f"refuses prompts of more than {longest_allowed} tokens; lower "
+            f"data.max_prompt_tokens to {longest_allowed}, which leaves them out, or lower rollout.max_new_tokens"
         )
     if simulated := simulation(config.quant.scheme):
         notes.append(simulated)

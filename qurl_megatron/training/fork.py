@@ -69,14 +69,14 @@ def fork(source: Path, config: RunConfig) -> None:
             f"--fork: {source} has no checkpoint to begin with; set train.run_dir to the folder of "
             "the run to fork, or leave --fork out"
         )
-    found = changes(recipe_of(source), config)
-    if never := refused(found, fork=True):
+    changed_keys = changes(recipe_of(source), config)
+    if never := refused(changed_keys, fork=True):
         raise ConfigError(
             f"--fork: the checkpoints of {source} are of other settings, which are part of what is "
             f"in them ({', '.join(map(str, never))}); set these back, or begin again with the "
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
-    _refuse_another_pace(config, found)
+    _refuse_another_pace(config, changed_keys)
     state = TrainState.read(newest)
     state = replace(state, begun=state.step, unevaluated=config.train.eval_prompts > 0)
     files = changed_files(config.data, (state.cursor or {}).get("files", {}))
@@ -88,17 +88,17 @@ def fork(source: Path, config: RunConfig) -> None:
             "leaves none to do; set train.steps higher"
         )
     with claim(run_dir, config), refusing(run_dir, key="--fork"):
-        begins = forked(state, found)
+        begins = forked(state, changed_keys)
         named = named_code(config.reward, config.rollout, config.algo.function)
         code = edited(named, begins.own_code)
         changed = [f"other data in {file}" for file in files.values()]
         changed += [f"edited code of {setting}" for setting in code.values()]
-        begun = Fork(str(source.resolve()), state.step, (*map(str, found), *changed))
-        _copy_logs(source, run_dir, begun)
-        (run_dir / FORK).write_text(json.dumps(asdict(begun), indent=1) + "\n", encoding="utf-8")
-        without = REFERENCE if any(one.key in HELD_AGAINST for one in found) else None
+        new_fork = Fork(str(source.resolve()), state.step, (*map(str, changed_keys), *changed))
+        _copy_logs(source, run_dir, new_fork)
+        (run_dir / FORK).write_text(json.dumps(asdict(new_fork), indent=1) + "\n", encoding="utf-8")
+        without = REFERENCE if any(change.key in HELD_AGAINST for change in changed_keys) else None
         _copy_checkpoint(newest, run_dir / "checkpoints", begins, without)
-    print(f"{run_dir} {told(begun)}", flush=True)
+    print(f"{run_dir} {told(new_fork)}", flush=True)
 
 
 def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
@@ -107,12 +107,14 @@ def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
     Args:
         state: ``unevaluated`` where the fork is to evaluate before its first step.
     """
-    keys = {one.key for one in found}
-    same = {key: one for key, one in state.own_code.items() if setting_of(key) not in keys}
+    keys = {change.key for change in found}
+    same = {
+        key: checksum for key, checksum in state.own_code.items() if setting_of(key) not in keys
+    }
     state = replace(after(keys, state), guard={}, own_code=same)
-    if any(one.key.startswith(ORDER) and one.key not in NOT_ORDER for one in found):
+    if any(change.key.startswith(ORDER) and change.key not in NOT_ORDER for change in found):
         state = replace(state, cursor=None)
-    if any(one.key.startswith("quant.") for one in found):
+    if any(change.key.startswith("quant.") for change in found):
         state = replace(state, unquantized_since=None, notice="")
     if state.unevaluated:  # what it comes to is the fork's own "before"
         state = without_scores(state)
@@ -127,7 +129,7 @@ def told(begun: Fork) -> str:
 
 def _refuse_another_pace(config: RunConfig, found: Sequence[Change]) -> None:
     """Raise ``ConfigError`` where a schedule would count the updates done as others."""
-    paced = [one.key for one in found if one.key in UPDATES]
+    paced = [change.key for change in found if change.key in UPDATES]
     optimizer = config.optimizer
     if paced and optimizer.schedule != "constant" and not optimizer.decay_steps:
         raise ConfigError(
@@ -176,7 +178,11 @@ def _copy_checkpoint(newest: Path, root: Path, state: TrainState, without: str |
             _link(path, aside / name)
     state.write(aside)
     if record is not None:
-        kept = {n: its for n, its in record.items() if n != STATE and Path(n).parts[0] != without}
+        kept = {
+            n: file_sum
+            for n, file_sum in record.items()
+            if n != STATE and Path(n).parts[0] != without
+        }
         write_record(aside, kept)
     aside.rename(root / newest.name)
     to_disk(root)

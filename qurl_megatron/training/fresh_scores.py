@@ -70,15 +70,15 @@ def engine_scores(
     """Log-probs of the tokens that the policy wrote, float32, of each sample; None where it leaves
     no room in the engine for the token that scoring asks for."""
     longest = client.longest_scored()
-    found: list[np.ndarray | None] = []
+    log_probs: list[np.ndarray | None] = []
     for sample in samples:
         prompt, response = list(sample.prompt.input_ids), sample.response_ids.tolist()
         if longest is not None and len(prompt) + len(response) > longest:
-            found.append(None)
+            log_probs.append(None)
             continue
         scored = client.score(prompt + response, start=len(prompt), temperature=temperature)
-        found.append(np.array(scored, np.float32)[sample.written])
-    return found
+        log_probs.append(np.array(scored, np.float32)[sample.written])
+    return log_probs
 
 
 def actor_scores(
@@ -135,7 +135,7 @@ def _score(config: RunConfig, rollouts: Path, count: int, out: Path) -> None:
     from qurl_megatron.training.step import attach_scores, lay_out
     from qurl_megatron.training.trained_models import policy_of  # Megatron comes with it
 
-    samples = [one.sample for one in read_rollouts(rollouts)[:count]]
+    samples = [entry.sample for entry in read_rollouts(rollouts)[:count]]
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
         policy = policy_of(config, ranks)
         (batches,) = lay_out(ranks, Responses.of(samples), config, step=1)
@@ -143,5 +143,5 @@ def _score(config: RunConfig, rollouts: Path, count: int, out: Path) -> None:
         scores = gather_proximal(ranks, attach_scores(policy, batches, score, with_reference=False))
         if ranks.leads:
             # Numbers, and so none of savez's own options, which the types cannot know.
-            named: dict[str, Any] = {str(index): one for index, one in scores.items()}
+            named: dict[str, Any] = {str(index): entry for index, entry in scores.items()}
             np.savez(out, **named)

@@ -92,22 +92,26 @@ class Guard:
             if count == patience or (acts and count > patience):
                 reasons.append(self._reason(threshold, name, value, limit, step))
         tripped = any(count >= patience for count in self.counts.values())
-        seen = {f"guard/{what}": float(count) for what, count in self.counts.items()}
-        seen["guard/tripped"] = float(tripped)
-        why = "; ".join(reasons)
+        guard_metrics = {
+            f"guard/{threshold_name}": float(count) for threshold_name, count in self.counts.items()
+        }
+        guard_metrics["guard/tripped"] = float(tripped)
+        explanation = "; ".join(reasons)
         if not reasons or not acts:
             if reasons and action == "bf16":
-                why += "; rollouts are unquantized already"
-            return Verdict(dict(self.counts), seen, why)
+                explanation += "; rollouts are unquantized already"
+            return Verdict(dict(self.counts), guard_metrics, explanation)
         if action == "bf16" and not self.own_engines:
-            why += (
+            explanation += (
                 "; guard.action=bf16 cannot restart the engines that rollout.urls or "
                 "rollout.rendezvous name: start them for unquantized weights"
             )
         # What comes after is another matter: it has its own patience.
         self.counts = dict.fromkeys(self.counts, 0)
         halt = action == "halt" or not self.own_engines
-        return Verdict(dict(self.counts), seen, why, halt=halt, fall_back=action == "bf16")
+        return Verdict(
+            dict(self.counts), guard_metrics, explanation, halt=halt, fall_back=action == "bf16"
+        )
 
     def _reason(
         self, threshold: Threshold, name: str, value: float, limit: float, step: int

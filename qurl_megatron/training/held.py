@@ -15,7 +15,7 @@ def held(model: DistributedDataParallel, optimizer: Any) -> Held:
     weights = _storages(p.data for p in parameters)
     buffers = [*model.buffers, *model.expert_parallel_buffers]
     gradients = _storages(buffer.grad_data for buffer in buffers)
-    adams = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    adams = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     updated = [p for adam in adams for group in adam.param_groups for p in group["params"]]
     moments = _storages(
         adam.state[p][moment]

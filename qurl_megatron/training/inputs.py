@@ -114,30 +114,30 @@ def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]
 
 def doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
     """What may be trained on, but was probably not meant, a sentence each."""
-    data, wanted, said = config.data, config.train.eval_prompts, []
+    data, eval_prompts, remarks = config.data, config.train.eval_prompts, []
     training, held_out = files.get("data.path"), files.get("data.eval_path")
     source = training.name if training else f"data.task_size={data.task_size}"
     count = len(training.questions) if training else data.task_size
     if count < data.prompts_per_step:
-        said.append(
+        remarks.append(
             f"{source}: {how_many(count, 'prompt')}, fewer than data.prompts_per_step="
             f"{data.prompts_per_step}, so one step asks them again and again; lower that, or add "
             "prompts"
         )
     if training and held_out:
-        asked = held_out.questions[:wanted]
-        if len(asked) < wanted:
-            said.append(
-                f"{held_out.name}: {how_many(len(asked), 'prompt')}, fewer than "
-                f"train.eval_prompts={wanted}; evaluations ask these {len(asked)}"
+        questions = held_out.questions[:eval_prompts]
+        if len(questions) < eval_prompts:
+            remarks.append(
+                f"{held_out.name}: {how_many(len(questions), 'prompt')}, fewer than "
+                f"train.eval_prompts={eval_prompts}; evaluations ask these {len(questions)}"
             )
-        known = {question.text for question in training.questions}
-        if same := sum(question.text in known for question in asked):
-            said.append(
-                f"held-out prompts that are in {training.name}, too: {same} of {len(asked)}; a run "
-                "trains on them, so take them out of one of the two files"
+        training_texts = {question.text for question in training.questions}
+        if same := sum(question.text in training_texts for question in questions):
+            remarks.append(
+                f"held-out prompts that are in {training.name}, too: {same} of {len(questions)}; a "
+                "run trains on them, so take them out of one of the two files"
             )
-    return said
+    return remarks
 
 
 def read_prompts(

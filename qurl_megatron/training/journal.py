@@ -139,10 +139,12 @@ class Journal:
     def happened(self, step: int, events: Sequence[Mapping[str, Any]]) -> None:
         """Keep what became of engines (``Fleet.drain``), and say which were lost."""
         for event in events:
-            what = " ".join((event["engine"], event["event"], event["message"].splitlines()[0]))
-            self.timeline.event("fleet", what.strip(), step, event["time"])
+            description = " ".join(
+                (event["engine"], event["event"], event["message"].splitlines()[0])
+            )
+            self.timeline.event("fleet", description.strip(), step, event["time"])
             if event["event"] in LOST:
-                self.progress.alarm(f"fleet, step {step}: {what.strip()}")
+                self.progress.alarm(f"fleet, step {step}: {description.strip()}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics, and what they give cause to say."""
@@ -258,8 +260,8 @@ class Journal:
 
         def write() -> None:
             self.examples.write(examples)
-            for one in self.views if view else ():
-                one.show(step, examples)
+            for view_of_samples in self.views if view else ():
+                view_of_samples.show(step, examples)
 
         self._keep(self.run_dir / SAMPLES_FILE, write)
 

@@ -122,7 +122,7 @@ def _fleet(
 
 def _engines_to_come(config: RunConfig, run_dir: Path) -> str:
     rollout = config.rollout
-    if where := rollout.rendezvous or ", ".join(rollout.urls):
-        return f"looking for engines at {where}"
+    if places := rollout.rendezvous or ", ".join(rollout.urls):
+        return f"looking for engines at {places}"
     engines = how_many(rollout.engines, f"{rollout.backend} engine")
     return f"starting {engines}; logs are in {run_dir / 'logs'}"

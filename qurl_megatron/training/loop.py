@@ -95,7 +95,7 @@ def train(
         policy, critic = models_of(config, ranks)
         if newest:
             checkpoint.load(newest[0], policy, critic)
-        state, told = on_lead(
+        state, remarks = on_lead(
             lambda: _begun(config, held(claimed), newest, ranks),
             ranks,
             waiting_for="looking at what has changed",
@@ -108,14 +108,14 @@ def train(
         with ExitStack() as stack:
 
             def start() -> Lead:
-                led = leading(held(claimed), stop, state, norm, held(prompts), told)
+                led = leading(held(claimed), stop, state, norm, held(prompts), remarks)
                 return stack.enter_context(led)
 
             try:
                 lead = kept_on_lead(start, ranks, waiting_for="starting engines")
             except Interrupted:
-                said = stopped(stop.by, state.step, config.train.steps)
-                on_lead(lambda: print(said, flush=True), ranks, waiting_for="its last words")
+                last_words = stopped(stop.by, state.step, config.train.steps)
+                on_lead(lambda: print(last_words, flush=True), ranks, waiting_for="its last words")
                 return False
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
             publisher = Publisher(
@@ -170,16 +170,16 @@ def _taken_up(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[Tra
     """What of the state holds for the recipe and the user's code as they are now, and what has
     changed since it was saved, a sentence each."""
     changed = claimed.changes
-    told = [f"settings changed: {', '.join(map(str, changed))}"] if changed else []
+    remarks = [f"settings changed: {', '.join(map(str, changed))}"] if changed else []
     named = named_code(config.reward, config.rollout, config.algo.function)
     code = edited(named, state.own_code)
     for key, setting in code.items():
         consequence = "what is measured with it from here on is not compared with earlier figures"
         if key == "algo.function":
             consequence = "the policy learns by the new one from here on"
-        told.append(f"the code of {setting} has changed since step {state.step}: {consequence}")
-    state = after([*(one.key for one in changed), *code], state)
-    return replace(state, own_code=checksums(named)), told
+        remarks.append(f"the code of {setting} has changed since step {state.step}: {consequence}")
+    state = after([*(change.key for change in changed), *code], state)
+    return replace(state, own_code=checksums(named)), remarks
 
 
 def _sound(policy: Policy, critic: Critic | None) -> float:
@@ -225,8 +225,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
-        own = not (rollout.urls or rollout.rendezvous)
-        self.guard = Guard(self.config.guard, self.state.guard, own_engines=own)
+        own_engines = not (rollout.urls or rollout.rendezvous)
+        self.guard = Guard(self.config.guard, self.state.guard, own_engines=own_engines)
 
     def to_the_end(self) -> None:
         """Steps until the last one or a stop; what ``state`` says then is also on disk.
@@ -280,11 +280,11 @@ class _Run:
 
         def write(published: dict[str, Metric]) -> None:
             sent = of_an_update(_over_ranks({**published, **timer.metrics()}))
-            whole = merge([measured, sent])
+            merged = merge([measured, sent])
             metrics = {
-                **values(merge([whole, rollout.metrics])),
+                **values(merge([merged, rollout.metrics])),
                 **verdict.metrics,
-                **_throughput(whole, samples, rollout),
+                **_throughput(merged, samples, rollout),
                 "optimizer/weight_norm": norm,
             }
             self._on_lead(lambda lead: lead.write(step, metrics, advantages))
@@ -304,17 +304,17 @@ class _Run:
         Raises:
             As ``RolloutSource.take``, on every rank.
         """
-        whole: Responses | None = None  # stays where it is: of the tokens nothing is pickled
+        responses: Responses | None = None  # stays where it is: of the tokens nothing is pickled
 
         def take(lead: Lead) -> Rollout:
-            nonlocal whole
-            whole, rollout = lead.source.take(step, timer)
+            nonlocal responses
+            responses, rollout = lead.source.take(step, timer)
             return rollout
 
         rollout = self._on_lead(take)
         ranks = self.policy.ranks
         split = partial(shares, ranks, config=self.config, step=step)
-        return deliver(ranks, whole, split), rollout
+        return deliver(ranks, responses, split), rollout
 
     def _improved(
         self, samples: Responses, step: int, timer: Timer
@@ -344,7 +344,7 @@ class _Run:
         return (
             measured,
             norm_of(weights),
-            {i: one for part in advantages for i, one in part.items()},
+            {i: advantage for part in advantages for i, advantage in part.items()},
         )
 
     def _broken(self, error: NotFinite) -> Collapse:
@@ -362,8 +362,8 @@ class _Run:
         verdict = self.guard.judge(step, metrics, quantized=self.publisher.scheme != "none")
         self.state = replace(self.state, guard=verdict.counts)
         if verdict.why:
-            what = f"{_consequence(verdict, self.config.model.dtype)}: {verdict.why}"
-            self._on_lead(lambda lead: lead.journal.alarm("guard", what, step))
+            consequence = f"{_consequence(verdict, self.config.model.dtype)}: {verdict.why}"
+            self._on_lead(lambda lead: lead.journal.alarm("guard", consequence, step))
         return verdict
 
     def _served(self, verdict: Verdict, timer: Timer) -> dict[str, Metric]:

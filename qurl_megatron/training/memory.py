@@ -81,7 +81,7 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
     T, t = passed.tokens, passed.tensor
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     # The inputs of both norms, of q/k/v, and of the MLP: split only with sequence parallelism.
-    whole = 4 * arch.hidden
+    unsplit = 4 * arch.hidden
     # q, k, v as the kernel reads them, and what it returns, which is also o_proj's input.
     split = 2 * queries + 2 * keys
     if arch.qk_norm:
@@ -92,7 +92,7 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
         gathered, split = copies * arch.hidden, split + copies * 3 * arch.experts.intermediate
     else:
         gathered, split = 0, split + 3 * arch.intermediate  # gate and up; their product
-    numbers = whole / (t if passed.sequence else 1) + gathered + split / t
+    numbers = unsplit / (t if passed.sequence else 1) + gathered + split / t
     return round(T * (passed.itemsize * numbers + 4 * arch.heads / t))
 
 
@@ -111,10 +111,10 @@ def logits(arch: Arch, passed: Pass) -> int:
     keep the FP32 output layer and hidden states that they were made from, for the backward pass.
     """
     columns = -(-arch.vocab // passed.tensor)
-    one = passed.tokens * columns * (4 if passed.fp32_output else passed.itemsize)
+    one_copy = passed.tokens * columns * (4 if passed.fp32_output else passed.itemsize)
     sources = 4 * arch.hidden * (columns + passed.tokens) if passed.fp32_output else 0
     scratch = min(2 * SCRATCH, 2 * 4 * passed.tokens * columns)
-    return one * (2 if passed.transposed else 1) + sources + scratch
+    return one_copy * (2 if passed.transposed else 1) + sources + scratch
 
 
 @cache
@@ -212,12 +212,12 @@ def phases(
     asleep = {"other engines' contexts": mapped_by * CONTEXT} if mapped_by else {}
     awake = asleep
     if engine is not None:
-        own = {
+        own_bytes = {
             "engine's context": CONTEXT,
             "engine's NCCL": NCCL,
             "engine's graphs, workspaces": ENGINE_RUNTIME,
         }
-        asleep = own | asleep
+        asleep = own_bytes | asleep
         awake = asleep | {"engine's weights, cache": engine}
 
     def phase(passing: int, engines: dict[str, int]) -> dict[str, int]:

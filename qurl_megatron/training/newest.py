@@ -38,15 +38,15 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
         except ConfigError as error:
             broken.append((folder, str(error)))
             continue
-        if why := _closely(folder, record or {}, ranks):
-            broken.append((folder, why))
+        if reason := _closely(folder, record or {}, ranks):
+            broken.append((folder, reason))
             continue
         on_lead(partial(_tell, folder, record, broken), ranks, waiting_for=str(folder))
         return folder, state
     if broken:
         raise ConfigError(
-            f"no checkpoint in {run_dir} is whole: {'; '.join(why for _, why in broken)}; restore "
-            "these files, or start from scratch in another train.run_dir"
+            f"no checkpoint in {run_dir} is whole: {'; '.join(reason for _, reason in broken)}; "
+            "restore these files, or start from scratch in another train.run_dir"
         )
     return None
 
@@ -60,8 +60,8 @@ def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None
     """
     record = read_record(folder)
     sums = record or {}
-    if why := wrong_size(folder, sums) or damaged(folder, sums, {STATE} & sums.keys()):
-        raise ConfigError(why)
+    if reason := wrong_size(folder, sums) or damaged(folder, sums, {STATE} & sums.keys()):
+        raise ConfigError(reason)
     return TrainState.read(folder), record
 
 
@@ -72,10 +72,10 @@ def _closely(folder: Path, record: Mapping[str, FileSum], ranks: Ranks) -> str |
 
 
 def _tell(folder: Path, record: object, broken: list[tuple[Path, str]]) -> None:
-    for path, why in broken:
+    for path, reason in broken:
         kept = set_aside(path)
         print(
-            f"{why}: {path.name} is set aside as {kept.name}, and the run goes on from "
+            f"{reason}: {path.name} is set aside as {kept.name}, and the run goes on from "
             f"{folder.name}, the newest whole checkpoint",
             flush=True,
         )

@@ -60,9 +60,11 @@ class Draft:
         self.asked = ()
         if self.max_refills is None or self.refills == self.max_refills:
             return 0
-        found, count = sum(map(useful, self.groups)), len(self.groups)
-        missing = max(self.wanted - found, 0)
-        return min(math.ceil(missing * count / max(found, LOWEST_SHARE * count)), self.wanted)
+        useful_groups, count = sum(map(useful, self.groups)), len(self.groups)
+        missing = max(self.wanted - useful_groups, 0)
+        return min(
+            math.ceil(missing * count / max(useful_groups, LOWEST_SHARE * count)), self.wanted
+        )
 
     def refill(self, prompts: Sequence[Prompt]) -> None:
         """Go on with another round."""
@@ -98,16 +100,16 @@ class Draft:
         if self.max_refills is None:
             return {}
         count = len(self.groups)
-        found = sum(map(useful, self.groups))
+        useful_groups = sum(map(useful, self.groups))
         solved = sum(not useful(group) and group[0].reward > 0 for group in self.groups)
         rewards = [sample.reward for group in self.groups for sample in group]
         return {
             "reward/mean_generated": Mean(sum(rewards), len(rewards)),
-            "sampling/kept_fraction": Mean(found, count),
+            "sampling/kept_fraction": Mean(useful_groups, count),
             "sampling/all_right_fraction": Mean(solved, count),
-            "sampling/all_wrong_fraction": Mean(count - found - solved, count),
+            "sampling/all_wrong_fraction": Mean(count - useful_groups - solved, count),
             "sampling/refills": Max(self.refills),
-            "sampling/surplus": Max(max(found - self.wanted, 0)),
+            "sampling/surplus": Max(max(useful_groups - self.wanted, 0)),
             "sampling/unfilled": Max(self.unfilled),
         }
 

@@ -44,16 +44,16 @@ def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:
     Args:
         batches: this rank's microbatches of the step, scored.
     """
-    mine: Proximal = {}
+    own_scores: Proximal = {}
     if ranks.last_stage and ranks.counted:
-        mine = {
+        own_scores = {
             index: part.float().cpu().numpy()
             for batch in batches
             for index, part in zip(batch.indices, batch.proximal.split(batch.lengths), strict=True)
         }
     everywhere: list[Proximal] | None = [{}] * ranks.world_size if ranks.leads else None
-    dist.gather_object(mine, everywhere)
-    return {i: one for part in everywhere or () for i, one in part.items()}
+    dist.gather_object(own_scores, everywhere)
+    return {i: log_probs for part in everywhere or () for i, log_probs in part.items()}
 
 
 def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) -> None:
@@ -96,7 +96,7 @@ def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:
 def _spread(log_probs: np.ndarray, written: np.ndarray) -> list[float | None]:
     """One entry per response token."""
     theirs = iter(log_probs.tolist())
-    return [next(theirs) if mine else None for mine in written]
+    return [next(theirs) if is_own else None for is_own in written]
 
 
 def read_rollouts(path: Path) -> list[Recorded]:

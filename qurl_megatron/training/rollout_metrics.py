@@ -40,10 +40,10 @@ def conversation_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """How long they were, what the environment said, and what became of it."""
     count = len(samples)
     failures = Counter(sample.failure.cause for sample in samples if sample.failure)
-    said = sum(len(sample.response_ids) - sample.written_tokens for sample in samples)
+    environment_tokens = sum(len(sample.response_ids) - sample.written_tokens for sample in samples)
     return {
         "environment/turns": Mean(sum(len(sample.turns) for sample in samples), count),
-        "environment/tokens": Mean(said, count),
+        "environment/tokens": Mean(environment_tokens, count),
         "environment/left_out": Mean(sum(sample.left_out for sample in samples), count),
         "environment/failed_fraction": Mean(failures.total(), count),
         **{f"environment/{cause}": Sum(failures[cause]) for cause in ENVIRONMENT_CAUSES},

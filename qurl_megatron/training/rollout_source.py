@@ -244,8 +244,8 @@ class RolloutSource:
         longest = min(self.prompts.longest, self.config.data.max_prompt_tokens)
         ended = f"{count} of {how_many(len(samples), 'conversation')} ended early"
         arch = arch_of(description_of(self.config.model.path))
-        why = no_room_for_the_environment(self.config.rollout, arch, longest)
-        self.journal.alarm("rollout", f"{ended}: {why}", step)
+        reason = no_room_for_the_environment(self.config.rollout, arch, longest)
+        self.journal.alarm("rollout", f"{ended}: {reason}", step)
 
     def _measured(self, step: int, draft: Draft, samples: list[Sample]) -> dict[str, Metric]:
         config, rollout, reward = self.config, self.config.rollout, self.config.reward
@@ -329,5 +329,5 @@ class RolloutSource:
         self, samples: list[Sample], stop: Callable[[], bool] = lambda: False
     ) -> tuple[list[Sample], Tally]:
         with self._grading:  # the workers take one batch at a time
-            found, grades = graded(samples, self.rewards, self.prompts.tokenizer, stop)
-        return found, grades.tally
+            results, grades = graded(samples, self.rewards, self.prompts.tokenizer, stop)
+        return results, grades.tally

@@ -10,11 +10,11 @@ def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:
         resumed: it has a checkpoint of its own, which holds all weights but the reference's.
     """
     reference = config.algo.kl_coef > 0
-    found = {}
+    paths = {}
     if not resumed or (reference and not config.algo.reference):
-        found["model.path"] = config.model.path
+        paths["model.path"] = config.model.path
     if reference and config.algo.reference:
-        found["algo.reference"] = config.algo.reference
+        paths["algo.reference"] = config.algo.reference
     if not resumed and config.algo.advantage == "gae" and config.critic.path:
-        found["critic.path"] = config.critic.path
-    return found
+        paths["critic.path"] = config.critic.path
+    return paths

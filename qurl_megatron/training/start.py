@@ -202,11 +202,15 @@ def _already_done(config: RunConfig, changed: Sequence[Change]) -> bool:
 
 def _tell_of_relatives(run_dir: Path) -> None:
     """Say that a run begins where somebody may have meant one of another name."""
-    if latest(run_dir) is None and (found := relatives(run_dir)):
-        others = f", the newest of {len(found)} runs with other overrides" if found[1:] else ""
+    if latest(run_dir) is None and (related_runs := relatives(run_dir)):
+        further = (
+            f", the newest of {len(related_runs)} runs with other overrides"
+            if related_runs[1:]
+            else ""
+        )
         print(
             f"{run_dir} begins a new run, as overrides are part of a run's name; to go on with "
-            f"{found[0]}{others}, stop this and add train.run_dir={found[0]}",
+            f"{related_runs[0]}{further}, stop this and add train.run_dir={related_runs[0]}",
             flush=True,
         )
 

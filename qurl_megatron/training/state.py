@@ -157,13 +157,13 @@ def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
     """
     assert now.accuracy is not None, "it has its score"
     score = _score(now.accuracy, right_or_wrong=right_or_wrong)
-    said = f"step {now.accuracy_step}: held-out {score}"
+    sentence = f"step {now.accuracy_step}: held-out {score}"
     if before.accuracy is None:
-        return said
+        return sentence
     gain = now.accuracy - before.accuracy
     change = f"{100 * gain:+.1f} points" if right_or_wrong else f"{gain:+.3f}"
     since = "the last" if before.accuracy_step is None else f"step {before.accuracy_step}"
-    return f"{said} ({change} since {since})"
+    return f"{sentence} ({change} since {since})"
 
 
 def stopped(by: str, step: int, steps: int) -> str:
@@ -191,8 +191,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def folders(run_dir: Path) -> list[Path]:
     """All checkpoints of a run, oldest first, whatever has happened to them since."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    steps = [path for path in found if re.fullmatch(r"step_\d{6,}", path.name)]
+    folders_of_steps = (run_dir / "checkpoints").glob("step_*")
+    steps = [path for path in folders_of_steps if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -261,7 +261,7 @@ def tell_done(
             f"train.steps={config.train.steps} is below the {state.step} steps that are done, and "
             "undoes none: for a run of that length set train.run_dir to a new folder"
         )
-    if unused := [str(one) for one in changed if one.key != "train.steps"]:
+    if unused := [str(change) for change in changed if change.key != "train.steps"]:
         print(
             f"not used, as no step was left to do: {', '.join(unused)}; set train.steps above "
             f"{state.step} to go on with this, or train.run_dir to a new folder to begin again"
@@ -289,13 +289,13 @@ def tell_of_left_out(config: RunConfig, given: Sequence[str]) -> None:
     run_dir = Path(config.train.run_dir)
     named = {override.partition("=")[0].strip() for override in given}
     left_out = [
-        one
-        for one in _changes_since(run_dir, config)
-        if not any(f"{name}.".startswith(f"{one.key}.") for name in named)
+        change
+        for change in _changes_since(run_dir, config)
+        if not any(f"{name}.".startswith(f"{change.key}.") for name in named)
     ]
     if left_out:
-        before = ", ".join(f"{one.key}={one.before}" for one in left_out)
-        now = ", ".join(str(one.now) for one in left_out)
+        before = ", ".join(f"{change.key}={change.before}" for change in left_out)
+        now = ", ".join(str(change.now) for change in left_out)
         print(
             f"{run_dir} was last started with {before}, which neither this command nor its recipe "
             f"gives: now {now}",
