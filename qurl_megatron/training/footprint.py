@@ -414,8 +414,8 @@ def _notes(run: Footprint, longest: int) -> list[str]:
         notes.append(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the "
             f"{run.arch.max_position} tokens that the model takes (max_position_embeddings): a run "
-            f"refuses prompts of more than {longest_allowed} tokens; lower "
-            f"data.max_prompt_tokens to {longest_allowed}, which leaves them out, or lower rollout.max_new_tokens"
+            f"refuses prompts of more than {longest_allowed} tokens; lower data.max_prompt_tokens "
+            f"to {longest_allowed}, which leaves them out, or lower rollout.max_new_tokens"
         )
     if simulated := simulation(config.quant.scheme):
         notes.append(simulated)
