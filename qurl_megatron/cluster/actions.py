@@ -107,8 +107,8 @@ def add_actions(command: argparse.ArgumentParser) -> None:
         for name, run in ACTIONS.items()
     }
     for name in ("render", "submit"):
-        made = added[name]
-        made.add_argument(
+        action_parser = added[name]
+        action_parser.add_argument(
             "words",
             nargs="+",
             metavar="WORD",
@@ -116,14 +116,16 @@ def add_actions(command: argparse.ArgumentParser) -> None:
             "options: a tool of checkpoints_tools, a benchmark, a benchmark file, or a study file "
             "and the folder of its runs",
         )
-        made.add_argument(
+        action_parser.add_argument(
             "--cluster",
             type=Path,
             required=True,
             metavar="FILE",
             help="TOML file describing the cluster; some ship in slurm/clusters",
         )
-        made.add_argument("--kind", choices=KINDS, default="train", help="default: a training run")
+        action_parser.add_argument(
+            "--kind", choices=KINDS, default="train", help="default: a training run"
+        )
     added["submit"].add_argument(
         "--dry-run", action="store_true", help="stop before anything is written or submitted"
     )

@@ -21,11 +21,11 @@ def reachable(node: str) -> str:
         What the controller has, as an address; where it has a name that this node does not know, or
         knows as itself, the address on the default route; else the name.
     """
-    known = commands.node_address(node)
+    name = commands.node_address(node)
     with contextlib.suppress(OSError):  # no such name
-        address = str(socket.getaddrinfo(known, None)[0][4][0])
-        if address == known or not ipaddress.ip_address(address).is_loopback:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+        if address == name or not ipaddress.ip_address(address).is_loopback:
             return address
     with contextlib.suppress(OSError):  # no default route
         return own_address(OUTWARD)
-    return known
+    return name

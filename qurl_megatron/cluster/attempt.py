@@ -88,8 +88,8 @@ def attempt(run_dir: Path) -> int:
                 return 0
             outcome = _once(job, saved, received, late=late)
             late = True
-            here = outcome.decision is Decision.RETRY and not received.newest
-            if not (here and _whole(job)):
+            retry_now = outcome.decision is Decision.RETRY and not received.newest
+            if not (retry_now and _whole(job)):
                 break
         _follow(outcome, job, received.newest)
     return outcome.code
@@ -102,15 +102,17 @@ def _once(job: BatchJob, saved: int, received: Received, *, late: bool) -> Attem
         saved: step of the checkpoint that it goes on from.
         late: it does not have the job's whole time.
     """
-    gpus = sum(one.nodes * one.gpus for one in components(job.layout, job.cluster))
+    gpus = sum(
+        component.nodes * component.gpus for component in components(job.layout, job.cluster)
+    )
     number = folder.open_attempt(job.run_dir, gpus=gpus, step=saved)
     logs = folder.attempt_folder(job.run_dir, number).absolute()
     os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
     from_step = f"attempt {number}, job {job.number}, from step {saved}"
     say(f"{from_step}; the ranks write {logs}/train-RANK.log")
     nodes = examine(job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS)
-    for node, why in nodes.bad.items():
-        say(f"node {node} is bad: {why}")
+    for node, reason in nodes.bad.items():
+        say(f"node {node} is bad: {reason}")
     if received.newest in PERSONS:
         return _settle(job, number, saved, Ending(0, received.newest))
     if nodes.needed and not received.newest:
@@ -131,7 +133,7 @@ def _run(
         engines: the nodes that have some; None: all that the job has for them.
     """
     layout, cluster = job.layout, job.cluster
-    where = {"folder": str(logs), "workdir": os.getcwd()}
+    places = {"folder": str(logs), "workdir": os.getcwd()}
     rank = ["qurl", "slurm", "task", str(job.run_dir)]
     if engines is not None:
         rank += ["--engines", str(layout.engines * len(engines))]
@@ -140,11 +142,11 @@ def _run(
         stack.callback(forget, job.run_dir)
         if layout.rollout:
             prepare(Path(job.config.rollout.rendezvous))
-            here = reachable(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
-            node = ["qurl", "slurm", "offer", str(job.run_dir), "--towards", here]
-            step = rollout_step(layout, cluster, node, **where, nodes=engines)
+            own_address = reachable(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
+            node = ["qurl", "slurm", "offer", str(job.run_dir), "--towards", own_address]
+            step = rollout_step(layout, cluster, node, **places, nodes=engines)
             stack.enter_context(beside(step, supervisor.spare_s))
-        return supervisor.watch(training_step(layout, cluster, rank, **where))
+        return supervisor.watch(training_step(layout, cluster, rank, **places))
 
 
 def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> AttemptOutcome:
@@ -224,10 +226,10 @@ def _whole(job: BatchJob) -> bool:
     heterogeneous job none can: Slurm ends it."""
     hetjob = job.cluster.job.layout == "hetjob"
     nodes = str((job.layout.training if hetjob else job.layout.whole).nodes)
-    left = facts_of(job.number).get("NumNodes", nodes)  # no answer: as submitted
-    if left.partition("-")[0] == nodes:
+    nodes_left = facts_of(job.number).get("NumNodes", nodes)  # no answer: as submitted
+    if nodes_left.partition("-")[0] == nodes:
         return True
-    say(f"job {job.number} has {left} of its {nodes} nodes left")
+    say(f"job {job.number} has {nodes_left} of its {nodes} nodes left")
     return False
 
 
@@ -279,8 +281,12 @@ def _cancel_chain(job: BatchJob) -> None:
 
 def _others(job: BatchJob) -> list[int]:
     """The run's jobs that are in the queue beside this one."""
-    found = folder.submitted(job.run_dir)
-    return list(commands.queued([one for one in found.jobs if one != job.number] if found else []))
+    submission = folder.submitted(job.run_dir)
+    return list(
+        commands.queued(
+            [number for number in submission.jobs if number != job.number] if submission else []
+        )
+    )
 
 
 def _own_job(env: Mapping[str, str]) -> tuple[int, int]:

@@ -189,17 +189,17 @@ class Cause:
 
 def first_cause(evidence: Evidence) -> Cause | None:
     """None: nothing says that anything failed."""
-    others = (ENGINES_SAY, EXAMINATION_SAYS)
-    srun = [line for line in evidence.srun if not line.startswith(others)]
+    prefixes = (ENGINES_SAY, EXAMINATION_SAYS)
+    srun = [line for line in evidence.srun if not line.startswith(prefixes)]
     engines = [
         line.removeprefix(ENGINES_SAY) for line in evidence.srun if line.startswith(ENGINES_SAY)
     ]
     codes = exit_codes(srun)
-    told = {f"rank {one.rank}" for one in evidence.failures}
-    events = [_of_failure(one, codes) for one in evidence.failures]
+    ranks_heard = {f"rank {failure.rank}" for failure in evidence.failures}
+    events = [_of_failure(failure, codes) for failure in evidence.failures]
     for log in evidence.logs:
         events += _of_slurm(log)
-        if log.who not in told:
+        if log.who not in ranks_heard:
             events += _of_log(log, codes)
     events += _of_supervisor(srun)
     ended = any("DUE TO NODE FAILURE" in line for line in srun)  # as a heterogeneous job is
@@ -208,7 +208,7 @@ def first_cause(evidence: Evidence) -> Cause | None:
     if not events:
         events += _silent(srun)
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
-    events = sorted(_apart(events), key=lambda one: (one.weight, one.time or 0.0))
+    events = sorted(_apart(events), key=lambda event: (event.weight, event.time or 0.0))
     return Cause(events[0], events[1:]) if events else None
 
 
@@ -218,18 +218,18 @@ def kind_of(said: str) -> Kind:
 
 def exit_codes(srun: Sequence[str]) -> dict[str, int]:
     """By task number, such as {"0": 1}."""
-    found = ((tasks, _code(how)) for _, tasks, how in map(_ended, srun))
-    return {task: code for tasks, code in found if code for task in tasks}
+    exits = ((tasks, _code(how)) for _, tasks, how in map(_ended, srun))
+    return {task: code for tasks, code in exits if code for task in tasks}
 
 
 def _of_failure(failure: Failure, codes: Mapping[str, int]) -> Event:
-    said = f"{failure.kind}: {failure.text}"
-    kind = kind_of(said)
+    message = f"{failure.kind}: {failure.text}"
+    kind = kind_of(message)
     return Event(
         kind,
         kind.weight or REASON,
         f"rank {failure.rank}",
-        said,
+        message,
         failure.time,
         failure.node,
         failure.phase,
@@ -241,25 +241,25 @@ def _of_failure(failure: Failure, codes: Mapping[str, int]) -> Event:
 
 
 def _of_log(log: Log, codes: Mapping[str, int]) -> Iterator[Event]:
-    for one in tracebacks(log.text):
-        kind = kind_of(one.said)
+    for logged in tracebacks(log.text):
+        kind = kind_of(logged.said)
         weight = kind.weight or REASON
         if log.engine:
             weight = max(weight, ENGINE)
         code = None if log.engine else codes.get(log.who.removeprefix("rank "))
-        time = one.time or log.time
-        yield Event(kind, weight, log.who, one.said, time, traceback=one.text, code=code)
+        time = logged.time or log.time
+        yield Event(kind, weight, log.who, logged.said, time, traceback=logged.text, code=code)
     for line in log.text.splitlines():
         if died := re.match(r"qurl: (engine-\d+) exited with status -(\d+)", line):
-            said = f"killed by {_name(int(died[2]))}"
-            yield Event(kind_of(said), ENGINE, f"{died[1]} of {log.who}", said, log.time)
+            message = f"killed by {_name(int(died[2]))}"
+            yield Event(kind_of(message), ENGINE, f"{died[1]} of {log.who}", message, log.time)
 
 
 def _of_slurm(log: Log) -> Iterator[Event]:
     """What Slurm's daemon writes into the logs of a step, of whichever task."""
     for line in log.text.splitlines():
-        if found := re.match(r"slurmstepd(?:-(\S+))?: error: Detected \d+ oom.kill", line):
-            yield Event(kind_of(line), KILLED, "a task", line.strip(), node=found[1] or "")
+        if match := re.match(r"slurmstepd(?:-(\S+))?: error: Detected \d+ oom.kill", line):
+            yield Event(kind_of(line), KILLED, "a task", line.strip(), node=match[1] or "")
 
 
 SLURMS = (
@@ -270,15 +270,15 @@ SLURMS = (
 
 
 def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
-    found = (re.match(r"qurl: rank (\d+) did not answer", line) for line in lines)
-    silent = ", ".join(one[1] for one in found if one)
+    matches = (re.match(r"qurl: rank (\d+) did not answer", line) for line in lines)
+    silent = ", ".join(match[1] for match in matches if match)
     for line in lines:
         if line.startswith("qurl: no new step for"):
-            said, who = (
+            message, silent_ones = (
                 line.removeprefix("qurl: "),
                 f"rank {silent}" if silent else "the supervisor",
             )
-            yield Event(kind_of(said), KILLED, who, said)
+            yield Event(kind_of(message), KILLED, silent_ones, message)
         if line.startswith("qurl: ") and kind_of(line) is FULL:  # then ranks can keep nothing
             yield Event(FULL, REASON, "the supervisor", line.removeprefix("qurl: "))
 
@@ -297,41 +297,45 @@ def _of_srun(lines: Sequence[str], task: str, weight: int, *, lost: int) -> Iter
             return
         node, tasks, how = _ended(line)
         if number := _signal(how):
-            said, code = f"killed by {_name(number)}", 128 + number
-            for one in tasks:
-                yield Event(kind_of(said), weight, f"{task} {one}", said, node=node, code=code)
+            message, code = f"killed by {_name(number)}", 128 + number
+            for task_number in tasks:
+                yield Event(
+                    kind_of(message), weight, f"{task} {task_number}", message, node=node, code=code
+                )
         elif gone := re.search(r"Node failure on (\S+)", line):
-            said = line.partition("error: ")[2] or line
-            yield Event(kind_of(line), lost, f"node {gone[1]}", said)
+            message = line.partition("error: ")[2] or line
+            yield Event(kind_of(line), lost, f"node {gone[1]}", message)
         elif re.search(SLURMS, line):
-            who = f"{task} {', '.join(tasks)}" if tasks else "srun"
-            yield Event(kind_of(line), weight, who, line.partition("error: ")[2] or line, node=node)
+            named_tasks = f"{task} {', '.join(tasks)}" if tasks else "srun"
+            yield Event(
+                kind_of(line), weight, named_tasks, line.partition("error: ")[2] or line, node=node
+            )
 
 
 def _silent(lines: Sequence[str]) -> Iterator[Event]:
     for node, tasks, how in map(_ended, lines):
         if how.startswith("Exited") and (code := _code(how)):
-            said = f"e{how[1:]} and left no word"
+            message = f"e{how[1:]} and left no word"
             for task in tasks:
-                yield Event(kind_of(said), SILENT, f"rank {task}", said, node=node, code=code)
+                yield Event(kind_of(message), SILENT, f"rank {task}", message, node=node, code=code)
 
 
 def _ended(line: str) -> tuple[str, list[str], str]:
     """``srun: error: train1: tasks 0-1,4: Killed`` -> node, tasks, how; empty for other lines."""
-    found = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
-    if not found:
+    match = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
+    if not match:
         return "", [], ""
-    parts = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", found[2])
+    parts = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", match[2])
     tasks = [str(n) for first, last in parts for n in range(int(first), int(last or first) + 1)]
-    return found[1], tasks, found[3].strip()
+    return match[1], tasks, match[3].strip()
 
 
 def _code(how: str) -> int:
     """Exit code of a task; 0 where srun does not tell."""
     if number := _signal(how):
         return 128 + number
-    told = re.fullmatch(r"Exited with exit code (\d{1,3})", how)
-    return int(told[1]) if told else 0
+    match = re.fullmatch(r"Exited with exit code (\d{1,3})", how)
+    return int(match[1]) if match else 0
 
 
 def _signal(how: str) -> int:
@@ -346,4 +350,4 @@ def _name(number: int) -> str:
 
 def _apart(events: Sequence[Event]) -> list[Event]:
     """Each once: logs quote one another."""
-    return list({(one.who, one.said): one for one in events}.values())
+    return list({(event.who, event.said): event for event in events}.values())

@@ -28,8 +28,8 @@ def seconds(time: str) -> int:
     """
     if (match := _TIME.fullmatch(time)) is None:
         raise ValueError(time)
-    days, hours, minutes, seconds_left = map(int, match.groups(default="0"))
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds_left
+    days, hours, minutes, secs = map(int, match.groups(default="0"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + secs
 
 
 @dataclass(frozen=True, kw_only=True)

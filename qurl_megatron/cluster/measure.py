@@ -134,10 +134,10 @@ def _product_ms(device) -> float:
     gpu = device.type == "cuda"
     torch.set_num_threads(1)  # threads that wait for each other measure who else is there
     size, dtype = (8192, torch.bfloat16) if gpu else (256, torch.float32)
-    factor, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    first, second = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
 
     def product() -> None:
-        torch.mm(factor, right)
+        torch.mm(first, second)
         if gpu:
             torch.cuda.synchronize(device)
 

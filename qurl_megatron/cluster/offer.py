@@ -141,7 +141,7 @@ def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: P
         config.rollout, engines=count, engine_host=host, engine_first_gpu=0, rendezvous=""
     )
     logs.mkdir(parents=True, exist_ok=True)
-    commands = launches(
+    launches_by_name = launches(
         settings,
         Path(config.model.path),
         logs,
@@ -149,7 +149,7 @@ def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: P
         dtype=config.model.dtype,
         api_key=(rendezvous / KEY).read_text(encoding="utf-8").strip(),
     )
-    return [EngineProcess(name, launch, logs) for name, launch in commands.items()]
+    return [EngineProcess(name, launch, logs) for name, launch in launches_by_name.items()]
 
 
 def address_towards(towards: str) -> str:

@@ -182,7 +182,7 @@ def pace(steps: Sequence[Step], every: int) -> RecentPace | None:
     pairs = [(a, b) for a, b in zip(steps, steps[1:], strict=False) if b.step == a.step + 1]
     between = [max(b.ended_at - a.ended_at - b.seconds, 0.0) for a, b in pairs]
     saving = [s for s, (a, _) in zip(between, pairs, strict=True) if every and a.step % every == 0]
-    step = median(step_pace.seconds for step_pace in steps)
+    step = median(past.seconds for past in steps)
     return RecentPace(
         step, median(saving) if saving else 0.0, step + (mean(between) if between else 0.0)
     )
@@ -326,7 +326,7 @@ def _fit(
 
 def _phases(records: Sequence[Record]) -> dict[str, float]:
     """The median seconds of each phase that matters, the longest first."""
-    timed = [metrics.metrics for metrics in records if "time/step" in metrics.metrics][-RECENT:]
+    timed = [record.metrics for record in records if "time/step" in record.metrics][-RECENT:]
     names = {name for metrics in timed for name in metrics if name.startswith("time/")} - {
         "time/step"
     }

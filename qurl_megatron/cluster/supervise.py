@@ -205,11 +205,11 @@ class StepSupervisor:
                 self._told = reason
                 say(f"{TAKEN.get(reason, f'SIG{reason}')}: the ranks save and end")
                 step.signal(signal.SIGUSR1)
-        cause = self._told or ("" if failed else self._untold(code))
+        stop_reason = self._told or ("" if failed else self._untold(code))
         early = self._end is not None and now() < self._end  # at the end Slurm sends TERM itself
         if self._told == WALL_TIME and self.received.newest in PERSONS and early:
-            cause = self.received.newest  # while they saved, somebody has cancelled the run
-        return Ending(code, cause, failed)
+            stop_reason = self.received.newest  # while they saved, somebody has cancelled the run
+        return Ending(code, stop_reason, failed)
 
     def _untold(self, code: int) -> str:
         """Why the ranks have ended that were not told to here."""

@@ -86,15 +86,17 @@ class EvaluationPlan:
         drawn = dataclasses.asdict(self.sampling)
         if self.sampling.k == 1:  # nothing is drawn
             drawn = {key: drawn[key] for key in ("k", "max_new_tokens")}
-        of_plan = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
+        plan_settings = {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
         if self.reward.failed:
-            of_plan["failed"] = self.reward.failed
+            plan_settings["failed"] = self.reward.failed
         if self.rollout.environment:
-            of_plan["environment"] = self.rollout.environment
-            of_plan["max_turns"] = self.rollout.max_turns
+            plan_settings["environment"] = self.rollout.environment
+            plan_settings["max_turns"] = self.rollout.max_turns
         named = named_code(self.reward, self.rollout)
-        of_plan |= {f"{CODE}{named[key]}": checksum for key, checksum in checksums(named).items()}
-        return {**drawn, **of_plan, **self._model()}
+        plan_settings |= {
+            f"{CODE}{named[key]}": checksum for key, checksum in checksums(named).items()
+        }
+        return {**drawn, **plan_settings, **self._model()}
 
     def _model(self) -> dict[str, Any]:
         if self.rollout.urls:
@@ -560,7 +562,9 @@ def _answer(
     """Answer benchmark after benchmark; what is known of them is written after each."""
     sampling, out = plan.sampling, plan.out
     engines = describe_engines(evaluator.fleet, _context(plan))
-    limit = min((item["max_tokens"] for item in engines if "max_tokens" in item), default=math.inf)
+    limit = min(
+        (engine["max_tokens"] for engine in engines if "max_tokens" in engine), default=math.inf
+    )
     settings = plan.settings
     if plan.rollout.urls:
         settings["served"] = sorted({f"{e['model']} @ {e['weight_version']}" for e in engines})
@@ -591,13 +595,13 @@ def _answer(
             shown += _examples(benchmark, prompts, file, plan.show)
             left_out = {}
             if plan.rollout.environment:
-                left_out["left_out"] = sum(item.left_out for item in file.every)
+                left_out["left_out"] = sum(answer.left_out for answer in file.every)
             scores.append(score)
             lines.append((benchmark.name, len(benchmark.problems), score, speed))
             document["benchmarks"][benchmark.name] = {
                 "file": str(benchmark.path),
                 "problems": len(benchmark.problems),
-                **{mode: item.as_json() for mode, item in score.items()},
+                **{mode: mode_score.as_json() for mode, mode_score in score.items()},
                 "tokens_per_s": round(speed, 1),
                 "weight_versions": results.weight_versions(file.answers),
                 "unscored": tally_of(file.every).failed,
@@ -606,11 +610,13 @@ def _answer(
             }
             if benchmark is asked[-1][0] and len(asked) > 1:
                 average = results.mean(scores)
-                document["mean"] = {mode: item.as_json() for mode, item in average.items()}
+                document["mean"] = {
+                    mode: mode_score.as_json() for mode, mode_score in average.items()
+                }
                 lines.append(("mean", None, average, None))
             text = json.dumps(document, indent=1, ensure_ascii=False)
             write_whole(out / "results.json", text + "\n")
-        notes = _notes(plan, [item for file in files for item in file.every])
+        notes = _notes(plan, [answer for file in files for answer in file.every])
         table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
         page = "\n".join([table, *(f"\n{note}" for note in notes)])
         write_whole(out / "results.md", page + "\n")
@@ -642,7 +648,8 @@ def _examples(
 ) -> list[str]:
     """Responses with the lowest and the highest rewards, for a person."""
     answers = file.every
-    rewards, problems = [one.reward for one in answers], [one.problem for one in answers]
+    rewards = [graded.reward for graded in answers]
+    problems = [graded.problem for graded in answers]
     shown = []
     for answer in map(answers.__getitem__, telling(rewards, problems, count)):
         prompt = prompts[answer.problem]

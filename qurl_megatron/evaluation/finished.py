@@ -90,9 +90,9 @@ def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -
     at_work, failed = running(out), failures(out)
     results = []
     for cell in study.cells if cells is None else cells:
-        seen_run = look(study, cell, out)
-        state: str = seen_run.state
-        reason = seen_run.reason
+        run_look = look(study, cell, out)
+        state: str = run_look.state
+        reason = run_look.reason
         if state == "waiting" and cell.name in at_work:
             state = "running"
         elif state == "waiting" and cell.name in failed:
@@ -101,7 +101,7 @@ def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -
             state = "evaluating"
         elif state == "done":  # whose trained policy could not be evaluated
             reason = failed.get(cell.name, "")
-        results.append(Result(cell, state, reason, seen_run.history, accuracy(cell, out)))
+        results.append(Result(cell, state, reason, run_look.history, accuracy(cell, out)))
     return results
 
 

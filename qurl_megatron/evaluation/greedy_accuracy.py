@@ -55,18 +55,8 @@ def evaluation(study: Study, cell: Cell, out: Path, qurl: Sequence[str]) -> list
     run = ["--run", str(run_dir(out, cell)), "--out", str(folder)]
     engine = [] if cell.loads_runs else ["--backend", "embedded", "--engines", "1"]
     keys = ["--prompt-key", "prompt", "--answer-key", "answer"]
-    return [
-        *qurl,
-        "eval",
-        str(questions_file),
-        *keys,
-        *run,
-        *engine,
-        "--scheme",
-        "none",
-        "--k",
-        "1",
-    ]
+    command = [*qurl, "eval", str(questions_file), *keys, *run, *engine]
+    return [*command, "--scheme", "none", "--k", "1"]
 
 
 def accuracy(cell: Cell, out: Path) -> float | None:

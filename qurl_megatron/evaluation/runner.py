@@ -244,7 +244,7 @@ class _Runner:
         """Say how it ended; True where there is something to draw."""
         self.at_work.remove(job)
         cell = job.cell
-        run_seen = look(self.study, cell, self.out)
+        run_look = look(self.study, cell, self.out)
         open_task = task_of(self.study, cell, self.out)
         if not open_task:
             self.done += 1
@@ -256,16 +256,16 @@ class _Runner:
             )
         elif self.signals:
             self._note(cell, None)
-            print(f"{cell.name}: stopped after step {run_seen.step}", flush=True)
+            print(f"{cell.name}: stopped after step {run_look.step}", flush=True)
         elif (job.task, open_task) == ("train", "evaluate"):
             self._note(cell, None)
             self.waiting.insert(0, cell)
         else:
-            reason = run_seen.reason or _last_line(job) or f"exit status {job.popen.returncode}"
+            reason = run_look.reason or _last_line(job) or f"exit status {job.popen.returncode}"
             self.failed.append(cell)
             self._note(cell, reason)
-            print(f"{cell.name}: failed after step {run_seen.step}: {reason}", flush=True)
-        return run_seen.state == "done"
+            print(f"{cell.name}: failed after step {run_look.step}: {reason}", flush=True)
+        return run_look.state == "done"
 
     def _tidy(self, cell: Cell) -> None:
         """Nothing is left to be done for this cell."""

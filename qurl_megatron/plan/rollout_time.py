@@ -116,22 +116,22 @@ def schedule(lengths: Sequence[int], slots: int) -> Iterator[tuple[int, int, flo
     Responses begin in the order given, the next one where one has ended.
     """
     waiting = iter(lengths)
-    now, started = 0, 0
+    now, starts_sum = 0, 0
     ends: list[tuple[int, int]] = []  # and when it began
 
     def fill() -> None:
-        nonlocal started
+        nonlocal starts_sum
         while len(ends) < slots and (length := next(waiting, None)) is not None:
             heapq.heappush(ends, (now + length, now))
-            started += now
+            starts_sum += now
 
     fill()
     while ends:
         steps, running = ends[0][0] - now, len(ends)
-        yield steps, running, now + steps / 2 - started / running
+        yield steps, running, now + steps / 2 - starts_sum / running
         now = ends[0][0]
         while ends and ends[0][0] == now:
-            started -= heapq.heappop(ends)[1]
+            starts_sum -= heapq.heappop(ends)[1]
         fill()
 
 
