@@ -63,7 +63,7 @@ def show(arguments: argparse.Namespace) -> int:
     """Print a recipe or that of a run's folder, resolved, or with --env what is installed and what
     it changes, or with --dry-run what each rank would keep in memory."""
     if arguments.env:
-        from qurl_megatron.actor.env import describe
+        from qurl_megatron.config.env import describe
 
         print(describe())
     if arguments.dry_run:

@@ -1,3 +1,3 @@
-from qurl_megatron.actor.env import keep_out_without_gpu
+from qurl_megatron.config.env import keep_out_without_gpu
 
 keep_out_without_gpu()  # before a module of this package imports Megatron

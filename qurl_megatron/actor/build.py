@@ -10,12 +10,12 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from qurl_megatron.actor.aligned import Align, aligned_layers
-from qurl_megatron.actor.env import use_transformer_engine
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.spec import decoder_spec
 from qurl_megatron.checkpoints import CheckpointReader, load_parameter, stage_ops
 from qurl_megatron.checkpoints.ops import Op
 from qurl_megatron.config import ModelConfig, ParallelConfig
+from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch, Experts
 

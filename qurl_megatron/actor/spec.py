@@ -33,8 +33,8 @@ from torch.nn import functional
 
 from qurl_megatron.actor.aligned import Align, AlignedColumn, AlignedRow
 from qurl_megatron.actor.context import ContextPart
-from qurl_megatron.actor.env import use_transformer_engine
 from qurl_megatron.actor.megatron import axis_of
+from qurl_megatron.config.env import use_transformer_engine
 
 
 def decoder_spec(

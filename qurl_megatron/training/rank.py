@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from qurl_megatron.actor.env import prepare_cuda, use_transformer_engine
 from qurl_megatron.config import RunConfig
+from qurl_megatron.config.env import prepare_cuda, use_transformer_engine
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.launch import tell

@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from qurl_megatron.actor import env
-from qurl_megatron.config import ParallelConfig
+from qurl_megatron.config import ParallelConfig, env
 from qurl_megatron.kit.errors import ConfigError
 
 

@@ -86,7 +86,7 @@ def install() -> None:
         _add(name, content)
     top = sys.modules["transformer_engine"]
     top.__version__ = VERSION
-    top.runs_without_cuda = True  # ``actor.env`` asks
+    top.runs_without_cuda = True  # ``config.env`` asks
     if not torch.cuda.is_available():
         torch.cuda.Stream = plain.NoStream  # Megatron makes one for context parallelism
 

@@ -11,7 +11,7 @@ import sys
 import types
 from dataclasses import dataclass
 
-from qurl_megatron.config import ParallelConfig
+from qurl_megatron.config.sections import ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 
 FUSED = ("transformer_engine", "apex", "amp_C")
