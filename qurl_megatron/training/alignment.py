@@ -1,4 +1,4 @@
-"""What ``train.align`` asks of the policy's layers."""
+"""Arithmetic that ``train.align`` asks of the policy's layers."""
 
 import torch
 

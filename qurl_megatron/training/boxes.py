@@ -60,7 +60,7 @@ def _nothing_left(_loaded: Any) -> None:
 
 
 class _StateOf:
-    """What takes the place of the method of one distributed optimizer."""
+    """Replacement for the state method of one distributed optimizer."""
 
     def __init__(self, part: Any) -> None:
         self.part = part

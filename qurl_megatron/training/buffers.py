@@ -1,4 +1,4 @@
-"""What a rank would hold for a model it trains, from the shapes of its weights alone.
+"""Memory that a rank needs for a model it trains, from the shapes of its weights alone.
 
 Building a model on the meta device takes seconds (``training.dry_run``); a planner asks for
 hundreds of layouts. So this lays out Megatron's buffer of gradients as megatron-core 0.16 does in
@@ -52,7 +52,7 @@ def lay_out(
     Args:
         parameters: (numbers, whether it has a bucket of its own), as the model registers them.
         limit: numbers at which a bucket is closed; None: never.
-        step: what the bounds of buckets are a multiple of; None: nothing is padded.
+        step: number that divides every bound of a bucket; None: nothing is padded.
     """
     buckets: list[Bucket] = []
     spans: list[tuple[int, int]] = []
@@ -88,7 +88,7 @@ def held_from_shapes(
     itemsize: int,
     critic: bool = False,
 ) -> Held:
-    """What tensor rank 0 and data rank 0 of a pipeline stage would hold.
+    """Return the memory that tensor rank 0 and data rank 0 of a pipeline stage would hold.
 
     Args:
         distributed, overlap: ``optimizer.distributed`` and ``optimizer.overlap_grad_reduce``.

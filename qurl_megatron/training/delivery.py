@@ -48,7 +48,7 @@ def deliver(ranks: Ranks, responses: Responses | None, split: Split) -> Response
 
 
 def _tensors(responses: Responses) -> tuple[Tensor, ...]:
-    """What is sent of those held, in this order."""
+    """Return the tensors to send, in this order."""
     return responses.tokens, responses.mask, responses.behaviour
 
 

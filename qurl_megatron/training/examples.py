@@ -1,4 +1,4 @@
-"""Which responses of a step are kept for people to read, and what they were worth.
+"""Choice of a step's responses that are kept for people to read, and their advantages.
 
 Every rank knows rewards and prompts of the whole step, so all choose the same ones; the advantages
 are known where the responses were scored.
