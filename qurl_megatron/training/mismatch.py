@@ -47,7 +47,7 @@ that are chosen by their rewards (``algo.dynamic_sampling``) may move it by some
 
 
 class Alarms:
-    """Sentences on what no honest engine does, at the first, second, fourth, ... such step.
+    """Sentences on results that no correct engine gives, at the first, second, fourth, ... of them.
 
     Whatever is wrong tends to be wrong in every step, and one sentence for each says no more.
     """
