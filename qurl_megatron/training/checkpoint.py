@@ -191,7 +191,7 @@ def _write_sharded(
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the system's error behind torch's message that an archive is not finished."""
+    """Return the system's error behind torch's message of an unfinished archive, or None."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -336,7 +336,7 @@ def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
 
 
 def _is_fp8_state(name: str) -> bool:
-    """Tell Transformer Engine's state of FP8 weights by its name; here it is always empty.
+    """Return whether a name is Transformer Engine's FP8 state, which is always empty here.
 
     It is saved, since Megatron's own tools ask for it. But layers of a machine without it write
     none for norms, and a run goes on from a CPU to GPUs.

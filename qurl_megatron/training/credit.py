@@ -1,4 +1,4 @@
-"""Advantages of response tokens, once policies, reference and critic have scored the batch.
+"""Advantages and returns of response tokens, once all models have scored the batch.
 
 Every rank knows rewards and lengths of all responses of the step, but only the scores of its own
 microbatches: figures of a whole group of responses, or of the whole batch, are summed over the

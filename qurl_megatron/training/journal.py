@@ -1,7 +1,7 @@
 """The run's records: metrics, timeline, examples, alarms, its display, its report.
 
 It lives on the leading rank. A failed write must not end that rank in the middle of a collective
-operation: the journal then writes no more, and ``refused`` tells the reason to all ranks later.
+operation: the journal then writes no more, and ``refused`` keeps the reason for all ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The samples of one step on disk: ``run_dir/rollouts/step_000012.jsonl``, a JSON object each.
 
-Beside what the engines said stands what the full-precision actor said of the same tokens, so the
-file is written between scoring and training: whole, and also where the update then fails.
+Beside the engines' log-probs stand the full-precision actor's of the same tokens. So the file is
+written between scoring and training: whole, and also where the update then fails.
 
 Shapes: R = responses of the step; per-token lists have one entry for each response token, null
 where the policy did not write it.
@@ -67,7 +67,7 @@ def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) ->
     try:
         with aside.open("w", encoding="utf-8") as file:
             for index, sample in enumerate(samples):
-                # A table's metadata may hold what JSON has no word for, such as dates.
+                # A table's metadata may hold types that JSON lacks, such as dates.
                 file.write(json.dumps(_record(sample, proximal.get(index)), default=str) + "\n")
         aside.rename(path)
     except BaseException:
@@ -100,9 +100,10 @@ def _spread(log_probs: np.ndarray, written: np.ndarray) -> list[float | None]:
 
 
 def read_rollouts(path: Path) -> list[Recorded]:
-    """
+    """Read a file of ``write_rollouts``.
+
     Raises:
-        ConfigError: the file is not there, or a line is not what ``write_rollouts`` writes.
+        ConfigError: the file is not there, or a line does not have its format.
     """
     try:
         with reading(path):

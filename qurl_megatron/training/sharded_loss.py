@@ -61,7 +61,7 @@ class PolicyLoss:
     ) -> None:
         """
         Args:
-            weight_scale: what importance weights are multiplied by, see ``attach_correction``.
+            weight_scale: factor of importance weights, see ``attach_correction``.
         """
         self.score = score
         self.algo = algo
@@ -97,7 +97,7 @@ class PolicyLoss:
         return loss, {"policy/loss": Mean(total, 0.0), **metrics}
 
     def _value(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the objective of each token, and what is logged of it per token."""
+        """Return the objective of each token, and its metrics per token."""
         algo, correction = self.algo, self.correction
         terms = objective_terms(
             current,

@@ -46,7 +46,7 @@ class ValueLoss:
     def __init__(self, context: Axis, *, clip: float) -> None:
         """
         Args:
-            clip: how far a value may move from what it was before the update; 0 does not clip.
+            clip: distance that a value may move from its value before the update; 0 does not clip.
         """
         self.context = context
         self.clip = clip
