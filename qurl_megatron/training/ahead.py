@@ -105,7 +105,7 @@ class Ahead(Generic[Drawn, Batch]):
         return self._pool.submit(self._produce, step, drawn, self._closing.is_set)
 
     def take(self, step: int, stop: Callable[[], bool]) -> tuple[Batch, Cursor]:
-        """The batch of ``step``, and where a run that trains on it goes on drawing; waits for it.
+        """Wait for the batch of ``step``; return it, and the place where the run draws next.
 
         Raises:
             Interrupted: ``stop()`` became true. Nothing is lost: a restart draws the same prompts.

@@ -92,7 +92,7 @@ def _owned(
     stop: int,
     flat: Tensor,
 ) -> Iterator[ShardedTensor]:
-    """Elements [start, stop) of a parameter as boxes of its whole tensors, viewing ``flat``.
+    """Yield elements [start, stop) of a parameter as boxes of its tensors, viewing ``flat``.
 
     Args:
         place: where the parameter lies in the model's checkpoint; a factory cuts it into several

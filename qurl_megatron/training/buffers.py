@@ -23,7 +23,7 @@ BUCKET_STEP = 128
 BUCKET = 40_000_000  # numbers at least, and
 BUCKET_PER_RANK = 1_000_000  # for each rank that shares the data
 
-# Megatron's modules register their parameters in this order, which is not that of the ops.
+# Megatron's modules register their parameters in this order, which differs from the ops' order.
 ORDER = [
     *("input_layernorm", "linear_proj", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm"),
     *("k_layernorm", "pre_mlp_layernorm", "mlp."),
@@ -47,7 +47,7 @@ class Bucket:
 def lay_out(
     parameters: Sequence[tuple[int, bool]], *, limit: int | None, step: int | None
 ) -> list[Bucket]:
-    """The buckets of a buffer.
+    """Lay out a buffer, and return its buckets.
 
     Args:
         parameters: (numbers, whether it has a bucket of its own), as the model registers them.
@@ -92,7 +92,7 @@ def held_from_shapes(
 
     Args:
         distributed, overlap: ``optimizer.distributed`` and ``optimizer.overlap_grad_reduce``.
-        itemsize: bytes of a weight; those of 4 are their own masters.
+        itemsize: bytes of a weight; weights of 4 bytes are their own masters.
         critic: a head of one value takes the output layer's place.
     """
     sizes = _parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)

@@ -282,7 +282,7 @@ _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
 
 
 def _bytes_to_write(sharded: dict[str, Any]) -> int:
-    """Of all ranks together, small files left out; every rank calls it."""
+    """Return the bytes of all ranks together, without small files; every rank calls it."""
     own_bytes = sum(
         value.data.nbytes
         for value in nested_values(sharded)
@@ -350,7 +350,7 @@ recipe too, computes the rest from these. They are the same in every parameter g
 
 
 def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Of every optimizer in ``state``, however they are chained."""
+    """Yield the groups of every optimizer in ``state``, however they are chained."""
     for key, value in state.items():
         if key == "param_groups":
             yield from value

@@ -41,7 +41,7 @@ class Stage:
     layers: int
     policy: Held
     reference: int
-    codes: int  # and scales, where layers compute with those of the engines
+    codes: int  # and scales, where layers compute with the engines' codes
     critic: Held | None
     passes: int  # whose activations are held at once
     activations: int  # of all of them
@@ -213,7 +213,7 @@ def check_layout(config: RunConfig) -> None:
 
 
 def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Footprint:
-    """The sums of a run from the shapes of its models, to the byte those of a dry run.
+    """Return a run's sums from its models' shapes, equal to a dry run's to the byte.
 
     Raises:
         ConfigError: the model does not divide over the ranks or engines.

@@ -165,7 +165,7 @@ def _copy_logs(source: Path, run_dir: Path, begun: Fork) -> None:
 
 
 def _copy_checkpoint(newest: Path, root: Path, state: TrainState, without: str | None) -> None:
-    """Whole or not at all, with another state.
+    """Copy a checkpoint with another state, whole or not at all.
 
     Args:
         without: folder in it that is left out.

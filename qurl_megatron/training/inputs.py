@@ -145,14 +145,14 @@ def read_prompts(
     state: TrainState | None = None,
     files: dict[str, DataFile] | None = None,
 ) -> PromptStream:
-    """The prompts of a run, encoded.
+    """Read and encode the prompts of a run.
 
     Args:
         state: the state that the run goes on from.
         files: as of ``check_files``, where this process has read them already.
 
     Raises:
-        ConfigError: as ``check_files``; prompts are too long, or not those of ``state``.
+        ConfigError: as ``check_files``; prompts are too long, or differ from the state's.
     """
     described = description_of(config.model.path)
     prompts = PromptStream(

@@ -116,7 +116,7 @@ class Journal:
 
     @property
     def refused(self) -> ConfigError | None:
-        """Why nothing is written any more; None: all is."""
+        """Reason why nothing is written any more; None: the journal still writes."""
         if self._refused is None and (error := self.timeline.refused):
             self._refused = refusal(error, self.run_dir / "timeline.jsonl", key="train.run_dir")
         return self._refused

@@ -34,7 +34,7 @@ class Lead:
     journal: Journal
 
     def evaluate(self, step: int) -> float:
-        """The score on held-out prompts.
+        """Return the score on held-out prompts.
 
         Raises:
             Interrupted, EngineError, ConfigError, RewardDown: as ``RolloutSource.evaluate``.

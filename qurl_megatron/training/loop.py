@@ -186,7 +186,7 @@ def _taken_up(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[Tra
 
 
 def _sound(policy: Policy, critic: Critic | None) -> float:
-    """The norm of the weights the run begins with.
+    """Return the norm of the weights the run begins with.
 
     Raises:
         ConfigError: they are not finite.
@@ -525,7 +525,7 @@ def _ending(failure: Foreseen, step: int) -> Foreseen:
 
 
 def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Metrics of all ranks merged, on every rank."""
+    """Merge the metrics of all ranks, on every rank."""
     return merge(_everywhere(metrics))
 
 

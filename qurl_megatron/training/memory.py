@@ -238,7 +238,7 @@ def phases(
 def host(held: Held) -> dict[str, int]:
     """Return the host memory of a rank, by phase.
 
-    At the start it has the FP32 weights while they load. For a checkpoint it has one tensor at a
-    time, with the bytes it is read from or written as.
+    At the start it holds the FP32 weights while they load. For a checkpoint it holds one tensor at
+    a time, with the bytes it is read from or written as.
     """
     return {"start": 4 * held.parameters, "save": 2 * 4 * held.largest}

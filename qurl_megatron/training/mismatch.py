@@ -118,7 +118,7 @@ _COUNT, _TOKENS = "rollout/rho_beyond", "rollout/tokens"
 def mismatch(
     proximal: Tensor, behaviour: Tensor, owners: Tensor, responses: int, *, cap: float
 ) -> dict[str, Metric]:
-    """Metrics of one microbatch; merged over all of a step they are those of the whole batch.
+    """Return one microbatch's metrics; merged over a step, they are the whole batch's.
 
     Args:
         proximal: log-probs of the full-precision policy before this update, [N].

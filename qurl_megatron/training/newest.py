@@ -52,7 +52,7 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
 
 
 def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None]:
-    """The state and the record of a checkpoint.
+    """Return the state and the record of a checkpoint.
 
     Raises:
         Unreadable: the system cannot read it, or another version wrote it.

@@ -92,7 +92,7 @@ class Draft:
 
     @property
     def generated_tokens(self) -> int:
-        """Of all answers, those of dropped groups included."""
+        """Tokens of all answers, dropped groups included."""
         return sum(sample.written_tokens for group in self.groups for sample in group)
 
     def metrics(self) -> dict[str, Metric]:

@@ -39,7 +39,7 @@ def path_of(run_dir: Path, step: int) -> Path:
 
 
 def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:
-    """Those of all ranks, on the leading rank; nothing on the others. All ranks call it together.
+    """Gather all ranks' log-probs on the leading rank; others get nothing. All ranks call it.
 
     Args:
         batches: this rank's microbatches of the step, scored.
@@ -57,7 +57,7 @@ def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:
 
 
 def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) -> None:
-    """The file appears whole.
+    """Write the samples of a step; the file appears whole.
 
     Args:
         samples: of one step, [R].
@@ -94,7 +94,7 @@ def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:
 
 
 def _spread(log_probs: np.ndarray, written: np.ndarray) -> list[float | None]:
-    """One entry per response token."""
+    """Return one entry per response token, None where the policy did not write it."""
     theirs = iter(log_probs.tolist())
     return [next(theirs) if is_own else None for is_own in written]
 

@@ -13,7 +13,7 @@ ENVIRONMENT_CAUSES = ("timeouts", "crashes", "exceptions", "invalid")
 
 
 def sample_metrics(samples: Sequence[Sample], *, newest: int) -> dict[str, Metric]:
-    """Their lengths and versions; ``newest`` is the version they should come from."""
+    """Return metrics of lengths and versions; ``newest`` is the version they should come from."""
     tokens = sum(sample.written_tokens for sample in samples)
     oldest = min((v for sample in samples for v, _ in sample.versions), default=newest)
     return {

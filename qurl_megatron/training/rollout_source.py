@@ -52,7 +52,7 @@ class Rollout:
     """Facts of one step's responses that every rank has, beside its share of them."""
 
     metrics: dict[str, Metric]
-    tokens: int  # that the engines generated, those of dropped groups included
+    tokens: int  # that the engines generated, dropped groups included
     seconds: float  # that the engines took
     cursor: dict[str, Any]  # where a run that trains on this step goes on drawing prompts
 
@@ -83,7 +83,7 @@ class RolloutSource:
         self.config, self.prompts, self.fleet = config, prompts, fleet
         self.rewards, self.journal = rewards, journal
         self.samples: list[Sample] = []
-        """All of the step at hand, where they are kept."""
+        """All samples of the step at hand, where the recipe saves them."""
         self.kept: dict[int, Sample] = {}
         """Responses of the step at hand that are examples, by their places in it."""
         self._turns, self._stop = turns, stop
@@ -114,7 +114,7 @@ class RolloutSource:
             self._ahead.admit(version)
 
     def take(self, step: int, timer: Timer) -> tuple[Responses, Rollout]:
-        """The graded responses of one step, generated ahead or now.
+        """Return the graded responses of one step, generated ahead or now.
 
         Raises:
             Interrupted: a stop was requested; nothing is lost, because the same prompts come again

@@ -31,8 +31,8 @@ class Scorer:
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """[B, s, v] logits -> log-probs and entropies of the response tokens, [N] each.
 
-        All context-parallel ranks get those of the whole sequences. The backward pass writes the
-        gradient over the logits.
+        All context-parallel ranks get the scores of the whole sequences. The backward pass writes
+        the gradient over the logits.
         """
         part = ContextPart.of(self.context, batch)
         scores = token_log_probs(

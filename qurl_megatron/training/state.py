@@ -224,14 +224,14 @@ def after(changed: Iterable[str], state: TrainState) -> TrainState:
     Figures measured in another way do not compare, neither here nor in a picture.
 
     Args:
-        changed: keys that have other values now, and those of files that hold others.
+        changed: keys whose values have changed, and keys of files whose contents have changed.
     """
     changed = set(map(setting_of, changed))
     otherwise = [name for name, keys in MEASURES.items() if keys & changed]
     if not otherwise:
         return state
     since = state.measured_since | dict.fromkeys(otherwise, state.step)
-    if "eval" in otherwise and state.unevaluated:  # that of this step will be the first such
+    if "eval" in otherwise and state.unevaluated:  # this step's will be the first of its kind
         since["eval"] = max(0, state.step - 1)
     state = replace(state, measured_since=since)
     return without_scores(state) if "eval" in otherwise else state
@@ -253,7 +253,7 @@ def tell_done(
     and data nothing was used.
 
     Args:
-        changed: settings that are not those of the run.
+        changed: settings that differ from the run's.
     """
     done = state.summary(right_or_wrong=config.reward.right_or_wrong)
     print(f"{run_dir} has all {state.step} steps: {done}")
@@ -305,7 +305,7 @@ def tell_of_left_out(config: RunConfig, given: Sequence[str]) -> None:
 
 
 def _changes_since(run_dir: Path, config: RunConfig) -> list[Change]:
-    """Settings that are not those of the run in the directory; none where no run has begun."""
+    """Return the settings that differ from the directory's run; none where no run has begun."""
     recipe = run_dir / RECIPE
     with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
         begun = latest(run_dir) is not None
@@ -313,7 +313,7 @@ def _changes_since(run_dir: Path, config: RunConfig) -> list[Change]:
 
 
 def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
-    """Settings that are not those of the run in the directory, all of which may change.
+    """Return the settings that differ from the directory's run, all of which may change.
 
     Without a checkpoint there is no run yet: one that failed before its first step pins nothing.
 

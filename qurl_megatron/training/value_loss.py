@@ -1,6 +1,7 @@
 """The critic's side of an update: values of the response tokens, and the loss that fits them.
 
-The value of a token is that of the state before it, so it is read where the token's log-prob is.
+The value of a token is the value of the state before it, so it is read at the same position as
+the token's log-prob.
 
 Shapes: B = rows, S = their length, s = this context-parallel rank's part of it, N = tokens
 of the microbatch that the policy wrote.

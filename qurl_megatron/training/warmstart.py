@@ -41,7 +41,7 @@ def warmstart(
 ) -> float:
     """Make the model and write it to ``model_dir``, whole or not at all.
 
-    The checkpoint is in BF16, as pretrained ones are; the accuracy is that of the rounded weights.
+    The checkpoint is in BF16, as pretrained ones are; the rounded weights give the accuracy.
 
     Returns:
         Share of held-out questions with the right number, tidy or not, decoded greedily.

@@ -60,7 +60,7 @@ def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: st
 
 
 def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:
-    """The folder that a path leads to, and its record.
+    """Return the folder that a path leads to, and its record.
 
     Raises:
         ConfigError: it cannot be used.
