@@ -1,4 +1,4 @@
-"""Linear layers that compute with what the engines compute with: their codes, under their scales.
+"""Linear layers that compute with the engines' numbers: their codes, under their scales.
 
     y[t, o] = (sum_i a[t, i] * w[o, i]) * weight_scale[o] * scale[t] + bias[o]
 

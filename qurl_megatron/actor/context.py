@@ -65,7 +65,7 @@ class ContextPart:
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
         """The same for something of which each rank makes something else, as attention does of keys
-        and values: its gradient is the sum of what the ranks find."""
+        and values: its gradient is the sum of the ranks' gradients."""
         return part if self.axis.size == 1 else _Join.apply(part, self, dim, True)
 
 

@@ -161,7 +161,7 @@ def share(value: Any, *, waiting_for: str) -> Any:
     """The leading rank's value, on every rank; those wait on the CPU.
 
     Args:
-        waiting_for: what the leading rank is doing, for the error message.
+        waiting_for: task of the leading rank, for the error message.
 
     Raises:
         RankLost: it never came.
@@ -210,7 +210,7 @@ def kept_on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T |
 
 
 def held(kept: T | None) -> T:
-    """What ``kept_on_lead`` has kept here, on the leading rank."""
+    """Return the object that ``kept_on_lead`` keeps on the leading rank."""
     assert kept is not None, "only the leading rank has it"
     return kept
 

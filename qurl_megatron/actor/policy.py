@@ -38,7 +38,7 @@ class Policy(Trained):
         scheduler: OptimizerParamScheduler,
     ) -> None:
         super().__init__(ranks, model, optimizer, scheduler)
-        self.source = source  # what the weights were loaded from; its config describes the model
+        self.source = source  # source of the weights; its config describes the model
         self.uaq_scale = uaq_scale  # folded into the weights, there or on the way
         self.arch = source.arch
         self._aligned = aligned_layers(self.gpt)

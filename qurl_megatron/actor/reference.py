@@ -34,7 +34,7 @@ class WaitingWeights:
     """A second set of a model's weights, in the formats of its parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], memory: Memory) -> None:
-        """Copy what the parameters hold now.
+        """Copy the parameters' present values.
 
         Args:
             memory: "host" keeps the copies in pinned memory where there is a GPU.
@@ -50,7 +50,7 @@ class WaitingWeights:
 
     @torch.no_grad()
     def swap(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Exchange them with what the parameters hold, in the order they were copied.
+        """Exchange them with the parameters' values, in the order they were copied.
 
         One parameter is held twice at a time, on the device.
         """
@@ -65,7 +65,7 @@ def check_same_shape(reference: Checkpoint, actor: Checkpoint, key: str) -> None
     """Raise ``ConfigError`` unless one model can hold the weights of both, and means the same.
 
     Args:
-        key: what the user calls the reference.
+        key: the user's name for the reference.
     """
     for field in fields(actor.arch):
         theirs, ours = getattr(reference.arch, field.name), getattr(actor.arch, field.name)

@@ -1,9 +1,9 @@
 """How much better a response, or a token, was than expected.
 
-Three ways to say what was expected. The other responses to the same prompt: one number per response
-(``group_advantages``). The whole batch: discounted returns of each token, ``whitened`` over all
-ranks. A critic: ``gae``. ``ESTIMATES`` says how they are put together; ``token_advantages`` is the
-one call.
+The expectation comes from one of three sources. The other responses to the same prompt: one number
+per response (``group_advantages``). The whole batch: discounted returns of each token, ``whitened``
+over all ranks. A critic: ``gae``. ``ESTIMATES`` says how they are put together;
+``token_advantages`` is the one call.
 
 Shapes: P = prompts, G = responses per prompt, R = responses of the step, on whatever rank; r =
 responses of this rank; N = tokens of these one response after the other, L = tokens of the longest.
@@ -42,7 +42,7 @@ def token_advantages(
     lam: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What each token of this rank's responses is worth.
+    """Return the advantage of each token of this rank's responses.
 
     Args:
         rewards: of all responses of the step, prompt-major, [R]; the same on every rank.
@@ -50,7 +50,7 @@ def token_advantages(
         kind: a key of ``ESTIMATES``.
         group_size: G.
         indices: which of the step's responses are this rank's, [r]; None: all of them, in order.
-        penalty: what is taken off each token's reward (a KL penalty), [N]; None: nothing.
+        penalty: penalty taken off each token's reward (KL), [N]; None: nothing.
         values: what a critic expected from before each token on, [N]; for gae.
         gamma: discount per token.
         lam: gae's lambda.
@@ -195,7 +195,7 @@ def whitened(
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What an advantage can be made of; see ``token_advantages``."""
+    """The inputs of an advantage; see ``token_advantages``."""
 
     rewards_R: Tensor
     group_size: int

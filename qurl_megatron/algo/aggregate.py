@@ -1,4 +1,4 @@
-"""What the per-token objective is averaged over: a weight for the tokens of each response.
+"""The set over which the per-token objective is averaged: a weight for the tokens of each response.
 
 The weights of a minibatch are computed once, from the lengths of all its responses on every
 data-parallel rank. Then ``loss = -sum(weight * J)`` over whatever tokens a microbatch holds, and

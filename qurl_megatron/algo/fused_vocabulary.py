@@ -32,7 +32,7 @@ def shard_sums(
     floor: float,
     lowest: float,
 ) -> tuple[Tensor, Tensor]:
-    """What one shard adds to the softmax.
+    """One shard's part of the softmax.
 
     Args:
         logits_Tv: [T, v] of any strides, not empty.

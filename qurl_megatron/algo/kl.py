@@ -56,7 +56,7 @@ def kl_penalty(
     highest: float = 0.0,
     sampler: Tensor | None = None,
 ) -> Tensor:
-    """What each token pays for its distance from the reference, to be averaged.
+    """Return each token's penalty for its distance from the reference, to be averaged.
 
     Args:
         current: log-probs of the policy that pays; differentiated where it is.

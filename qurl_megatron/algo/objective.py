@@ -91,7 +91,7 @@ def objective(
 
 @dataclass(frozen=True)
 class ObjectiveTerms:
-    """The objective and what went into it, per token; all but ``value`` are detached.
+    """The objective and its parts, per token; all but ``value`` are detached.
 
     A token that is not kept counts as one without mismatch: ratio and rho 1, nothing clipped; its
     weight is 0.
@@ -100,7 +100,7 @@ class ObjectiveTerms:
     value: Tensor  # J, differentiable
     ratio: Tensor  # current / the policy this kind compares with
     rho: Tensor  # proximal / behaviour, of the weight
-    weight: Tensor  # what the surrogate is multiplied by
+    weight: Tensor  # factor of the surrogate
     clipped: Tensor  # bool: the ratio is beyond a bound that counts; clip: no gradient
     dual_clipped: Tensor  # bool: the dual clip stops this token's gradient
     truncated: Tensor  # bool: rho > cap
@@ -253,7 +253,7 @@ def against_behaviour(proximal: Tensor, behaviour: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one objective puts into the surrogate."""
+    """The inputs that one objective gives the surrogate."""
 
     compare_with: Callable[[Tensor, Tensor], Tensor]
     weight: Callable[[Tensor, Limits], Tensor]

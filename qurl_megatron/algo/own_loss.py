@@ -54,7 +54,7 @@ whose means over all tokens are logged as ``loss/NAME``."""
 def own_objective(
     function: LossFunction, inputs: LossInputs, named: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call the user's function, and check what it returns.
+    """Call the user's function, and check its result.
 
     Args:
         named: the setting that names it, for messages.

@@ -90,7 +90,7 @@ def sequence_log_ratio(current: Tensor, other: Tensor, owners: Tensor, responses
 
 @dataclass(frozen=True)
 class Ratio:
-    """What the surrogate clips."""
+    """The ratio that the surrogate clips."""
 
     log_ratio: Callable[[Tensor, Tensor, Any, Any], Tensor]  # owners and R, or None
     level: RhoLevel  # of the rho on the same scale

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         elif missing := re.match(r"the following arguments are required: (.*)", message):
             message = f"missing: {missing[1]}; `{self.prog} --help` says what it takes"
             if unknown := next((word for word in self._given if self._is_unknown(word)), None):
-                message = self._unknown(unknown)  # what is missing may be there, misspelt
+                message = self._unknown(unknown)  # the missing one may be there, misspelt
         self.exit(2, printable(f"{self.prog}: {message}\n"))
 
     def _with_dashes(self, word: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 from qurl_megatron.kit.errors import ConfigError
 
 OnResume = Literal["free", "change", "fork", "never"]
-"""What a key may do where a run is resumed from its checkpoint. free: change, as it says how long
-and where the run is, not what it computes; change: do so from there on, too; fork: in a fork of the
-run alone; never: the checkpoint's tensors have its value in them."""
+"""The changes a key may undergo where a run is resumed from its checkpoint. free: change, as it
+says how long and where the run is, not what it computes; change: do so from there on, too; fork: in
+a fork of the run alone; never: the checkpoint's tensors have its value in them."""
 
 LARGEST = 1e9
 """Of any number of a recipe: as seconds 32 years, and what the system's clocks can wait."""
@@ -48,7 +48,7 @@ class Allowed:
 
     has: Callable[[Any], bool]  # False for NaN
     words: str  # "KEY must <words>, got VALUE"
-    why: str = ""  # what else the message says
+    why: str = ""  # further words of the message
     names: tuple[str, ...] = ()  # all of them, where they are names
 
     def refuse(self, name: str, value: Any) -> NoReturn:
@@ -120,7 +120,7 @@ def key(
 
 
 def check_keys(values: Any, name: str) -> None:
-    """Hold each key of a dataclass against what it may be.
+    """Check each key of a dataclass against its permitted values.
 
     Args:
         name: of the section, for messages.
@@ -166,6 +166,6 @@ class Section:
 
 
 def rules_of(section: type[Section]) -> dict[str, OnResume]:
-    """What each key of a section may do on resume."""
+    """Return the rule on resume of each key of a section."""
     rules: Any = {f.name: f.metadata.get("on_resume") for f in fields(section)}
     return {name: rule or section.on_resume for name, rule in rules.items()}

@@ -25,7 +25,7 @@ LISTED = 10  # keys of a section that a message names
 REMOVED = {
     "train.share_prefix": "each response is computed with its prompt; leave the key out",
 }
-"""Sections and keys that recipes once had, and what to do without each."""
+"""Sections and keys that recipes once had, with advice for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class RunConfig:
         self._check_codes()
 
     def _check_step(self) -> None:
-        """What one step samples, scores and trains."""
+        """Check the sizes of a step: samples, scoring and training."""
         responses = self.responses_per_step
         rows = self.train.micro_batch if not self.train.max_tokens else 1
         per_update = self.algo.minibatches * self.parallel.data * rows
@@ -302,7 +302,7 @@ def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Args:
-        kind: what messages call the file.
+        kind: name of the file in messages.
         where: what they say where there is no such file.
 
     Raises:

@@ -1,4 +1,5 @@
-"""What may change where a run is resumed from its checkpoint; sections and their keys say it."""
+"""The changes that are allowed where a run is resumed from its checkpoint; sections and their keys
+say it."""
 
 import filecmp
 import os

@@ -35,7 +35,7 @@ class TokenBatch:
     behaviour: Tensor  # [N] float32: log-probs the engine reported
     weights: Tensor  # [N] float32: share of each token in the batch loss
     starts: tuple[int, ...] | None = None  # packed: where each sequence begins, and S
-    # What is known once the policies have scored the batch, [N] float32 each. None until then, and
+    # The policies' scores of the batch, [N] float32 each. None until then, and
     # where the recipe does without; who reads one comes after the phase that found it.
     proximal: Tensor = cast(Tensor, None)
     reference: Tensor = cast(Tensor, None)
@@ -86,7 +86,7 @@ def pack_samples(
     Padding belongs to the sequence before it, where causal attention lets nothing see it.
 
     Args:
-        sequence_multiple: what the length of each sequence is rounded up to.
+        sequence_multiple: multiple that the length of each sequence is rounded up to.
         multiple: what S is rounded up to, a multiple of the other; the last sequence gets it.
     """
     chosen = responses.held if indices is None else tuple(indices)

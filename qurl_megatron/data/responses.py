@@ -22,7 +22,7 @@ from qurl_megatron.types import Sample
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """What every rank knows of every response of a step."""
+    """The facts that every rank has of every response of a step."""
 
     prompt_lengths_R: Tensor  # int64
     lengths_R: Tensor  # int64, of the responses alone

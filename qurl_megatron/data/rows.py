@@ -61,7 +61,7 @@ class Question:
 
     @property
     def prompt(self) -> str | Sequence[Turn]:
-        """What the tokenizer gets."""
+        """Input of the tokenizer."""
         return self.turns or self.text
 
 
@@ -77,7 +77,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class DataFile:
-    """What a file holds."""
+    """The contents of a file."""
 
     name: str  # in messages: its key and its path
     questions: list[Question]
@@ -87,7 +87,7 @@ class DataFile:
 
     @property
     def summary(self) -> str:
-        """What was found where, for a person."""
+        """The keys found, and where, for a person."""
         first = self.questions[0]
         chats = " (chats)" if first.turns else ""
         layout = f", {LAYOUTS[self.answer_key]}" if self.answer_key in LAYOUTS else ""
@@ -378,7 +378,8 @@ def _checked(value: Any, what: str, kind: str, place: str) -> str:
 
 
 def refuse_half_characters(text: str, place: str) -> None:
-    """Raise ``ConfigError`` where a text has what JSON can write, but no UTF-8 and no tokenizer."""
+    """Raise ``ConfigError`` where a text has characters that JSON can write, but UTF-8 and
+    tokenizers cannot."""
     if half := _HALVES.search(text):
         raise ConfigError(
             f"{place} has half a character (\\u{ord(half[0]):x}, a surrogate without its pair); "

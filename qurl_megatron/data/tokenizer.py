@@ -21,7 +21,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them says 
 BATCH = 1024  # prompts that are split at once
 COMPARED = 8  # prompts that are enough to tell two tokenizers apart
 RENDER_S = 20.0  # of processor time that a chat template may take for one prompt
-ENVIRONMENT = "> "  # before what an environment said, for a reader
+ENVIRONMENT = "> "  # before an environment's words, for a reader
 SAID = "~what the policy said~"  # in a template's output: where its turn ends
 # Where rules of splitting part: blanks, digits, capitals, contractions, accents, other scripts.
 PROBES = (

@@ -39,7 +39,7 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def expandable_segments(env: Mapping[str, str]) -> str | None:
-    """What turns torch's expandable segments on, as "NAME=value"; None: they are off."""
+    """Setting that turns expandable segments of torch on, as "NAME=value"; None: they are off."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in env.get(name, "").lower().replace(" ", ""):
             return f"{name}={env[name]}"

@@ -22,7 +22,7 @@ def write_whole(
     Raises:
         OSError: the system refused; the old file is whole, and nothing is left beside it.
     """
-    aside = path.with_name(f".{path.name}.new")  # what looks for *.json must not find it
+    aside = path.with_name(f".{path.name}.new")  # a search for *.json must not find it
     try:
         with aside.open("wb") as file:
             if private:

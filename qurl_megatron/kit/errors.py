@@ -1,7 +1,7 @@
 """Errors that are not ours.
 
 ``ConfigError`` is the one exception that means "the user can fix this": the CLI prints it and exits
-with 2. ``Unscored`` is what a response has in place of a score.
+with 2. A response without a score has an ``Unscored`` in its place.
 """
 
 import base64
@@ -31,7 +31,7 @@ _SECRETS: dict[str, re.Pattern[str]] = {}
 _BREAK = r"(?:(?:\\[nr]|[\x00-\x1f\x7f-\x9f])+ *)?"  # where a server wraps its lines
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but tab and line feed
-    r"\u2028-\u202e\u2066-\u2069"  # line separators; what turns the direction of writing
+    r"\u2028-\u202e\u2066-\u2069"  # line separators; marks that turn the direction of writing
     r"\ud800-\udfff]"  # halves of characters, which no encoder takes
 )
 
@@ -59,7 +59,7 @@ def _spelled(character: str) -> str:
 
 
 def _as_base64(value: str) -> list[str]:
-    """Return what a key is in Base64 behind any text, as in ``Basic`` credentials.
+    """Return the forms of a key in Base64 behind any text, as in ``Basic`` credentials.
 
     Its first and last character may hold bits of what stands beside the key, and are left out.
     """

@@ -17,7 +17,8 @@ Result = TypeVar("Result")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """What ``main`` returns, on an event loop of its own; work ``to_thread`` is waited for."""
+    """Run ``main`` on an event loop of its own and return its result; work ``to_thread`` is waited
+    for."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)
 

@@ -29,7 +29,7 @@ FIXES = {
     errno.ENAMETOOLONG: "set {key} to a shorter name",
     errno.EIO: "the disk fails; set {key} to a folder on another",
 }
-"""What a user can do where the system refuses to write."""
+"""Advice for a user where the system refuses to write."""
 ELSEWHERE = "set {key} to another folder"
 
 
@@ -66,7 +66,7 @@ def _homeless(error: OSError, path: Path) -> bool:
 
 
 def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) -> ConfigError:
-    """The sentence for what the system refused."""
+    """Return the sentence for the system's refusal."""
     room = f"{free(path) / 1e6:.1f} MB are free; "
     if error.errno == errno.ENOSPC and not _has_inodes(path):
         room = "its file system has no room for another file, however small (inodes, df -i); "
@@ -99,7 +99,7 @@ def wait_until_seen(path: Path, why: str, *, key: str, seconds: float = CACHED_S
     """Return once this node sees ``path``, which another one has.
 
     Args:
-        why: what shows that the other has it, for the message.
+        why: evidence that the other has it, for the message.
         key: recipe key of the folder that must be shared.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a fork server imports first, so that it starts and leaves sooner.
+"""Imports that come first in a fork server, so that it starts and leaves sooner.
 
 It does nothing but import and fork. Garbage is looked for in the processes that it forks alone, and
 not among what they have from it, whose pages they share for longer. When nobody needs it any more

@@ -33,7 +33,7 @@ LEAVING_S = 0.2
 TEXT = 15_000
 """Characters, of up to 4 bytes, that a rank may tell: they wait in a pipe until it has ended."""
 NO_CODE = 255
-"""What multiprocessing takes for the exit code of a process whose fork server is gone."""
+"""Exit code that multiprocessing reports for a process whose fork server is gone."""
 
 FORK_SERVER = "qurl_megatron.kit.fork_server"
 PRELOAD = ["qurl_megatron.training.loop"]
@@ -282,7 +282,7 @@ class _forwarded:
         self.ranks = ranks
 
     def __enter__(self) -> set[int]:
-        """What has been passed on."""
+        """The signals passed on so far."""
         self.passed: set[int] = set()
         self.before = {number: signal.signal(number, self._forward) for number in stopping()}
         return self.passed

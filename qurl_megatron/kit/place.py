@@ -1,6 +1,6 @@
 """Where a rank stands that torchrun or srun started, and how the others reach it.
 
-What launchers put into the environment becomes torch's own variables there; ``launch`` starts ranks
+The variables of launchers become torch's own in the environment; ``launch`` starts ranks
 where neither did.
 """
 
@@ -118,7 +118,7 @@ def address_for_others(*, one_node: bool) -> str:
 
 
 def _known_as() -> tuple[str, str | None]:
-    """This node's name, and what it resolves to."""
+    """Return this node's name and the address it resolves to."""
     name = socket.gethostname()
     try:
         return name, str(socket.getaddrinfo(name, 0)[0][4][0])

@@ -32,7 +32,7 @@ class StopRequest:
 
     @property
     def by(self) -> str:
-        """What asked for it, for a person; "": nobody has."""
+        """The reason for the stop, for a person; "": nobody has."""
         if self.signal is None:
             return ""
         return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name

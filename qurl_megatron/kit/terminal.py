@@ -41,7 +41,7 @@ def terminal(*, lasting: bool) -> Iterator["Output"]:
 
 
 class Output:
-    """A text stream in all but what happens when it goes away."""
+    """A text stream that survives the loss of its reader."""
 
     def __init__(self, stream: TextIO, *, lasting: bool) -> None:
         self.lasting = lasting

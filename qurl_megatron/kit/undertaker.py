@@ -30,8 +30,8 @@ POLL_S = 0.5
 MESSAGE = 1 << 16  # bytes of an order at most; a path has 4096
 LEAVING_S = 0.01  # between looks while something is on its way out
 SGLANGS = ("/dev/shm/sgl_shm_", "/dev/shm/sglang_loads_")
-"""What SGLang's processes share, of an engine of several ranks 25 MB. They are killed by each other
-even at a clean end, and remove none of it."""
+"""Shared memory of SGLang's processes; 25 MB for an engine of several ranks. They are killed by
+each other even at a clean end, and remove none of it."""
 PATIENCE_S = 1.0
 """For what gets SIGTERM to end by itself: resource trackers, which ignore it, have work to do."""
 

@@ -40,7 +40,8 @@ def weight_error(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
 def update_passed(
     old: Tensor, new: Tensor, old_codes: QuantizedWeight, new_codes: QuantizedWeight
 ) -> Tensor:
-    """(<dQ, dW>, ||dW||^2, ||dQ||^2), float64 [3]: what of an update the engine's weights make.
+    """(<dQ, dW>, ||dW||^2, ||dQ||^2), float64 [3]: the part of an update that the engine's weights
+    make.
 
     dW is the change of the weights, dQ that of the weights that their codes stand for. Over a model
     <dQ, dW> / ||dW||^2 is the share of the update that the engine sees, 1 in the mean of a rounding

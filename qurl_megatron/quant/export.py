@@ -240,7 +240,7 @@ def scheme_of(quantized: QuantizedWeight) -> str:
 
 
 def quantization_config(scheme: str, fmt: str, ignore: Sequence[str]) -> dict:
-    """What config.json says under ``quantization_config``.
+    """Return the entry ``quantization_config`` of config.json.
 
     Args:
         ignore: linear modules that stay in high precision (``lm_head``, MoE routers), named as in

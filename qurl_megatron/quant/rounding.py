@@ -50,7 +50,7 @@ class Rounding:
 
     @property
     def counter(self) -> tuple[int, int, int, int]:
-        """What the draws are made of, as int32.
+        """Return the source of the draws, as int32.
 
         Returns:
             Where the first row of the shard counts from, the other half of the key, words that a

@@ -1,5 +1,5 @@
 """The next message of many conversations at once, by workers that each answer one response at a
-time: an environment is the user's code, and what it is given a model made up."""
+time: an environment is the user's code, and a model made up its input."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -14,7 +14,7 @@ def graded(
     tokenizer: Tokenizer,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Sample], Grades]:
-    """The samples with text and reward, and what became of them.
+    """Return the samples with text and reward, and the outcome of each.
 
     Raises:
         As ``RewardPool.grade``.

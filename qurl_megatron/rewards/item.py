@@ -15,7 +15,7 @@ from qurl_megatron.kit.errors import Unscored, unscored
 
 @dataclass(frozen=True)
 class Item:
-    """One response, with what a reward may know of its question."""
+    """One response, with everything a reward may know of its question."""
 
     prompt: str
     response: str

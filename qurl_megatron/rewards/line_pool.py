@@ -56,7 +56,7 @@ class LinePool:
         Args:
             module: what a worker runs, with the task as JSON for its argument; it speaks as
                 ``line_worker.serve`` does.
-            called: what messages call a worker.
+            called: a worker's name in messages.
             limit_key: of the recipe, that says how long an answer may take.
         """
         self.module, self.task, self.count = module, task, workers
@@ -103,7 +103,7 @@ class LinePool:
         the worker that is answering it.
 
         Args:
-            read: the answer in what a worker said; ValueError where that is none.
+            read: the answer in a worker's line; ValueError where that is none.
             tries: workers that may end with it.
 
         Returns:
@@ -198,7 +198,7 @@ class _Seat:
             except Abandoned:
                 self._renew()
                 raise
-            except ValueError:  # it ended, or says what workers do not say
+            except ValueError:  # it ended, or its line is no worker's
                 self._renew()
         return Unscored("crashes", f"{question.tries} workers one after the other")
 
@@ -225,7 +225,7 @@ class _Seat:
         self.ready = False
         if not self.pool.leaving.is_set():
             self._end()
-            with suppress(OSError):  # ``_start`` tries again, and says what was wrong
+            with suppress(OSError):  # ``_start`` tries again, and reports the fault
                 self.worker = self._another()
 
     def _another(self) -> LineWorker:

@@ -2,7 +2,7 @@
 
 
 def overlong_penalty(length: int, limit: int, fraction: float, penalty: float) -> float:
-    """What a response of ``length`` tokens adds to its reward: 0, or less.
+    """Return the reward that a response of ``length`` tokens adds: 0, or less.
 
     0 up to ``limit * (1 - fraction)`` tokens, from there on a straight line down to ``-penalty`` at
     ``limit`` and beyond. The paper's L_max is ``limit`` and its L_cache ``limit * fraction``. Its

@@ -16,7 +16,7 @@ from qurl_megatron.data.rows import checksum_of
 
 
 def named_code(reward: RewardConfig, rollout: RolloutConfig, loss: str = "") -> dict[str, str]:
-    """Return what names the code, "file.py:name" or "package.module:name", by its key.
+    """Return the names of code, "file.py:name" or "package.module:name", by key.
 
     Args:
         loss: ``algo.function``; evaluations have none.
@@ -40,7 +40,7 @@ def edited(named: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str
     """Return what has changed of ``named_code``, as "reward.function=..." by its key.
 
     Args:
-        before: checksums of what it was; what has none there is taken for unchanged.
+        before: its former checksums; what has none there is taken for unchanged.
     """
     return {
         key: f"{key}={named[key]}"

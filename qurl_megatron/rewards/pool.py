@@ -204,7 +204,7 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
     """Where not one of some responses has a score: nothing can be learnt or measured from them.
 
     Args:
-        scorer: what should have scored them, for the message.
+        scorer: the scorer, for the message.
 
     Raises:
         ConfigError: it is the reward's fault.

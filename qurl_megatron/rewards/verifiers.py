@@ -14,7 +14,7 @@ Check = Callable[[str, str], float]
 NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
-# math-verify reads the last expression; what stands before this many characters is not an answer.
+# math-verify reads the last expression; text before this many characters is not an answer.
 MATH_TAIL = 20_000
 
 

@@ -1,4 +1,4 @@
-"""What is known of a model's tensors before one of them is read: which there are, and their parts.
+"""A model's tensors as known before one of them is read: which there are, and their parts.
 
     arch     the sizes and switches of a model, from its config.json
     table    one row per kind of tensor: its shape, how it is split, quantized and folded

@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says about a decoder, in the terms this package uses.
+"""A decoder as its Hugging Face ``config.json`` describes it, in the terms of this package.
 
 One reader for trainer, converter and engine. Anything that would change the function computed and
 that is not understood here is refused by name: a model that loads and is slightly wrong is the
@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a ``model_type`` fixes by its name alone, or where ``config.json`` is silent."""
+    """Facts that a ``model_type`` fixes by its name alone, or where ``config.json`` is silent."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -41,7 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-# What configs call each activation. Gemma's first ones say "gelu" and mean its tanh form.
+# Names of each activation in configs. Gemma's first ones say "gelu" and mean its tanh form.
 ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu",),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu"),
@@ -64,7 +64,7 @@ MEGATRON_LLAMA3_ROPE = Llama3Rope(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
-"""What Megatron hard-codes beside the factor."""
+"""Constants that Megatron hard-codes beside the factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class Arch:
         """Raise ``ConfigError`` where no engine generates with such a model.
 
         Args:
-            key: what names the model, for the message.
+            key: name of the model, for the message.
         """
         words = {
             "zero_centred_norm": "zero-centred norms",
@@ -145,7 +145,7 @@ class Arch:
         """Raise ``ConfigError`` unless the sizes divide over the ranks.
 
         Args:
-            keys: what the user calls the two numbers.
+            keys: the user's names for the two numbers.
         """
         for key, value in zip(keys, (tensor, pipeline), strict=True):
             if value < 1:
@@ -201,7 +201,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def arch_of(folder: str | Path, *, quantized: bool = False) -> Arch:
-    """What the ``config.json`` of a checkpoint folder describes.
+    """Return the architecture that a checkpoint folder's ``config.json`` describes.
 
     Args:
         quantized: its weights may be so.

@@ -1,4 +1,4 @@
-"""What safetensors calls number formats; needs torch, as nothing else here does."""
+"""Names of number formats in safetensors; needs torch, as nothing else here does."""
 
 import torch
 

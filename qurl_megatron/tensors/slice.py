@@ -41,7 +41,7 @@ class Slice:
         return math.prod(self.sizes)
 
     def overlap(self, other: "Slice") -> "Slice | None":
-        """What both have; None where that is nothing."""
+        """Return the part that both have; None where that is nothing."""
         starts, sizes = [], []
         for a, m, b, n in zip(self.starts, self.sizes, other.starts, other.sizes, strict=True):
             start, stop = max(a, b), min(a + m, b + n)

@@ -1,4 +1,4 @@
-"""What is known of each Hugging Face tensor by its name: one row per kind, which all else reads.
+"""Facts about each Hugging Face tensor, by its name: one row per kind, which all else reads.
 
 A name with 0 for its numbers leads to its row: ``model.layers.3.mlp.experts.7.up_proj.weight`` is
 the weight of a ``model.layers.0.mlp.experts.0.up_proj``. From the row and the model's sizes follow
@@ -21,7 +21,7 @@ VALUES = ("weight", "bias", "weight_scale")
 
 @dataclass(frozen=True)
 class Units:
-    """What a dimension is made of: runs of rows (columns) that ranks get whole."""
+    """The units of a dimension: runs of rows (columns) that ranks get whole."""
 
     count: int
     width: int  # of one
@@ -49,7 +49,7 @@ AXES: Mapping[Axis, Callable[[Arch], Units]] = {
 
 @dataclass(frozen=True)
 class TensorRow:
-    """What all tensors of one name have in common, in every layer of every model."""
+    """Facts that all tensors of one name share, in every layer of every model."""
 
     rows: Axis
     columns: Axis | None = None  # None: a vector, of a norm
@@ -113,7 +113,7 @@ def hf_tensor(arch: Arch, name: str) -> HfTensor:
 
 @lru_cache(maxsize=1 << 10)  # by row and not by name: a model has up to 100,000 names
 def _facts(arch: Arch, key: str) -> tuple | None:
-    """What an ``HfTensor`` says beside its name; None: the model can have no such tensor."""
+    """The facts of an ``HfTensor`` beside its name; None: the model can have no such tensor."""
     owner, _, value = key.rpartition(".")
     row = ROWS.get(owner)
     if row is None or value not in VALUES:
@@ -151,7 +151,7 @@ def is_vocabulary(name: str) -> bool:
 
 
 def uaq_role(name: str) -> Literal["norm", "reader"] | None:
-    """What UAQ does to a tensor: a norm is scaled up, its readers down; None: nothing."""
+    """The effect of UAQ on a tensor: a norm is scaled up, its readers down; None: nothing."""
     row = _row_of_weight(name)
     return None if row is None else row.uaq
 

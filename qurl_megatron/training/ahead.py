@@ -1,16 +1,16 @@
 """Batches that engines generate while the policy trains on earlier ones.
 
-Batch s is what step s trains on, at version s - 1. With a staleness of k it may begin as soon as
+Step s trains on batch s, at version s - 1. With a staleness of k it may begin as soon as
 version s - 1 - k is published: no token of it is then more than k versions old. k = 0 waits for
 each version, k = 1 generates one step off, larger k hide the longest responses of a batch behind
 the next ones. Batches are drawn and handed over in order, so the prompts that a step begins with
-are the same for every k; what is answered to them is not, since versions change in between.
+are the same for every k; the answers are not, since versions change in between.
 
-A batch may draw further prompts while it is produced. For k > 0 these lie behind what the batches
-after it have drawn, so no place in the order of prompts has all used ones before it and all unused
-ones behind it. What is handed over with a batch is the place where the next batch began to draw: a
-restart from there skips no prompt, and meets again those that earlier batches drew later. For
-k = 0, and where nothing is drawn later, it repeats none either.
+A batch may draw further prompts while it is produced. For k > 0 these lie behind the prompts of
+the batches after it, so no place in the order of prompts has all used ones before it and all unused
+ones behind it. A batch is handed over with the place where the next batch began to draw. A restart
+from there skips no prompt, and repeats the prompts that earlier batches drew later. For k = 0, and
+where nothing is drawn later, it repeats none either.
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ class Ahead(Generic[Drawn, Batch]):
         """
         Args:
             draw: the prompts of the next batch, and where they begin.
-            produce: (step, what was drawn, stop) -> batch; runs on a thread, and raises
+            produce: (step, drawn prompts, stop) -> batch; runs on a thread, and raises
                 ``Interrupted`` soon after ``stop()`` becomes true.
             cursor: where the prompts go on that nobody has drawn yet.
             first, last: the steps to produce batches for.
@@ -83,7 +83,7 @@ class Ahead(Generic[Drawn, Batch]):
             self._next += 1
 
     def retry(self) -> None:
-        """Begin again what no engine could answer: the same prompts, so nothing is lost."""
+        """Restart the batches that no engine could answer: the same prompts, so nothing is lost."""
         for index, batch in enumerate(self._pending):
             if batch.future.done() and isinstance(batch.future.exception(), EngineError):
                 future = self._begin(batch.step, batch.drawn)
@@ -105,7 +105,7 @@ class Ahead(Generic[Drawn, Batch]):
         return self._pool.submit(self._produce, step, drawn, self._closing.is_set)
 
     def take(self, step: int, stop: Callable[[], bool]) -> tuple[Batch, Cursor]:
-        """The batch of ``step``, and where a run that trains on it goes on drawing; waits for it.
+        """Wait for the batch of ``step``; return it, and the place where the run draws next.
 
         Raises:
             Interrupted: ``stop()`` became true. Nothing is lost: a restart draws the same prompts.

@@ -1,4 +1,4 @@
-"""What ``train.align`` asks of the policy's layers."""
+"""Arithmetic that ``train.align`` asks of the policy's layers."""
 
 import torch
 
@@ -7,7 +7,7 @@ from qurl_megatron.config import RunConfig
 
 
 def alignment(config: RunConfig, device: torch.device) -> Align | None:
-    """How the linear layers do as the engines'; None: they compute with weights as they are.
+    """Return how linear layers follow the engines'; None: they compute with weights as they are.
 
     Args:
         device: of the policy; SGLang engines of a run on a CPU have the embedded engine's kernels.

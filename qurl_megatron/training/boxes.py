@@ -60,7 +60,7 @@ def _nothing_left(_loaded: Any) -> None:
 
 
 class _StateOf:
-    """What takes the place of the method of one distributed optimizer."""
+    """Replacement for the state method of one distributed optimizer."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -92,7 +92,7 @@ def _owned(
     stop: int,
     flat: Tensor,
 ) -> Iterator[ShardedTensor]:
-    """Elements [start, stop) of a parameter as boxes of its whole tensors, viewing ``flat``.
+    """Yield elements [start, stop) of a parameter as boxes of its tensors, viewing ``flat``.
 
     Args:
         place: where the parameter lies in the model's checkpoint; a factory cuts it into several

@@ -1,4 +1,4 @@
-"""What a rank would hold for a model it trains, from the shapes of its weights alone.
+"""Memory that a rank needs for a model it trains, from the shapes of its weights alone.
 
 Building a model on the meta device takes seconds (``training.dry_run``); a planner asks for
 hundreds of layouts. So this lays out Megatron's buffer of gradients as megatron-core 0.16 does in
@@ -23,7 +23,7 @@ BUCKET_STEP = 128
 BUCKET = 40_000_000  # numbers at least, and
 BUCKET_PER_RANK = 1_000_000  # for each rank that shares the data
 
-# Megatron's modules register their parameters in this order, which is not that of the ops.
+# Megatron's modules register their parameters in this order, which differs from the ops' order.
 ORDER = [
     *("input_layernorm", "linear_proj", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm"),
     *("k_layernorm", "pre_mlp_layernorm", "mlp."),
@@ -47,12 +47,12 @@ class Bucket:
 def lay_out(
     parameters: Sequence[tuple[int, bool]], *, limit: int | None, step: int | None
 ) -> list[Bucket]:
-    """The buckets of a buffer.
+    """Lay out a buffer, and return its buckets.
 
     Args:
         parameters: (numbers, whether it has a bucket of its own), as the model registers them.
         limit: numbers at which a bucket is closed; None: never.
-        step: what the bounds of buckets are a multiple of; None: nothing is padded.
+        step: number that divides every bound of a bucket; None: nothing is padded.
     """
     buckets: list[Bucket] = []
     spans: list[tuple[int, int]] = []
@@ -88,11 +88,11 @@ def held_from_shapes(
     itemsize: int,
     critic: bool = False,
 ) -> Held:
-    """What tensor rank 0 and data rank 0 of a pipeline stage would hold.
+    """Return the memory that tensor rank 0 and data rank 0 of a pipeline stage would hold.
 
     Args:
         distributed, overlap: ``optimizer.distributed`` and ``optimizer.overlap_grad_reduce``.
-        itemsize: bytes of a weight; those of 4 are their own masters.
+        itemsize: bytes of a weight; weights of 4 bytes are their own masters.
         critic: a head of one value takes the output layer's place.
     """
     sizes = _parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)

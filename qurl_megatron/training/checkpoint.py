@@ -1,7 +1,7 @@
 """The training state on disk: Megatron's own distributed checkpoint, made atomic.
 
-Model, optimizer and random state are sharded over the ranks and load into any parallel layout. What
-the loop itself must remember is the small ``TrainState`` beside them. A critic lies beside the
+Model, optimizer and random state are sharded over the ranks and load into any parallel layout. The
+loop's own state is the small ``TrainState`` beside them. A critic lies beside the
 policy, all of its names prefixed, so that who reads the checkpoint as a model does not see it.
 Every file's checksum is recorded, of the large ones as they are written, so that damage is found
 before anything is resumed from it (``newest``).
@@ -108,7 +108,7 @@ def save(
     dist.all_gather_object(sums, written)
     with _together(final, aside, size, policy.ranks):
         if policy.ranks.leads:
-            # A checkpoint that says what it is: the converters need no other folder.
+            # The checkpoint describes itself: the converters need no other folder.
             config = policy.source.folded_config(policy.uaq_scale)
             describe(policy.source, aside / DESCRIPTION, config)
             state.write(aside)
@@ -127,7 +127,7 @@ def save(
 
 
 def evaluated(run_dir: Path, state: TrainState) -> None:
-    """Have the checkpoint of a step that was saved without its evaluation tell what came of it.
+    """Add the evaluation's outcome to the checkpoint of a step that was saved without it.
 
     Raises:
         ConfigError: it cannot be written.
@@ -171,8 +171,8 @@ def _write_sharded(
 
     Raises:
         CheckpointException: a rank could not write its part; on all ranks.
-        OSError: what the system refused this rank, instead.
-        _Alone: what it refused rank 0, for which the others wait in vain.
+        OSError: the system refused this rank a write; raised instead, on this rank.
+        _Alone: the system refused rank 0 a write, and the other ranks wait for it in vain.
     """
     try:
         dist_checkpointing.save(
@@ -191,14 +191,14 @@ def _write_sharded(
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """What the system refused, behind torch's word that an archive is not finished."""
+    """Return the system's error behind torch's message of an unfinished archive, or None."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 class _Alone(OSError):
-    """This rank failed in the middle of what all do."""
+    """This rank failed in the middle of a collective operation."""
 
 
 @contextlib.contextmanager
@@ -278,11 +278,11 @@ def _load_reference(folder: Path, policy: Policy) -> None:
 
 
 _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
-"""What a file that is not whole is to torch and pickle, where Megatron reads it itself."""
+"""Errors that torch and pickle raise for a truncated file, where Megatron reads it itself."""
 
 
 def _bytes_to_write(sharded: dict[str, Any]) -> int:
-    """Of all ranks together, small files left out; every rank calls it."""
+    """Return the bytes of all ranks together, without small files; every rank calls it."""
     own_bytes = sum(
         value.data.nbytes
         for value in nested_values(sharded)
@@ -336,7 +336,7 @@ def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
 
 
 def _is_fp8_state(name: str) -> bool:
-    """What Transformer Engine keeps beside weights in FP8: here nothing, in a checkpoint or not.
+    """Return whether a name is Transformer Engine's FP8 state, which is always empty here.
 
     It is saved, since Megatron's own tools ask for it. But layers of a machine without it write
     none for norms, and a run goes on from a CPU to GPUs.
@@ -345,12 +345,12 @@ def _is_fp8_state(name: str) -> bool:
 
 
 _GIVEN = ("max_lr", "min_lr", "betas", "eps")
-"""What the optimizer saves of itself, and the recipe says all the same; the schedule, which follows
-the recipe too, computes the rest from these. They are the same in every parameter group."""
+"""Settings that the optimizer saves although the recipe has them; the schedule, which follows the
+recipe too, computes the rest from these. They are the same in every parameter group."""
 
 
 def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Of every optimizer in ``state``, however they are chained."""
+    """Yield the groups of every optimizer in ``state``, however they are chained."""
     for key, value in state.items():
         if key == "param_groups":
             yield from value
@@ -373,7 +373,7 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
         saved.update(restored)
     trained.optimizer.load_state_dict(loaded["optimizer"])
     _unshare_adam_step(trained.optimizer)
-    trained.scheduler.num_steps = 0  # what is loaded is added to it
+    trained.scheduler.num_steps = 0  # the loaded count is added to it
     trained.scheduler.load_state_dict(loaded["scheduler"])
     trained.weights_changed()
 
@@ -388,7 +388,7 @@ def _metadata(trained: Trained) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """One line for a person; torch wraps what went wrong on each rank."""
+    """Return one line for a person; torch wraps the errors of the ranks."""
     for failure, _ in getattr(error, "failures", {}).values():
         error = failure
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -437,8 +437,8 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
         )
 
     def _write(self, transforms: list, _rank: int, files: list, written: Any) -> None:
-        """Write this rank's files, and leave Megatron what it will look for in ``written``."""
-        results: dict[int, Any] = {}  # lists, or what went wrong
+        """Write this rank's files, and put the results that Megatron expects into ``written``."""
+        results: dict[int, Any] = {}  # lists, or exceptions
         for index, (path, name, (objects, tensors)) in enumerate(files):
             # Megatron writes in processes of its own, which these two queues go to and fro.
             outcome: queue.Queue[Any] = queue.Queue()
@@ -461,12 +461,12 @@ class _OneTensorAtATime(TorchDistSaveShardedStrategy):
 
 
 class _Summed:
-    """Sums up what torch writes into one file: items, one behind the other."""
+    """Computes the checksum of a file that torch writes: items, one behind the other."""
 
     def __init__(self, transforms: Any) -> None:
         """
         Args:
-            transforms: torch's own, which say what an item becomes on its way.
+            transforms: torch's own, which encode an item on its way to the file.
         """
         self._transforms, self._summing = transforms, Summing()
 

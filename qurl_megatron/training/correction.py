@@ -1,4 +1,4 @@
-"""What the distance of the behaviour policy decides once per step, before any update.
+"""Decisions from the behaviour policy's distance, once per step, before any update.
 
 Which responses are too far off to learn from, and by how much importance weights are scaled. Both
 follow from the proximal and the behaviour policy, which no update moves.

@@ -1,12 +1,12 @@
-"""What each response token is worth, once policies, reference and critic have scored the batch.
+"""Advantages and returns of response tokens, once all models have scored the batch.
 
 Every rank knows rewards and lengths of all responses of the step, but only the scores of its own
-microbatches: what needs a whole group of responses, or the whole batch, is summed over the
+microbatches: figures of a whole group of responses, or of the whole batch, are summed over the
 data-parallel ranks. Pipeline stages before the last have no scores and need no advantages.
 
-What an environment said between two turns of the policy is part of the transition from the last
-token of the one to the first of the other: the critic's value of the latter is that of the state
-with the environment's words read, and neither gamma nor lambda counts these words as steps.
+The environment's words between two turns of the policy are part of the transition from the last
+token of one turn to the first of the next. The critic values the latter with these words read, and
+neither gamma nor lambda counts them as steps.
 
 Shapes: R = responses of the step, P x G = prompts and responses to each; n = tokens that the policy
 wrote and r = responses of this rank's microbatches together.
@@ -77,7 +77,7 @@ def attach_advantages(
 
 
 def shaped_rewards(summary: Summary, config: RunConfig) -> Tensor:
-    """What the verifier said, less what an overlong response costs, [R] float32."""
+    """Return the verifier's rewards less the penalties of overlong responses, [R] float32."""
     reward, limit = config.reward, config.rollout.max_new_tokens
     return torch.tensor(
         [

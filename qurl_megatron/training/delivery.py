@@ -48,12 +48,12 @@ def deliver(ranks: Ranks, responses: Responses | None, split: Split) -> Response
 
 
 def _tensors(responses: Responses) -> tuple[Tensor, ...]:
-    """What is sent of those held, in this order."""
+    """Return the tensors to send, in this order."""
     return responses.tokens, responses.mask, responses.behaviour
 
 
 def _teams(ranks: Ranks) -> list[list[int]]:
-    """The ranks that train on the same responses, by data-parallel rank."""
+    """Return the ranks that train on the same responses, by data-parallel rank."""
     place = torch.tensor([ranks.data.rank])
     everywhere = [torch.empty_like(place) for _ in range(ranks.world_size)]
     dist.all_gather(everywhere, place)
@@ -64,7 +64,7 @@ def _teams(ranks: Ranks) -> list[list[int]]:
 
 
 def _pass_on(tensor: Tensor, team: list[int], rank: int) -> None:
-    """From the first of a team to all; in each round those that have it double.
+    """Send a tensor from the first of a team to all; its holders double in each round.
 
     A broadcast would need a group for each team, which on GPUs nobody has for tensors on the CPU.
     """
@@ -78,7 +78,7 @@ def _pass_on(tensor: Tensor, team: list[int], rank: int) -> None:
 
 
 def _summary(responses: Responses | None) -> Summary:
-    """The leading rank's, on every rank."""
+    """Return the leading rank's summary on every rank."""
     count = torch.tensor([len(responses) if responses is not None else 0])
     dist.broadcast(count, 0)
     summary = responses.summary if responses is not None else Summary.empty(int(count))

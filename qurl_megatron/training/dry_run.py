@@ -1,9 +1,9 @@
-"""``qurl show --dry-run``: a run built on the meta device, and what each rank of it would hold.
+"""``qurl show --dry-run``: a run built on the meta device, and the memory of each rank.
 
 Every pipeline stage is built as its own tensor rank 0 would build it: Megatron's model, gradient
 buffers and optimizer, in one process and without weights. The tensor ranks of a stage are alike,
-and so are its data ranks but for the padding of their shares. So a recipe that passes is cut in
-a way that works, and what it holds is known before there is a GPU.
+and so are its data ranks but for the padding of their shares. So a recipe that passes has a
+layout that works, and its memory is known before there is a GPU.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Which responses of a step are kept for people to read, and what they were worth.
+"""Choice of a step's responses that are kept for people to read, and their advantages.
 
 Every rank knows rewards and prompts of the whole step, so all choose the same ones; the advantages
 are known where the responses were scored.
@@ -12,12 +12,12 @@ from qurl_megatron.observe.samples import telling
 
 
 def kept_of(summary: Summary, count: int) -> list[int]:
-    """Indices of the responses that are kept, the same on every rank."""
+    """Return the indices of the responses that are kept, the same on every rank."""
     return telling(summary.rewards_R.tolist(), summary.prompts, count)
 
 
 def advantages_of(batches: Sequence[TokenBatch], kept: Collection[int]) -> dict[int, float]:
-    """The mean advantage over the tokens of those responses that lie here and have any tokens."""
+    """Return the mean advantage of each kept response that lies on this rank and has tokens."""
     return {
         index: part.double().mean().item()
         for batch in batches

@@ -25,7 +25,7 @@ class NotFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class Weights:
-    """What one rank has to say of its part of the weights."""
+    """Findings of one rank on its part of the weights."""
 
     squares: float  # their sum; over all ranks each weight counts once
     bad: str | None  # the first tensor that is not finite, or too large
@@ -53,10 +53,10 @@ def look(models: Sequence[Trained]) -> Weights:
 
 
 def norm_of(parts: Sequence[Weights]) -> float:
-    """The norm of all weights, from what every rank has to say.
+    """Return the norm of all weights, from the findings of every rank.
 
     Raises:
-        NotFinite: a rank has weights that are not.
+        NotFinite: a rank has weights that are not finite, or too large.
     """
     bad = next((part.bad for part in parts if part.bad), None)
     if bad:

@@ -1,6 +1,6 @@
-"""What each rank of a run would keep in memory, added up from what its models hold.
+"""Memory that each rank of a run would need, added up from its models and everything else.
 
-What the models hold comes from the models themselves (``training.dry_run`` builds them) or from
+The models' sizes come from the models themselves (``training.dry_run`` builds them) or from
 shapes alone (``footprint``, in milliseconds); all else is the same for both.
 """
 
@@ -30,8 +30,8 @@ NODE = 8
 """GPUs of a machine, at most."""
 
 STATIC = 0.85
-"""What SGLang takes for weights and cache where no --mem-fraction-static says so; its own default
-depends on the GPU and is about this."""
+"""Share of a GPU that SGLang takes for weights and cache without --mem-fraction-static; its own
+default depends on the GPU and is about this."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Stage:
     layers: int
     policy: Held
     reference: int
-    codes: int  # and scales, where layers compute with those of the engines
+    codes: int  # and scales, where layers compute with the engines' codes
     critic: Held | None
     passes: int  # whose activations are held at once
     activations: int  # of all of them
@@ -51,7 +51,7 @@ class Stage:
 
     @property
     def at_rest(self) -> int:
-        """What stays between two passes, and while engines generate."""
+        """Memory in use between two passes, and while engines generate."""
         critic = self.critic.total if self.critic else 0
         return self.policy.total + self.reference + self.codes + critic
 
@@ -80,7 +80,7 @@ class EngineFootprint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a recipe would need."""
+    """Memory that a recipe would need."""
 
     config: RunConfig
     arch: Arch
@@ -97,7 +97,7 @@ class Footprint:
         return max(self.stages, key=lambda stage: stage.total)
 
     def phases(self, stage: Stage) -> dict[str, dict[str, int]]:
-        """What lies on a GPU of a stage in each phase, by name."""
+        """Return the memory in use on a stage's GPU, by phase and by name."""
         engine = self.engine.room if self.engine and self.engine.colocated else None
         return memory.phases(
             stage.at_rest,
@@ -121,7 +121,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Models:
-    """The shapes of what a run trains."""
+    """The shapes of the models that a run trains."""
 
     described_by: Path  # the policy's config.json
     policy: Arch
@@ -133,7 +133,7 @@ Holdings = Sequence[tuple[Held, Held | None]]
 
 
 def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
-    """Read the shapes of what a run trains.
+    """Read the shapes of the models that a run trains.
 
     Args:
         model_config: the model's config.json or the folder it is in; None takes that of
@@ -213,7 +213,7 @@ def check_layout(config: RunConfig) -> None:
 
 
 def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Footprint:
-    """The sums of a run from the shapes of its models, to the byte those of a dry run.
+    """Return a run's sums from its models' shapes, equal to a dry run's to the byte.
 
     Raises:
         ConfigError: the model does not divide over the ranks or engines.
@@ -238,7 +238,7 @@ def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Foot
 def add_up(
     config: RunConfig, models: Models, holdings: Holdings, *, gpu_gib: float = 80
 ) -> Footprint:
-    """What lies on the GPUs of trainer and engines.
+    """Add up the memory in use on the GPUs of trainer and engines.
 
     Args:
         gpu_gib: memory of a GPU, in GiB.
@@ -281,7 +281,7 @@ def _find(key: str, model_path: str, given: Path | None) -> Path:
     folder = Path(model_path)
     if folder.exists():
         folder = description_of(folder)
-        arch_of(folder)  # tells what is wrong with it
+        arch_of(folder)  # raises the fault of a broken folder
         return folder / "config.json"
     shipped = _shipped(folder)
     if not shipped.is_file():

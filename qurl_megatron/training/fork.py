@@ -102,7 +102,7 @@ def fork(source: Path, config: RunConfig) -> None:
 
 
 def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
-    """What of the other run's state the fork begins with.
+    """Return the part of the other run's state that the fork begins with.
 
     Args:
         state: ``unevaluated`` where the fork is to evaluate before its first step.
@@ -116,13 +116,13 @@ def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
         state = replace(state, cursor=None)
     if any(change.key.startswith("quant.") for change in found):
         state = replace(state, unquantized_since=None, notice="")
-    if state.unevaluated:  # what it comes to is the fork's own "before"
+    if state.unevaluated:  # its outcome is the fork's own "before"
         state = without_scores(state)
     return state
 
 
 def told(begun: Fork) -> str:
-    """What a fork says of itself."""
+    """Return a sentence on the fork: its source and its changes."""
     changed = f", with {', '.join(begun.changes)}" if begun.changes else ", unchanged"
     return f"goes on from step {begun.step} of {begun.source}{changed}"
 
@@ -152,8 +152,10 @@ def _refuse_another(run_dir: Path, source: Path) -> None:
 
 
 def _copy_logs(source: Path, run_dir: Path, begun: Fork) -> None:
-    """Metrics, timeline and samples, and the fork as an event; what is of later steps is dropped
-    when the run begins, as in any that goes on."""
+    """Copy metrics, timeline and samples, and add the fork as an event.
+
+    Entries of later steps are dropped when the run begins, as in any run that goes on.
+    """
     for name in ("metrics.jsonl", "timeline.jsonl", SAMPLES_FILE):
         if (source / name).is_file():
             shutil.copyfile(source / name, run_dir / name)
@@ -163,7 +165,7 @@ def _copy_logs(source: Path, run_dir: Path, begun: Fork) -> None:
 
 
 def _copy_checkpoint(newest: Path, root: Path, state: TrainState, without: str | None) -> None:
-    """Whole or not at all, with another state.
+    """Copy a checkpoint with another state, whole or not at all.
 
     Args:
         without: folder in it that is left out.

@@ -1,4 +1,4 @@
-"""Recorded samples scored again by what a checkpoint alone says: a new engine, and the actor.
+"""Recorded samples scored again from a checkpoint alone: by a new engine, and by the actor.
 
 The engine has never known another version, and the actor has never been updated, so neither can be
 wrong in the way that a published version or a running trainer is.

@@ -1,4 +1,4 @@
-"""Notice a collapse by thresholds on what every step measures, and say what is to be done.
+"""Notice a collapse by thresholds on every step's metrics, and decide on the action.
 
 A threshold trips when it has been crossed ``guard.patience`` steps in a row, once per excursion: it
 must be respected again before it can trip again. The counts are part of the training state, so a
@@ -14,14 +14,14 @@ from qurl_megatron.kit.errors import Foreseen
 
 
 class Collapse(Foreseen, RuntimeError):
-    """The run ends by what it computed: which metric or tensor, its value, at which step."""
+    """The run's own numbers end it: which metric or tensor, its value, at which step."""
 
 
 @dataclass(frozen=True)
 class Threshold:
     """One key of the guard section, and the metric that it is held against."""
 
-    what: str  # of the metric guard/<what>: steps in a row that it has been crossed
+    what: str  # its name in guard/<name>, which counts the steps in a row that crossed it
     key: str  # of GuardConfig
     metrics: tuple[str, ...]  # the first that the step has
     above: bool  # crossed above it, else below it
@@ -43,7 +43,7 @@ THRESHOLDS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one step's metrics mean for the run; the same on every rank."""
+    """Judgement of one step's metrics; the same on every rank."""
 
     counts: dict[str, int]  # to be remembered, for the next ``Guard``
     metrics: dict[str, float]
@@ -106,7 +106,7 @@ class Guard:
                 "; guard.action=bf16 cannot restart the engines that rollout.urls or "
                 "rollout.rendezvous name: start them for unquantized weights"
             )
-        # What comes after is another matter: it has its own patience.
+        # Later crossings count from 0: they have their own patience.
         self.counts = dict.fromkeys(self.counts, 0)
         halt = action == "halt" or not self.own_engines
         return Verdict(

@@ -1,4 +1,4 @@
-"""What a model that is built, and its optimizer, hold: counted, not worked out."""
+"""Memory of a built model and its optimizer: counted, not calculated from shapes."""
 
 from collections.abc import Iterable
 from typing import Any

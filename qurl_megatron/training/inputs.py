@@ -28,10 +28,10 @@ from qurl_megatron.training.too_long import longest_prompt, refuse_endless_respo
 
 @dataclass(frozen=True)
 class LookedOver:
-    """What is known of a run before it starts."""
+    """Findings on a run before it starts."""
 
-    mistakes: list[str]  # with each of which it would not
-    data: list[str]  # what is said of the data, a sentence each
+    mistakes: list[str]  # each of them prevents the start
+    data: list[str]  # remarks on the data, a sentence each
 
 
 def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
@@ -113,7 +113,7 @@ def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]
 
 
 def doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
-    """What may be trained on, but was probably not meant, a sentence each."""
+    """Return doubts about data that is valid, but probably not intended, a sentence each."""
     data, eval_prompts, remarks = config.data, config.train.eval_prompts, []
     training, held_out = files.get("data.path"), files.get("data.eval_path")
     source = training.name if training else f"data.task_size={data.task_size}"
@@ -145,14 +145,14 @@ def read_prompts(
     state: TrainState | None = None,
     files: dict[str, DataFile] | None = None,
 ) -> PromptStream:
-    """The prompts of a run, encoded.
+    """Read and encode the prompts of a run.
 
     Args:
-        state: what the run goes on from.
+        state: the state that the run goes on from.
         files: as of ``check_files``, where this process has read them already.
 
     Raises:
-        ConfigError: as ``check_files``; prompts are too long, or not those of ``state``.
+        ConfigError: as ``check_files``; prompts are too long, or differ from the state's.
     """
     described = description_of(config.model.path)
     prompts = PromptStream(
@@ -172,7 +172,7 @@ def read_prompts(
 
 
 def describe_data(config: RunConfig) -> list[str]:
-    """What a dry run says of the data, a sentence each.
+    """Return a dry run's remarks on the data, a sentence each.
 
     Raises:
         ConfigError: as ``read_prompts``.

@@ -1,7 +1,7 @@
-"""What a run writes on its way: metrics, timeline, examples, alarms, its display, its report.
+"""The run's records: metrics, timeline, examples, alarms, its display, its report.
 
-It lives on the leading rank. What the disk refuses must not end that rank in the middle of what all
-ranks do: the journal then writes no more, and ``refused`` says why where all of them listen.
+It lives on the leading rank. A failed write must not end that rank in the middle of a collective
+operation: the journal then writes no more, and ``refused`` keeps the reason for all ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,9 +58,9 @@ class Journal:
         """
         Args:
             claimed: the run's directory and recipe.
-            state: what the run goes on from; what is written of later steps is dropped.
+            state: the state that the run goes on from; records of later steps are dropped.
             weight_norm: of the weights it goes on with.
-            told: what has changed since the state was saved, each an event of the report.
+            told: changes since the state was saved, each an event of the report.
 
         Raises:
             ConfigError: the run's directory cannot be written.
@@ -116,7 +116,7 @@ class Journal:
 
     @property
     def refused(self) -> ConfigError | None:
-        """Why nothing is written any more; None: all is."""
+        """Reason why nothing is written any more; None: the journal still writes."""
         if self._refused is None and (error := self.timeline.refused):
             self._refused = refusal(error, self.run_dir / "timeline.jsonl", key="train.run_dir")
         return self._refused
@@ -137,7 +137,7 @@ class Journal:
         self.timeline.event(lane, text, step)
 
     def happened(self, step: int, events: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what became of engines (``Fleet.drain``), and say which were lost."""
+        """Record the engines' events (``Fleet.drain``), and raise an alarm for lost engines."""
         for event in events:
             description = " ".join(
                 (event["engine"], event["event"], event["message"].splitlines()[0])
@@ -147,7 +147,7 @@ class Journal:
                 self.progress.alarm(f"fleet, step {step}: {description.strip()}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics, and what they give cause to say."""
+        """Write a step's metrics, and the alarms that they cause."""
         metrics = {**metrics, **self._since("reward")}
         self._log(step, metrics)
         self.progress.step(step, metrics)
@@ -173,12 +173,12 @@ class Journal:
         self._keep_examples(step, examples, view=view)
 
     def keep_rollout(self, step: int, samples: Sequence[Sample], proximal: Proximal) -> None:
-        """Keep all responses of a step, with what the policy before the update says of them."""
+        """Save all responses of a step, with their log-probs under the policy before the update."""
         path = path_of(self.run_dir, step)
         self._keep(path, lambda: write_rollouts(path, samples, proximal))
 
     def evaluated(self, step: int, samples: Sequence[Sample], tally: Tally) -> float:
-        """Write and print what an evaluation came to; its score."""
+        """Write and print an evaluation's outcome; return its score."""
         right_or_wrong = self.config.reward.right_or_wrong
         score = sum(sample.reward for sample in samples) / len(samples)
         measured = {"eval/accuracy" if right_or_wrong else "eval/reward": score}
@@ -279,8 +279,12 @@ class Journal:
 
 
 def _missing(last: int, step: int) -> str:
-    """What metrics.jsonl lacks of a run that has done ``step`` steps, where it ends with ``last``;
-    "": nothing."""
+    """Return a sentence on the steps that metrics.jsonl lacks, or "" where it lacks none.
+
+    Args:
+        last: the last step in the file.
+        step: the steps that the run has done.
+    """
     if last >= step:
         return ""
     lost = f"step {step} is" if last + 1 == step else f"steps {last + 1} to {step} are"

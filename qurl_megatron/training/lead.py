@@ -1,4 +1,4 @@
-"""What the leading rank alone has, made in the order in which one part needs another."""
+"""Parts that the leading rank alone has, made in the order of their dependencies."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ from qurl_megatron.wire.lease import Owner
 
 @dataclass(frozen=True)
 class Lead:
-    """Engines, where responses come from, and where what is measured goes."""
+    """The engines, the source of responses, and the journal that takes the metrics."""
 
     fleet: Fleet
     source: RolloutSource
     journal: Journal
 
     def evaluate(self, step: int) -> float:
-        """The score on held-out prompts.
+        """Return the score on held-out prompts.
 
         Raises:
             Interrupted, EngineError, ConfigError, RewardDown: as ``RolloutSource.evaluate``.
@@ -47,16 +47,16 @@ class Lead:
     def write(
         self, step: int, metrics: Mapping[str, float], advantages: Mapping[int, float]
     ) -> None:
-        """Keep what a step came to, and what happened to the engines meanwhile."""
+        """Write a step's metrics and examples, and the engines' events meanwhile."""
         self.journal.step(step, {**metrics, **self.happened(step)})
         self.journal.keep_examples(step, self.source.kept, advantages)
 
     def keep_rollout(self, step: int, proximal: Proximal) -> None:
-        """Keep all responses of a step, with what the policy before the update says of them."""
+        """Save all responses of a step, with their log-probs under the policy before the update."""
         self.journal.keep_rollout(step, self.source.samples, proximal)
 
     def happened(self, step: int) -> dict[str, float]:
-        """Keep what happened to the engines since the last call; metrics of it."""
+        """Record the engines' events since the last call; return their metrics."""
         events, metrics = self.fleet.drain()
         self.journal.happened(step, events)
         return metrics
@@ -75,7 +75,7 @@ def leading(
 
     Args:
         claimed: the run's directory, given back on leaving.
-        state, prompts: what the run goes on from.
+        state, prompts: the points that the run goes on from.
         weight_norm, told: as for ``Journal``.
 
     Raises:

@@ -1,14 +1,14 @@
 """The main loop: rollout, reward, advantage, score, update, publish; it reads like the algorithm.
 
 Every rank runs it. The leading rank alone talks to engines, files and the terminal (``on_lead``);
-what comes of that, result or exception, all ranks have. Everything between is the same program on
+all ranks get the result or the exception. Everything between is the same program on
 all of them.
 
 A synchronous run is reproducible: prompts, seeds and the order of samples follow from the recipe
 and the step, and a checkpoint holds the state between two steps. Interrupted and resumed, a run
 writes the same metrics as one that was left alone, bit for bit on the same layout and machine with
-embedded engines: collectives and matrix products add in an order of their own on another, and what
-SGLang computes depends on who shares a batch.
+embedded engines. On another machine collectives and matrix products add in another order, and
+SGLang's results depend on the other requests of a batch.
 """
 
 import gc
@@ -67,7 +67,7 @@ def train(
     """Start a run, or resume the one in ``train.run_dir``.
 
     Args:
-        prepare: what the leading rank does once all ranks have met, and before anything else; its
+        prepare: called on the leading rank once all ranks have met, before anything else; its
             ConfigError ends them all. Returns the data files, which it has read.
 
     Returns:
@@ -145,7 +145,7 @@ def _read_prompts(
     newest: tuple[Path, TrainState] | None,
     files: dict[str, DataFile] | None,
 ) -> PromptStream:
-    """The prompts of the run, and what a person should know before models load."""
+    """Read the prompts of the run, and print remarks on them before models load."""
     prompts = read_prompts(config, newest and newest[1], files)
     for remark in prompts.remarks():
         print(remark, flush=True)
@@ -156,7 +156,7 @@ def _read_prompts(
 def _begun(
     config: RunConfig, claimed: Claim, newest: tuple[Path, TrainState] | None, ranks: Ranks
 ) -> tuple[TrainState, list[str]]:
-    """What the run begins or goes on with, and what has changed since, a sentence each."""
+    """Return the state to begin or go on with, and the changes since, a sentence each."""
     state = TrainState()
     if newest:
         path, state = newest
@@ -167,8 +167,11 @@ def _begun(
 
 
 def _taken_up(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainState, list[str]]:
-    """What of the state holds for the recipe and the user's code as they are now, and what has
-    changed since it was saved, a sentence each."""
+    """Adapt the state to the present recipe and user code.
+
+    Returns:
+        The part of the state that still holds, and the changes since it was saved, a sentence each.
+    """
     changed = claimed.changes
     remarks = [f"settings changed: {', '.join(map(str, changed))}"] if changed else []
     named = named_code(config.reward, config.rollout, config.algo.function)
@@ -183,7 +186,7 @@ def _taken_up(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[Tra
 
 
 def _sound(policy: Policy, critic: Critic | None) -> float:
-    """The norm of the weights the run begins with.
+    """Return the norm of the weights the run begins with.
 
     Raises:
         ConfigError: they are not finite.
@@ -229,11 +232,11 @@ class _Run:
         self.guard = Guard(self.config.guard, self.state.guard, own_engines=own_engines)
 
     def to_the_end(self) -> None:
-        """Steps until the last one or a stop; what ``state`` says then is also on disk.
+        """Run steps until the last one or a stop; ``state`` is then also on disk.
 
         Raises:
             EngineError, RewardDown, ConfigError: no engine or reward could be used, or no version
-                written; what was trained is on disk all the same.
+                written; the trained steps are on disk all the same.
             Collapse: the guard halted the run, or numbers are not finite; of such a step nothing is
                 on disk, or with the engines.
         """
@@ -260,8 +263,8 @@ class _Run:
         """Rollout, update, guard, publication, metrics, evaluation.
 
         Raises:
-            Foreseen: what ends the run, on every rank. Before the update the state is that of the
-                step before; after it, it is the step's, and its metrics are written.
+            Foreseen: a cause that ends the run, on every rank. Before the update the state is the
+                previous step's; after it, it is this step's, and its metrics are written.
             NotFinite: the update broke the policy.
         """
         config, step = self.config, self.state.step + 1
@@ -367,7 +370,7 @@ class _Run:
         return verdict
 
     def _served(self, verdict: Verdict, timer: Timer) -> dict[str, Metric]:
-        """Do what the guard says, and bring the step's version to the engines.
+        """Carry out the guard's verdict, and bring the step's version to the engines.
 
         A fall-back to unquantized rollouts begins with this version: the run goes on as it does
         when it is started again from here.
@@ -422,11 +425,13 @@ class _Run:
         raise failure
 
     def _healed(self, act: Callable[[], T], version: int) -> T:
-        """What ``act`` returns; where no engine is left, those that come back get ``version``, and
-        it is asked again.
+        """Return the result of ``act``.
+
+        Where no engine is left, those that come back get ``version``, and ``act`` is called again.
 
         Raises:
-            EngineError: it needs engines that do not come back. What else ``act`` raises.
+            EngineError: it needs engines that do not come back.
+            Exception: any other that ``act`` raises.
         """
         for _ in range(HEALS):
             try:
@@ -445,8 +450,10 @@ class _Run:
         self.state = self.state.scored(step, score)
 
     def _make_up_for_an_evaluation(self) -> None:
-        """That before the first step of a run or fork, or the one in which it was stopped; all of
-        the state but its outcome is on disk where there is a checkpoint."""
+        """Evaluate before the first step of a run or fork, or where an evaluation was stopped.
+
+        Where there is a checkpoint, all of the state but the outcome is on disk.
+        """
         owed = self.state.unevaluated
         if self.config.train.eval_prompts:
             self._evaluate()
@@ -467,7 +474,7 @@ class _Run:
         self._on_lead(lambda lead: lead.journal.saved())
 
     def _end(self, failure: Foreseen | None = None) -> None:
-        """Save what is not saved yet, and raise what ended the run, unless a person did."""
+        """Save the newest step if needed, and raise the cause unless a person stopped the run."""
         step, ended = self.state.step, None if isinstance(failure, Interrupted) else failure
         # A run without a step is left as it was: it begins again, with whatever settings it likes.
         done = not self.config.train.steps and failure is None
@@ -504,7 +511,7 @@ def _consequence(verdict: Verdict, dtype: str) -> str:
 
 
 def _ending(failure: Foreseen, step: int) -> Foreseen:
-    """What ended the run, and what to do; a request that engines refuse is a mistake in the input.
+    """Return the cause of the run's end and advice; a request that engines refuse is a user error.
 
     Args:
         step: the newest that is saved; 0: none.
@@ -518,12 +525,12 @@ def _ending(failure: Foreseen, step: int) -> Foreseen:
 
 
 def _over_ranks(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Metrics of all ranks merged, on every rank."""
+    """Merge the metrics of all ranks, on every rank."""
     return merge(_everywhere(metrics))
 
 
 def _everywhere(mine: Any) -> list:
-    """What each rank has, on every rank."""
+    """Gather each rank's value on every rank."""
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     return everywhere

@@ -1,8 +1,8 @@
-"""What one rank of a run, and one rank of an engine, must keep in memory.
+"""Memory that one rank of a run, and one rank of an engine, need.
 
-What is held all the time is known, not estimated: ``buffers`` has it from shapes alone, a dry run
-from a model that is built. Activations are estimated by the accounting of Korthikanti et al. 2022
-(arXiv:2205.05198), section 4: what a backward pass will read again. None of it needs torch.
+Permanent memory is known, not estimated: ``buffers`` has it from shapes alone, a dry run from a
+model that is built. Activations are the tensors that a backward pass will read again, estimated by
+the accounting of Korthikanti et al. 2022 (arXiv:2205.05198), section 4. None of it needs torch.
 
 Shapes: T = tokens of one pass on one rank, h = hidden size, f = size between the two MLP
 projections, t = tensor-parallel size. All sizes are bytes.
@@ -19,7 +19,7 @@ from qurl_megatron.tensors.arch import Arch
 GIB = 1 << 30
 
 DRIVER = round(0.9 * GIB)
-"""What an 80 GB H100 keeps from programs: torch finds 79.1 GiB of it."""
+"""Memory of an 80 GB H100 that programs cannot use: torch finds 79.1 GiB."""
 
 CONTEXT = round(0.6 * GIB)
 """One process on one GPU: its CUDA context and the kernels it has loaded, 0.5 to 0.7 GiB."""
@@ -44,7 +44,7 @@ CODE = 1
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank keeps for one model that it trains."""
+    """Memory of a rank for one model that it trains."""
 
     parameters: int  # their number, not bytes
     largest: int  # numbers in the largest of them
@@ -71,7 +71,7 @@ class Pass:
 
 
 def layer_activations(arch: Arch, passed: Pass) -> int:
-    """What one layer keeps for its backward pass, without recomputation.
+    """Return the bytes that one layer keeps for its backward pass, without recomputation.
 
     The terms of Korthikanti et al., Table 2, for this package's layers: no dropout, no T x T
     attention matrix (fused kernels keep one float32 per token and head), fewer keys than queries, a
@@ -82,7 +82,7 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     # The inputs of both norms, of q/k/v, and of the MLP: split only with sequence parallelism.
     unsplit = 4 * arch.hidden
-    # q, k, v as the kernel reads them, and what it returns, which is also o_proj's input.
+    # q, k, v as the kernel reads them, and its output, which is also o_proj's input.
     split = 2 * queries + 2 * keys
     if arch.qk_norm:
         split += queries + keys
@@ -97,7 +97,7 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
 
 
 def stage_activations(arch: Arch, layers: int, passed: Pass, *, recompute: bool) -> int:
-    """What ``layers`` layers keep of one pass: with recomputation the input of each alone."""
+    """Return the bytes that layers keep of one pass: with recomputation, each one's input alone."""
     if not recompute:
         return layers * layer_activations(arch, passed)
     split = passed.tensor if passed.sequence else 1
@@ -105,7 +105,7 @@ def stage_activations(arch: Arch, layers: int, passed: Pass, *, recompute: bool)
 
 
 def logits(arch: Arch, passed: Pass) -> int:
-    """The logits of one pass on the last stage, and what they and log-probs of them need besides.
+    """Return the bytes of one pass's logits on the last stage, with their copies and buffers.
 
     Their gradient is written over them. Several rows of a pass cost a second copy. Logits in FP32
     keep the FP32 output layer and hidden states that they were made from, for the backward pass.
@@ -139,7 +139,7 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
 
 @cache
 def aligned(arch: Arch, layers: range, tensor: int, itemsize: int) -> tuple[int, int]:
-    """What a rank whose layers compute with the engines' codes has besides.
+    """Return the extra bytes of a rank whose layers compute with the engines' codes.
 
     Returns:
         Bytes of the codes and scales; and of the largest weight, whose codes a product takes in the
@@ -162,17 +162,17 @@ def cached_token(arch: Arch, tensor: int, itemsize: int) -> int:
 
 
 def publishing(largest: int, bucket: int, *, slots: int) -> int:
-    """What a rank needs besides while it publishes.
+    """Return the extra bytes that a rank needs while it publishes.
 
-    Of one parameter, ``largest`` numbers at most: the FP32 value, its Hugging Face tensors, and two
-    more of them while it is quantized. Of what it becomes: a bucket, and the transport's slots.
+    For one parameter of ``largest`` numbers at most: the FP32 value, its Hugging Face tensors, and
+    two more of them while it is quantized. For the result: a bucket, and the transport's slots.
     """
     filled = max(bucket, 2 * largest)  # replicas do not divide a parameter
     return 4 * 4 * largest + (1 + slots) * filled
 
 
 def loading(held: Held) -> int:
-    """What a rank needs besides while it resumes, at most; engines start after it.
+    """Return the most extra bytes that a rank needs while it resumes; engines start after it.
 
     Weights that another rank read arrive beside this rank's own. Transformer Engine's Adam takes
     its moments over into new memory. Masters and moments are read into place.
@@ -199,12 +199,12 @@ def phases(
     engine: int | None = None,
     mapped_by: int = 0,
 ) -> dict[str, dict[str, int]]:
-    """What lies on a trainer's GPU in each phase of a run, by name.
+    """Return the memory in use on a trainer's GPU, by phase and by name.
 
     Args:
-        at_rest: what the trainer keeps between steps.
-        step: what it has at most in one, ``at_rest`` included.
-        publishing, loading: what these take besides ``at_rest``.
+        at_rest: memory of the trainer between steps.
+        step: its peak within a step, ``at_rest`` included.
+        publishing, loading: memory for these besides ``at_rest``.
         engine: weights and cache of the engine rank on the same GPU; None: there is none.
         mapped_by: engine ranks of other GPUs that map the trainer's slots on this one.
     """
@@ -226,7 +226,7 @@ def phases(
         return {**common, **rows, **engines}
 
     published = phase(publishing, awake)
-    # Writing takes nothing, but the allocator still has what publishing took.
+    # Writing takes nothing, but the allocator still has the memory of the publication.
     return {
         "resume": phase(loading, {}),
         "train": phase(step - at_rest, asleep),
@@ -236,6 +236,9 @@ def phases(
 
 
 def host(held: Held) -> dict[str, int]:
-    """Host memory of a rank, by what it does: the FP32 weights while they load; one tensor at a
-    time, with the bytes it is read from or written as, for a checkpoint."""
+    """Return the host memory of a rank, by phase.
+
+    At the start it holds the FP32 weights while they load. For a checkpoint it holds one tensor at
+    a time, with the bytes it is read from or written as.
+    """
     return {"start": 4 * held.parameters, "save": 2 * 4 * held.largest}

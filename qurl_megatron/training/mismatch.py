@@ -47,7 +47,7 @@ that are chosen by their rewards (``algo.dynamic_sampling``) may move it by some
 
 
 class Alarms:
-    """Sentences on what no honest engine does, at the first, second, fourth, ... such step.
+    """Sentences on results that no correct engine gives, at the first, second, fourth, ... of them.
 
     Whatever is wrong tends to be wrong in every step, and one sentence for each says no more.
     """
@@ -118,7 +118,7 @@ _COUNT, _TOKENS = "rollout/rho_beyond", "rollout/tokens"
 def mismatch(
     proximal: Tensor, behaviour: Tensor, owners: Tensor, responses: int, *, cap: float
 ) -> dict[str, Metric]:
-    """Metrics of one microbatch; merged over all of a step they are those of the whole batch.
+    """Return one microbatch's metrics; merged over a step, they are the whole batch's.
 
     Args:
         proximal: log-probs of the full-precision policy before this update, [N].

@@ -1,8 +1,8 @@
-"""The newest checkpoint of a run that is still what was written, found by all ranks together.
+"""The newest undamaged checkpoint of a run, found by all ranks together.
 
 Rank 0 looks at names and sizes, and all ranks at the bytes (``whole``). A damaged checkpoint is set
 aside under another name once an older one has proved whole. Where none has, nothing is touched: a
-run that began from scratch would write over what can perhaps be restored.
+run that began from scratch would write over files that can perhaps be restored.
 """
 
 from collections.abc import Mapping
@@ -52,11 +52,11 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
 
 
 def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None]:
-    """The state and the record of a checkpoint.
+    """Return the state and the record of a checkpoint.
 
     Raises:
         Unreadable: the system cannot read it, or another version wrote it.
-        ConfigError: it is not what was written, by names and sizes, or by the state's bytes.
+        ConfigError: it is damaged, by names and sizes, or by the state's bytes.
     """
     record = read_record(folder)
     sums = record or {}
@@ -66,7 +66,7 @@ def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None
 
 
 def _closely(folder: Path, record: Mapping[str, FileSum], ranks: Ranks) -> str | None:
-    """What is wrong with the bytes of a checkpoint; None where all are what was written."""
+    """Return the reason why a checkpoint's bytes are damaged, or None if they are as written."""
     wait_until_seen(folder / STATE, "rank 0 resumes from it", key="train.run_dir")
     return damage(folder, record, ranks, key="train.run_dir")
 

@@ -30,7 +30,7 @@ def check_loss(algo: AlgoConfig, correction: CorrectionConfig) -> None:
     """Try the user's loss on two made-up responses of five tokens.
 
     Raises:
-        ConfigError: it cannot be found, fails, or does not return what it should.
+        ConfigError: it cannot be found, fails, or returns an invalid value.
     """
     if not algo.function:
         return

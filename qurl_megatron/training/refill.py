@@ -2,8 +2,8 @@
 
 A group whose answers are all right, or all wrong, has no advantages. Such groups are dropped, and
 further prompts are drawn, answered and graded in their place, round by round, until enough are
-left. What decides is the verifier's reward, not one that was shaped afterwards: a penalty for
-length alone is no reason to keep a group that nobody solved.
+left. The verifier's reward decides, not one that was shaped afterwards: a penalty for length
+alone is no reason to keep a group that nobody solved.
 
 Prompts, their order and their seeds follow from the recipe, so a step draws the same again.
 """
@@ -26,7 +26,7 @@ Group = Sequence[Sample]
 class Draft:
     """One step's groups in the making.
 
-    What has been answered stays: when the engines fail, only the last round is asked again.
+    Answered rounds stay: when the engines fail, only the last round is asked again.
     """
 
     asked: Sequence[Prompt]
@@ -46,7 +46,7 @@ class Draft:
     grading_s: float = 0.0
 
     graded: Tally = field(default_factory=Tally)
-    """What rewards made of all answers, those of dropped groups included."""
+    """Tally of the rewards of all answers, dropped groups included."""
 
     def take(self, samples: Sequence[Sample]) -> int:
         """Take in the graded samples of ``asked``, prompt-major.
@@ -92,11 +92,11 @@ class Draft:
 
     @property
     def generated_tokens(self) -> int:
-        """Of all answers, those of dropped groups included."""
+        """Tokens of all answers, dropped groups included."""
         return sum(sample.written_tokens for group in self.groups for sample in group)
 
     def metrics(self) -> dict[str, Metric]:
-        """What became of the groups, and the mean reward of all of them, dropped ones included."""
+        """Return the shares of kept and dropped groups, and the mean reward of all of them."""
         if self.max_refills is None:
             return {}
         count = len(self.groups)

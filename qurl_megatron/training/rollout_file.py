@@ -1,7 +1,7 @@
 """The samples of one step on disk: ``run_dir/rollouts/step_000012.jsonl``, a JSON object each.
 
-Beside what the engines said stands what the full-precision actor said of the same tokens, so the
-file is written between scoring and training: whole, and also where the update then fails.
+Beside the engines' log-probs stand the full-precision actor's of the same tokens. So the file is
+written between scoring and training: whole, and also where the update then fails.
 
 Shapes: R = responses of the step; per-token lists have one entry for each response token, null
 where the policy did not write it.
@@ -39,7 +39,7 @@ def path_of(run_dir: Path, step: int) -> Path:
 
 
 def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:
-    """Those of all ranks, on the leading rank; nothing on the others. All ranks call it together.
+    """Gather all ranks' log-probs on the leading rank; others get nothing. All ranks call it.
 
     Args:
         batches: this rank's microbatches of the step, scored.
@@ -57,7 +57,7 @@ def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:
 
 
 def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) -> None:
-    """The file appears whole.
+    """Write the samples of a step; the file appears whole.
 
     Args:
         samples: of one step, [R].
@@ -67,7 +67,7 @@ def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) ->
     try:
         with aside.open("w", encoding="utf-8") as file:
             for index, sample in enumerate(samples):
-                # A table's metadata may hold what JSON has no word for, such as dates.
+                # A table's metadata may hold types that JSON lacks, such as dates.
                 file.write(json.dumps(_record(sample, proximal.get(index)), default=str) + "\n")
         aside.rename(path)
     except BaseException:
@@ -94,15 +94,16 @@ def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:
 
 
 def _spread(log_probs: np.ndarray, written: np.ndarray) -> list[float | None]:
-    """One entry per response token."""
+    """Return one entry per response token, None where the policy did not write it."""
     theirs = iter(log_probs.tolist())
     return [next(theirs) if is_own else None for is_own in written]
 
 
 def read_rollouts(path: Path) -> list[Recorded]:
-    """
+    """Read a file of ``write_rollouts``.
+
     Raises:
-        ConfigError: the file is not there, or a line is not what ``write_rollouts`` writes.
+        ConfigError: the file is not there, or a line does not have its format.
     """
     try:
         with reading(path):

@@ -1,4 +1,4 @@
-"""What one step's responses say of themselves: pure functions of graded samples."""
+"""Metrics of one step's responses: pure functions of graded samples."""
 
 import math
 from collections import Counter
@@ -13,7 +13,7 @@ ENVIRONMENT_CAUSES = ("timeouts", "crashes", "exceptions", "invalid")
 
 
 def sample_metrics(samples: Sequence[Sample], *, newest: int) -> dict[str, Metric]:
-    """Their lengths and versions; ``newest`` is the version they should come from."""
+    """Return metrics of lengths and versions; ``newest`` is the version they should come from."""
     tokens = sum(sample.written_tokens for sample in samples)
     oldest = min((v for sample in samples for v, _ in sample.versions), default=newest)
     return {
@@ -25,7 +25,7 @@ def sample_metrics(samples: Sequence[Sample], *, newest: int) -> dict[str, Metri
 
 
 def reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
-    """Mean and spread of what the verifier gave; nothing where there are no samples."""
+    """Return mean and spread of the verifier's rewards; nothing where there are no samples."""
     if not samples:
         return {}
     rewards = [sample.reward for sample in samples]
@@ -37,7 +37,7 @@ def reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 
 
 def conversation_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
-    """How long they were, what the environment said, and what became of it."""
+    """Return the number of turns, the environment's tokens, and its failures by cause."""
     count = len(samples)
     failures = Counter(sample.failure.cause for sample in samples if sample.failure)
     environment_tokens = sum(len(sample.response_ids) - sample.written_tokens for sample in samples)

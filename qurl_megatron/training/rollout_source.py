@@ -49,16 +49,16 @@ from qurl_megatron.types import Prompt, Sample
 
 @dataclass(frozen=True)
 class Rollout:
-    """What every rank knows of one step's responses, beside its share of them."""
+    """Facts of one step's responses that every rank has, beside its share of them."""
 
     metrics: dict[str, Metric]
-    tokens: int  # that the engines generated, those of dropped groups included
+    tokens: int  # that the engines generated, dropped groups included
     seconds: float  # that the engines took
     cursor: dict[str, Any]  # where a run that trains on this step goes on drawing prompts
 
 
 class RolloutSource:
-    """Use as a context manager: leaving it gives up what is under way."""
+    """Use as a context manager: leaving it gives up the batches under way."""
 
     def __init__(
         self,
@@ -73,22 +73,22 @@ class RolloutSource:
     ) -> None:
         """
         Args:
-            state: what the run goes on from.
+            state: the state that the run goes on from.
             prompts: where the run goes on with them.
             rewards: started.
-            journal: told what a person should know.
+            journal: takes the alarms and the progress.
             turns: with an environment, which answers.
             stop: true once a person wants the run to end.
         """
         self.config, self.prompts, self.fleet = config, prompts, fleet
         self.rewards, self.journal = rewards, journal
         self.samples: list[Sample] = []
-        """All of the step at hand, where they are kept."""
+        """All samples of the step at hand, where the recipe saves them."""
         self.kept: dict[int, Sample] = {}
         """Responses of the step at hand that are examples, by their places in it."""
         self._turns, self._stop = turns, stop
         self._unquantized_since = state.unquantized_since
-        self._told: set[str] = set()  # what is said once
+        self._told: set[str] = set()  # remarks that are made once
         self._drawing, self._grading = threading.Lock(), threading.Lock()
         self._ahead = Ahead(
             self._draw,
@@ -114,7 +114,7 @@ class RolloutSource:
             self._ahead.admit(version)
 
     def take(self, step: int, timer: Timer) -> tuple[Responses, Rollout]:
-        """The graded responses of one step, generated ahead or now.
+        """Return the graded responses of one step, generated ahead or now.
 
         Raises:
             Interrupted: a stop was requested; nothing is lost, because the same prompts come again
@@ -132,7 +132,7 @@ class RolloutSource:
         start = time.perf_counter()
         draft, cursor = self._ahead.take(step, self._stop)
         waited = time.perf_counter() - start
-        # What the trainer waited for, grading last; the rest was hidden behind its own work.
+        # The trainer's waiting time, grading last; the rest was hidden behind its own work.
         grading = min(draft.grading_s, waited)
         timer.add("rollout", waited - grading)
         timer.add("reward", grading)
@@ -149,7 +149,7 @@ class RolloutSource:
         return responses, Rollout(metrics, draft.generated_tokens, draft.generating_s, cursor)
 
     def retry(self) -> None:
-        """The engines have the weights again: generate what they left unanswered."""
+        """Generate the unanswered batches, now that the engines have the weights again."""
         self._ahead.retry()
 
     def evaluate(self) -> tuple[list[Sample], Tally]:
@@ -249,7 +249,7 @@ class RolloutSource:
 
     def _measured(self, step: int, draft: Draft, samples: list[Sample]) -> dict[str, Metric]:
         config, rollout, reward = self.config, self.config.rollout, self.config.reward
-        # Groups that only fill up the batch say nothing of what is learnt from.
+        # Groups that only fill up the batch teach nothing, so their rewards are left out.
         learnt = [
             sample
             for group in draft.chosen()
@@ -258,7 +258,7 @@ class RolloutSource:
         ]
         metrics = sample_metrics(samples, newest=step - 1) | reward_metrics(learnt)
         metrics |= draft.metrics()
-        # Ahead admits no batch too early, and no engine serves less than what it confirmed.
+        # Ahead admits no batch too early, and no engine serves an older version than it confirmed.
         assert metrics["sync/staleness"].value <= rollout.max_staleness
         if self._turns:
             metrics |= conversation_metrics(samples)

@@ -31,8 +31,8 @@ class Scorer:
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """[B, s, v] logits -> log-probs and entropies of the response tokens, [N] each.
 
-        All context-parallel ranks get those of the whole sequences. The backward pass writes the
-        gradient over the logits.
+        All context-parallel ranks get the scores of the whole sequences. The backward pass writes
+        the gradient over the logits.
         """
         part = ContextPart.of(self.context, batch)
         scores = token_log_probs(
@@ -61,7 +61,7 @@ class PolicyLoss:
     ) -> None:
         """
         Args:
-            weight_scale: what importance weights are multiplied by, see ``attach_correction``.
+            weight_scale: factor of importance weights, see ``attach_correction``.
         """
         self.score = score
         self.algo = algo
@@ -97,7 +97,7 @@ class PolicyLoss:
         return loss, {"policy/loss": Mean(total, 0.0), **metrics}
 
     def _value(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the objective of each token, and what is logged of it per token."""
+        """Return the objective of each token, and its metrics per token."""
         algo, correction = self.algo, self.correction
         terms = objective_terms(
             current,

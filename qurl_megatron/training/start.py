@@ -1,4 +1,4 @@
-"""``qurl train`` before there are ranks: check what it can, make the warm-start model, start."""
+"""``qurl train`` before there are ranks: check the recipe, make the warm-start model, start."""
 
 import os
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def start(config: RunConfig, fork: Path | None = None, given: Sequence[str] = ()
 
 
 def _refuse_impossible(config: RunConfig) -> None:
-    """Raise ``ConfigError`` for what the model cannot do, be it there or to be made."""
+    """Raise ``ConfigError`` where the model, made already or not, cannot run the recipe."""
     if Path(config.model.path).exists():
         arch = arch_of(description_of(config.model.path))
     else:
@@ -105,14 +105,14 @@ def _refuse_impossible(config: RunConfig) -> None:
 
 
 def _prepare(source: Path | None, config: RunConfig) -> dict[str, DataFile]:
-    """What a rank does for all once they have met; returns the data files, which it has read."""
+    """Check the recipe and make the fork, for all ranks; return the data files, which it read."""
     files = _check(config)
     _begin(source, config)
     return files
 
 
 def _check(config: RunConfig) -> dict[str, DataFile]:
-    """Check what needs no model; returns the data files."""
+    """Check the settings that need no model; return the data files."""
     files = check_files(config)
     for remark in doubts(config, files):
         print(remark, flush=True)
@@ -132,7 +132,7 @@ def _begin(source: Path | None, config: RunConfig) -> None:
 
 
 def _check_own(config: RunConfig) -> None:
-    """What the recipe names beside data and model is there, and can be called."""
+    """Check that the recipe's rewards, environment, loss and packages can be used."""
     check_rewards(config.reward)
     check_environment(config.rollout)
     check_own_loss(config)
@@ -142,7 +142,7 @@ def _check_own(config: RunConfig) -> None:
 
 
 def _missing(config: RunConfig) -> str:
-    """What to do where there is no model."""
+    """Return the advice for a missing model."""
     if config.warmstart.steps:  # asked for, but not possible under a launcher
         return (
             f"model.path={config.model.path} does not exist, and a model is made there "
@@ -157,7 +157,7 @@ def _missing(config: RunConfig) -> str:
 
 
 def _lost(run_dir: Path, death: str) -> str:
-    """What to read of the death of a rank: when it was, what may be the cause, and what to do."""
+    """Return the message on the death of a rank: its step, the likely cause, and advice."""
     step, newest = 1, latest(run_dir)
     with suppress(ConfigError):  # no step has ended yet
         step += max(record.step for record in read_metrics(run_dir / "metrics.jsonl"))
@@ -171,7 +171,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _changes(config: RunConfig) -> list[Change]:
-    """``refuse_other_run``; but a value that no run can have is named as what it is."""
+    """Return the changes of ``refuse_other_run``; if it refuses, name an invalid value first."""
     try:
         return refuse_other_run(Path(config.train.run_dir), config)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What the loop remembers between two steps, beside the policy; readable without Megatron.
+"""The loop's state between two steps, beside the policy; readable without Megatron.
 
 On disk:
 
@@ -61,10 +61,10 @@ class TrainState:
     accuracy_before: float | None = None  # held-out score of the model of step ``begun``
     accuracy: float | None = None  # the newest held-out score
     accuracy_step: int | None = None  # of that score; None: written before it was kept, or no score
-    measured_since: dict[str, int] = field(default_factory=dict)  # what MEASURES say, if not from 0
+    measured_since: dict[str, int] = field(default_factory=dict)  # steps, by the keys of MEASURES
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
     unquantized_since: int | None = None  # version; the guard fell back to unquantized rollouts
-    notice: str = ""  # what the guard did last
+    notice: str = ""  # the guard's last action
     unevaluated: bool = False  # stopped while it evaluated this step, or a fork that is to do so
     own_code: dict[str, str] = field(default_factory=dict)  # checksums, by the key that names it
     begun: int = 0  # step of the model the run began with: another run's newest, where it is a fork
@@ -150,7 +150,7 @@ def _score(score: float, *, right_or_wrong: bool) -> str:
 
 
 def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
-    """What an evaluation came to, for a person, and the change since the one before.
+    """Return a sentence on an evaluation's score, and the change since the one before.
 
     Args:
         before: the state without its score.
@@ -167,7 +167,7 @@ def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
 
 
 def stopped(by: str, step: int, steps: int) -> str:
-    """What a person who stopped a run wants to know."""
+    """Return a sentence for the person who stopped a run: the step that is saved."""
     if not step:
         return f"stopped by {by} before its first step was done: nothing is saved"
     return f"stopped by {by}: step {step} of {steps} is saved; the same command goes on from there"
@@ -219,18 +219,19 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def after(changed: Iterable[str], state: TrainState) -> TrainState:
-    """What of a state still holds after changes: what was measured otherwise does not compare,
-    neither here nor in a picture.
+    """Return the part of a state that still holds after changes.
+
+    Figures measured in another way do not compare, neither here nor in a picture.
 
     Args:
-        changed: keys that have other values now, and those of files that hold others.
+        changed: keys whose values have changed, and keys of files whose contents have changed.
     """
     changed = set(map(setting_of, changed))
     otherwise = [name for name, keys in MEASURES.items() if keys & changed]
     if not otherwise:
         return state
     since = state.measured_since | dict.fromkeys(otherwise, state.step)
-    if "eval" in otherwise and state.unevaluated:  # that of this step will be the first such
+    if "eval" in otherwise and state.unevaluated:  # this step's will be the first of its kind
         since["eval"] = max(0, state.step - 1)
     state = replace(state, measured_since=since)
     return without_scores(state) if "eval" in otherwise else state
@@ -252,7 +253,7 @@ def tell_done(
     and data nothing was used.
 
     Args:
-        changed: settings that are not those of the run.
+        changed: settings that differ from the run's.
     """
     done = state.summary(right_or_wrong=config.reward.right_or_wrong)
     print(f"{run_dir} has all {state.step} steps: {done}")
@@ -304,7 +305,7 @@ def tell_of_left_out(config: RunConfig, given: Sequence[str]) -> None:
 
 
 def _changes_since(run_dir: Path, config: RunConfig) -> list[Change]:
-    """Settings that are not those of the run in the directory; none where no run has begun."""
+    """Return the settings that differ from the directory's run; none where no run has begun."""
     recipe = run_dir / RECIPE
     with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
         begun = latest(run_dir) is not None
@@ -312,7 +313,7 @@ def _changes_since(run_dir: Path, config: RunConfig) -> list[Change]:
 
 
 def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
-    """Settings that are not those of the run in the directory, all of which may change.
+    """Return the settings that differ from the directory's run, all of which may change.
 
     Without a checkpoint there is no run yet: one that failed before its first step pins nothing.
 

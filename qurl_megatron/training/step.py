@@ -1,8 +1,8 @@
 """One rollout batch into updates: deal, pad, score, then one update per minibatch and epoch.
 
 A response keeps its place for the whole step: the minibatch, the data-parallel rank and the
-microbatch it is dealt to. So scores computed once serve every epoch, and no layout changes what is
-summed.
+microbatch it is dealt to. So scores computed once serve every epoch, and every layout sums
+the same terms.
 """
 
 from collections.abc import Callable, Sequence
@@ -147,7 +147,7 @@ def averaged_without(
     *,
     step: int,
 ) -> list[TokenBatch]:
-    """The same microbatches, with each minibatch averaged over what is not rejected."""
+    """Return the microbatches, with each minibatch averaged over the responses not rejected."""
     counted = counted_tokens(summary, config)
     for i in rejected:
         counted[i] = 0
@@ -198,9 +198,9 @@ def _dealt(
 
 
 def _multiples(ranks: Ranks) -> tuple[int, int]:
-    """What lengths are rounded up to: of a sequence in a packed row, and of a row."""
-    # Context parallelism cuts every sequence into so many chunks, and sequence parallelism what a
-    # context rank then has.
+    """Return the multiples of lengths: of a sequence in a packed row, and of a row."""
+    # Context parallelism cuts every sequence into so many chunks, and sequence parallelism then
+    # cuts each context rank's part.
     chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
     return chunks, chunks * ranks.tensor.size
 

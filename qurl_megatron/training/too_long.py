@@ -36,7 +36,7 @@ def longest_prompt(rollout: RolloutConfig, arch: Arch) -> int | None:
 
 
 def no_room_for_the_environment(rollout: RolloutConfig, arch: Arch, longest: int) -> str:
-    """Why conversations ended before the environment's next words, and what to do.
+    """Return the reason why conversations ended before the environment's next words, and advice.
 
     Args:
         longest: tokens of the longest prompt.

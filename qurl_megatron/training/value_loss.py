@@ -1,6 +1,7 @@
 """The critic's side of an update: values of the response tokens, and the loss that fits them.
 
-The value of a token is that of the state before it, so it is read where the token's log-prob is.
+The value of a token is the value of the state before it, so it is read at the same position as
+the token's log-prob.
 
 Shapes: B = rows, S = their length, s = this context-parallel rank's part of it, N = tokens
 of the microbatch that the policy wrote.
@@ -46,7 +47,7 @@ class ValueLoss:
     def __init__(self, context: Axis, *, clip: float) -> None:
         """
         Args:
-            clip: how far a value may move from what it was before the update; 0 does not clip.
+            clip: distance that a value may move from its value before the update; 0 does not clip.
         """
         self.context = context
         self.clip = clip

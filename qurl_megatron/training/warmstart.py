@@ -1,7 +1,7 @@
 """A small model made on the spot: random weights, a tokenizer for one task, a short supervised fit.
 
 It stands in for a pretrained checkpoint on machines that have none. The fit ends early on purpose:
-a policy that is right now and then is what reinforcement learning needs to begin with.
+reinforcement learning needs a policy to begin with that is right now and then.
 
 Shapes: B = questions, S = padded length, V = vocabulary.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-STOP = "."  # what an untidy answer ends with, and an exact one must not
+STOP = "."  # the end of an untidy answer; an exact one must not have it
 VOCAB_MULTIPLE = 16
 HELD_OUT = 256
 CHECK_EVERY = 25  # steps
@@ -41,7 +41,7 @@ def warmstart(
 ) -> float:
     """Make the model and write it to ``model_dir``, whole or not at all.
 
-    The checkpoint is in BF16, as pretrained ones are; the accuracy is that of the rounded weights.
+    The checkpoint is in BF16, as pretrained ones are; the rounded weights give the accuracy.
 
     Returns:
         Share of held-out questions with the right number, tidy or not, decoded greedily.
@@ -85,7 +85,7 @@ def warmstart(
 
 
 def _questions(data: DataConfig) -> tuple[list[Question], list[Question]]:
-    """What the model is fitted to, and what it is measured on.
+    """Return the questions for the fit, and the held-out ones for measuring it.
 
     A file without one beside it for held-out prompts lends its last rows.
     """
@@ -102,13 +102,13 @@ def _questions(data: DataConfig) -> tuple[list[Question], list[Question]]:
 
 
 def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
-    """Words and single digits as tokens; a blank belongs to what follows it, so text comes back.
+    """Build a tokenizer of words and single digits; each blank joins the next, so text comes back.
 
-    What all questions begin with is one token: it says nothing, and every step would pay for it.
+    The common beginning of all questions is one token: it says nothing, yet costs every step.
 
     Whatever a folder says, AutoTokenizer gives a Qwen2 model a Qwen2Tokenizer, which splits text by
     rules of its own. Added tokens are found before any rule is asked, so every word is one, and all
-    who load the folder read the same ids. What is not in the vocabulary is left out.
+    who load the folder read the same ids. Text that is not in the vocabulary is left out.
     """
     from tokenizers import (
         AddedToken,
@@ -136,7 +136,7 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     known = [STOP, *sorted((words | set("0123456789-")) - {STOP})]
     vocab = {name: i for i, name in enumerate([PAD, EOS, UNKNOWN, *known])}
     tokenizer = Tokenizer(models.BPE(vocab, []))
-    # What Qwen2 has too; its rules of splitting say nothing where no pairs are merged.
+    # Qwen2 has this too; its splitting rules have no effect where no pairs are merged.
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,7 +148,7 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNKNOWN,  # without a name, it would be one more token than the model has
-        model_input_names=["input_ids", "attention_mask"],  # version 4 adds what Qwen2 refuses
+        model_input_names=["input_ids", "attention_mask"],  # version 4 adds one that Qwen2 refuses
         clean_up_tokenization_spaces=False,
     )
 
@@ -163,7 +163,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
 
 
 def _comes_back(word: str) -> bool:
-    """Whether the token ``word`` is decoded as what it says.
+    """Return whether the token ``word`` is decoded as itself.
 
     Qwen2 writes each byte as a letter, and reads a token of such letters alone as their bytes:
     "é" would come back as half a character.

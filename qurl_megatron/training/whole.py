@@ -1,6 +1,6 @@
-"""Are checkpoints still what was written? All ranks compare checksums, each of some of the files.
+"""Checkpoints against their recorded checksums; each rank compares some of the files.
 
-What is wrong is known on every rank alike. A file that the system cannot read ends the run, but is
+Every rank gets the same finding. A file that the system cannot read ends the run, but is
 not called damaged, and nothing is changed.
 """
 
@@ -24,7 +24,7 @@ def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
         paths: checkpoints of any kind, by their keys in the recipe.
 
     Raises:
-        ConfigError: one is not what was written.
+        ConfigError: one is damaged.
     """
     for key, path in paths.items():
         record = partial(_recorded, Path(path))
@@ -34,7 +34,7 @@ def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
 
 
 def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: str) -> str | None:
-    """What is wrong with the bytes of a checkpoint; None where all are what was written.
+    """Return the reason why a checkpoint's bytes are damaged, or None if they are as written.
 
     Args:
         key: recipe key of the folder.
@@ -49,7 +49,7 @@ def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: st
         for name in mine:
             wait_until_seen(folder / name, "rank 0 sees it", key=key)
         found = damaged(folder, record, mine)
-    except ConfigError as error:  # the others wait for what this rank has found
+    except ConfigError as error:  # the others wait for this rank's finding
         found = error
     everywhere: list[str | ConfigError | None] = [None] * ranks.world_size
     dist.all_gather_object(everywhere, found)
@@ -60,7 +60,7 @@ def damage(folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: st
 
 
 def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:
-    """The folder that a path leads to, and its record.
+    """Return the folder that a path leads to, and its record.
 
     Raises:
         ConfigError: it cannot be used.

@@ -65,7 +65,7 @@ class FilesSender(AtOnce):
         root = None
         if site.leads:
             root = versions_root(site)
-            shutil.rmtree(root, ignore_errors=True)  # what a killed run left
+            shutil.rmtree(root, ignore_errors=True)  # files of a killed run
             private_folder(root)
         root = site.share(root)
         return cls(root, site.name, leads=site.leads, receipt_wait_s=site.receipt_wait_s)

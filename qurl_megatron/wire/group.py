@@ -111,7 +111,7 @@ class GroupSender:
         self._stores: dict[str, dist.TCPStore] = {}  # one for each engine, to wait there
         self._failures: Failures = {}
         self._memory: dict[tuple[int, Rank], Tensor] = {}  # by slot
-        self._ready: dict[int, dict[Rank, Tensor]] = {}  # what was put, by bucket
+        self._ready: dict[int, dict[Rank, Tensor]] = {}  # blobs put so far, by bucket
 
     @classmethod
     def open(cls, site: Site) -> "GroupSender":
@@ -254,7 +254,7 @@ class GroupSender:
         return link
 
     def _await(self, index: int) -> None:
-        """Until all engines have what was delivered for ``index``, or are dropped."""
+        """Wait until all engines have the bucket ``index``, or are dropped."""
         for engine, link in list(self._links.items()):
             with self._dropping(engine):
                 for work in link.sending.pop(index, ()):

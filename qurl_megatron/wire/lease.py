@@ -6,7 +6,7 @@ minute; a run that asks meanwhile cannot tell a dead run from a living one, so i
 lease to lapse, and is refused as soon as it is renewed instead. Started again in its folder, a run
 is the same run and gets its engines at once.
 
-With its answer the engine says what its model computes, for the run to compare: weights of equal
+The engine's answer describes its model's computation, for the run to compare: weights of equal
 shapes load into another model as well.
 
 Engines that a run starts itself need none: they have a key that nobody else knows.
@@ -28,7 +28,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.schema import flag, or_none, record, seconds, shortened, text
 
 ENDPOINT = "/qurl_lease"
-OWNER = ".owner"  # in a run's folder: what its token is made from
+OWNER = ".owner"  # in a run's folder: source of its token
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,8 @@ def open_link(
 
 
 def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any] | None = None) -> Any:
-    """What ``act`` returns, in a thread: calls into NCCL take no deadline and cannot be stopped.
+    """Run ``act`` in a thread and return its result: calls into NCCL take no deadline and cannot be
+    stopped.
 
     Args:
         late: called there, where ``act`` comes back after all when nobody waits for it any more.

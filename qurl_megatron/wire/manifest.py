@@ -156,7 +156,7 @@ _SLICE: dict[str, schema.Range] = {
 def manifest_of(
     version: int, scheme: str, blobs: Iterable[Blob], shapes: Mapping[str, tuple[int, ...]]
 ) -> Manifest:
-    """What the blobs of all ranks and buckets, sent by ``files``, make up.
+    """The whole version that the blobs of all ranks and buckets make up, sent by ``files``.
 
     Args:
         shapes: of the whole tensors, by name; they must be these and no others.

@@ -69,7 +69,7 @@ class Piece:
 class Blob:
     """One training rank's share of a bucket for one engine rank."""
 
-    where: dict[str, Any]  # what the transport needs to find it
+    where: dict[str, Any]  # where the transport finds it
     bytes: int
     pieces: tuple[Piece, ...]
 
@@ -119,7 +119,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one engine rank says of a whole version: ``error`` is None where all of it arrived."""
+    """One engine rank's answer for a whole version: ``error`` is None where all of it arrived."""
 
     session: str
     rank: int

@@ -1,4 +1,4 @@
-"""What engines call the weights they have: a version's number and whose it is, "12@9f86d081".
+"""Names of the weights that engines have: a version's number and whose it is, "12@9f86d081".
 
 In the middle of an update it is "updating-12@9f86d081". The part behind the @ is the token of a
 run: the same each time it is started again in its folder, and another for every other run. So no

@@ -54,7 +54,7 @@ def collect(folder: Path, session: str, ranks: int, wait_s: float) -> list[Recei
 
 
 def _refresh(folder: Path) -> None:
-    """Have a network filesystem forget what it remembers of a folder's names."""
+    """Clear a network filesystem's cache of a folder's names."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # some filesystems have nothing to do for a folder

@@ -1,6 +1,6 @@
 """JSON from outside, field by field: every value in its range, or one Malformed that says which.
 
-A range is a predicate, and a table of them says what an object is.
+A range is a predicate, and a table of them describes an object.
 """
 
 import math
@@ -13,7 +13,7 @@ import orjson
 from qurl_megatron.kit.errors import printable
 
 Range = Callable[[Any], bool]
-LONGEST = 200  # characters of what came from outside, in a sentence
+LONGEST = 200  # characters of outside text, in a sentence
 LONGEST_BYTES = 1 << 16  # that are looked at for these
 LARGEST = 1 << 48  # of counts and sizes: the product of some of them is still an ordinary number
 

@@ -89,7 +89,7 @@ class UpdateSession:
         return piece.part.overlap(target.part) is not None
 
     def take(self, data: Tensor, piece: Piece) -> None:
-        """Copy what this rank needs of a piece into place.
+        """Copy this rank's part of a piece into place.
 
         Args:
             data: bytes of the piece's blob, uint8, 1-D.

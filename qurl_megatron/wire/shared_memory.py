@@ -81,7 +81,7 @@ class MemorySender(AtOnce):
     @classmethod
     def open(cls, site: Site) -> "MemorySender":
         if site.leads:
-            shutil.rmtree(memory_folder(site.token), ignore_errors=True)  # what a killed run left
+            shutil.rmtree(memory_folder(site.token), ignore_errors=True)  # files of a killed run
         site.share(None)  # nobody makes anything there before
         return cls(site.token, site.rank, leads=site.leads, device=site.device)
 

@@ -55,7 +55,7 @@ class Site:
     one_machine: bool  # all ranks, and engines that the run starts itself
     bytes: int  # that the versions which are kept have at most, together
     share: Callable[[Any], Any]
-    """What the leading rank gives, on every rank; all call it together."""
+    """Return the leading rank's value on every rank; all call it together."""
 
     shared: str  # sync.dir
     host: str  # sync.host
@@ -68,7 +68,7 @@ class Sender(Protocol):
 
     kind: str
     cut: bool  # True: each engine rank gets blobs of its own, cut to what it needs
-    lasting: bool  # True: what was put stays until the next version
+    lasting: bool  # True: blobs stay until the next version
 
     def describe(self, engine: str) -> dict[str, Any]:
         """``Message.transport``: what a receiver needs to open its end, and to leave receipts."""
@@ -103,7 +103,7 @@ class Sender(Protocol):
         """
 
     def deliver(self, index: int) -> None:
-        """Start sending what was put for ``index``; returns at once."""
+        """Start sending the bucket ``index``; returns at once."""
 
     def settle(self) -> Failures:
         """Wait for all that was delivered; the engines dropped since ``connect``."""
@@ -125,7 +125,7 @@ class Sender(Protocol):
         """The version is with the engines; older than the ``keep`` newest are deleted."""
 
     def close(self) -> None:
-        """Remove what this end made."""
+        """Remove everything that this end made."""
 
 
 class Receiver(Protocol):

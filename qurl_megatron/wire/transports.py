@@ -30,7 +30,7 @@ TRANSPORTS = {
 
 
 def open_receiver(transport: dict[str, Any], rank: int) -> Receiver:
-    """The engine's end of what ``Sender.describe`` says.
+    """Open the engine's end of the transport that ``Sender.describe`` describes.
 
     Args:
         rank: this engine's tensor-parallel rank.
