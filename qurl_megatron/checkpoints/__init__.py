@@ -1,4 +1,4 @@
-"""Weights between Hugging Face and Megatron: a table of invertible ops, and the UAQ fold.
+"""Checkpoints of Hugging Face and Megatron: a table of invertible ops, the UAQ fold, conversions.
 
 A name is imported when it is first asked for: the planner reads ``families`` without torch.
 """

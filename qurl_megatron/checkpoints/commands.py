@@ -8,7 +8,7 @@ import argparse
 import json
 from pathlib import Path
 
-from qurl_megatron.checkpoints.convert_command import (
+from qurl_megatron.checkpoints.command_line import (
     DTYPES,
     add_folder_options,
     add_job_options,

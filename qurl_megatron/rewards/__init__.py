@@ -1,4 +1,7 @@
-"""Scores of responses: our kinds, and rewards of the user's own."""
+"""Scores of responses, by our kinds and by users' rewards; environments that answer the policy.
+
+Code of users runs in worker processes (``line_pool``, ``line_worker``), for both alike.
+"""
 
 from qurl_megatron.rewards.item import Item
 from qurl_megatron.rewards.overlong import overlong_penalty

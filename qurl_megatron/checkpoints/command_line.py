@@ -1,4 +1,4 @@
-"""What the command lines of all converters share: mistakes, dry runs, progress, the last word."""
+"""Shared parts of the checkpoint commands: options, mistakes, dry runs, progress, the summary."""
 
 import argparse
 import hashlib
