@@ -54,6 +54,7 @@ setup(
         "matplotlib",
         # 0.16 is the newest for Python 3.11; 0.17 and later want Python 3.12.
         "megatron-core>=0.16,<0.20",
+        "msgspec<1",
         "numpy<3",
         "orjson",
         "psutil",  # dist_checkpointing hangs without it
