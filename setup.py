@@ -1,10 +1,12 @@
 """Package metadata; the pinned environments are in requirements/."""
 
 import re
+import shutil
 import zlib
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(
@@ -29,6 +31,19 @@ NATIVE = Extension(
     extra_link_args=["-fopenmp"],
 )
 
+
+class BuildWithShipped(build_py):
+    """Put recipes, model shapes and cluster files into the wheel; kit/shipped.py finds them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # a checkout has them beside the package
+            for folder in ("launch", "slurm"):
+                target = Path(self.build_lib) / "qurl_megatron/shipped" / folder
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(HERE / folder, target, ignore=shutil.ignore_patterns("__pycache__"))
+
+
 setup(
     name="qurl-megatron",
     version=VERSION,
@@ -47,6 +62,7 @@ setup(
         ]
     },
     ext_modules=[NATIVE],
+    cmdclass={"build_py": BuildWithShipped},
     install_requires=[
         "httpx<1",
         "jinja2",

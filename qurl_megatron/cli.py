@@ -11,6 +11,7 @@ from qurl_megatron import __version__
 from qurl_megatron.checkpoints import commands as checkpoints
 from qurl_megatron.config.arguments import Parser, parse
 from qurl_megatron.kit.errors import ConfigError, printable
+from qurl_megatron.kit.shipped import shipped
 from qurl_megatron.kit.terminal import terminal
 from qurl_megatron.schemes import ROLLOUT
 
@@ -285,7 +286,10 @@ def _parser() -> Parser:
 
 def _recipe_options(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
     command.add_argument(
-        "recipe", type=Path, nargs=nargs, help="TOML recipe; some ship in launch/recipes"
+        "recipe",
+        type=lambda text: shipped(text, "launch/recipes"),
+        nargs=nargs,
+        help="TOML recipe, or the name of one that ships, such as quickstart",
     )
     command.add_argument(
         "overrides",

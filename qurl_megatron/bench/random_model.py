@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.shipped import ROOT
 
 # Layers, hidden, heads, KV heads, intermediate, vocabulary; 0.5B and 1.5B are Qwen2.5's own.
 SIZES = {
@@ -24,7 +25,7 @@ SIZES = {
     "32B": (64, 5120, 40, 8, 27648, 152064),
 }
 UNTIED = ("h1024", "7B", "14B", "32B")  # have an output layer apart from the embedding
-MODELS = Path(__file__).parents[2] / "launch/models"
+MODELS = ROOT / "launch/models"
 
 
 def config_of(model: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Literal
 from qurl_megatron.config.keys import Section, at_least, key, positive, require
 from qurl_megatron.config.load import build, read_tables
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.shipped import shipped, shipped_names
 
 SIGNAL_LIMIT_S = 65_535
 """The most seconds before the time limit that Slurm's --signal takes."""
@@ -235,7 +236,8 @@ def load_cluster(path: Path) -> ClusterConfig:
         ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or
             range; names the file.
     """
-    tables = read_tables(path, "cluster file", "examples are in slurm/clusters")
+    path = shipped(path, "slurm/clusters")
+    tables = read_tables(path, "cluster file", f"these ship: {shipped_names('slurm/clusters')}")
     try:
         return build(ClusterConfig, tables, kind="section")
     except ConfigError as error:

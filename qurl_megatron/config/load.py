@@ -17,6 +17,7 @@ from qurl_megatron.config import sections
 from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.keys import Section, did_you_mean, require, rules_of
 from qurl_megatron.kit.errors import ConfigError, unprintable
+from qurl_megatron.kit.shipped import shipped, shipped_names
 from qurl_megatron.schemes import SCHEMES
 
 VARIANT = "--"  # stands before each override in the name of a run's folder
@@ -250,7 +251,7 @@ def load(
     """Read a recipe.
 
     Args:
-        path: TOML file, one table per section.
+        path: TOML file, one table per section; or the name of a recipe that ships.
         overrides: ``section.key=value`` strings; values are TOML (bare words are strings).
         named_by: those that a default train.run_dir is named by; None: all.
 
@@ -258,8 +259,8 @@ def load(
         ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or
             range.
     """
-    path = Path(path)
-    tables = read_tables(path, "recipe", "recipes ship in launch/recipes")
+    path = shipped(path, "launch/recipes")
+    tables = read_tables(path, "recipe", f"these ship: {shipped_names('launch/recipes')}")
     for name, value in _preset(tables).items():
         _set(tables, name, value, over=False)
     settings = [_parse(override) for override in overrides]

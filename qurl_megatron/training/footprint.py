@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import qurl_megatron
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.dealing import round_up
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.shipped import ROOT
 from qurl_megatron.schemes import SERVED, simulation
 from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
 from qurl_megatron.training import memory
@@ -22,7 +22,7 @@ from qurl_megatron.training.memory import GIB, Held, Pass
 from qurl_megatron.training.too_long import longest_prompt
 from qurl_megatron.wire import SLOTS
 
-SHAPES = Path(qurl_megatron.__file__).parents[1] / "launch" / "models"
+SHAPES = ROOT / "launch/models"
 """config.json of the models that recipes name, for machines without their weights."""
 
 MIB = 1 << 20
