@@ -1,10 +1,10 @@
-"""The algorithms of the field, each as the settings that make it what its paper describes.
+"""The algorithms of the field, each as the settings of its paper.
 
 Nothing computes "in GRPO mode": an algorithm is a choice of advantage, ratio, clip range, average
 and penalty, and each of these is a small function in ``algo``. ``algo.name`` fills the choices in;
-what a recipe says itself wins, so a variant is one override away. How the quantized behaviour
-policy is corrected for (``algo.objective``) is independent of all of them. ``algo.name`` on the
-command line also wins over what the recipe says.
+a recipe's own settings win, so a variant is one override away. The correction for the quantized
+behaviour policy (``algo.objective``) is independent of them. ``algo.name`` on the command line also
+wins over what the recipe says.
 """
 
 from dataclasses import dataclass
@@ -88,8 +88,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         },
     ),
     "cispo": Algorithm(
-        # The paper tunes the upper bound alone and does not print it; 5 is what Khatri et al. 2025
-        # (arXiv:2510.13786) find its results not to depend on, from 4 to 8.
+        # The paper tunes the upper bound alone and does not print it. Khatri et al. 2025
+        # (arXiv:2510.13786) find that results do not depend on it from 4 to 8; 5 lies between.
         "MiniMax 2025, arXiv:2506.13585, Eq. 4",
         {
             "algo.advantage": "grpo",

@@ -1,5 +1,5 @@
-"""Command lines in which ``section.key=value`` may stand before, behind and among the options, and
-whose mistakes are one sentence."""
+"""Command lines that mix ``section.key=value`` with options, and answer a mistake in one
+sentence."""
 
 import argparse
 import re
@@ -14,7 +14,7 @@ TAKERS = ("overrides", "words")  # arguments that take settings of the recipe
 
 
 class Parser(argparse.ArgumentParser):
-    """Leaves with status 2 and one sentence, with what was probably meant.
+    """Exit with status 2 and one sentence that names the likely word.
 
     Options may be written with underscores for dashes, as torchrun's may.
     """
@@ -79,9 +79,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; argparse by itself takes a list of words in one piece alone.
+    """Parse arguments; argparse by itself wants all settings side by side.
 
-    What stands behind an option goes to ``overrides``, or to the ``words`` of a batch job.
+    Words behind an option go to ``overrides``, or to the ``words`` of a batch job.
     """
     arguments, unparsed = parser.parse_known_args(argv)
     if not unparsed:

@@ -1,4 +1,4 @@
-"""What is installed, and what each thing changes; what the environment sets, and may not."""
+"""Installed packages with their effects, and environment variables that must be set early."""
 
 import functools
 import importlib
@@ -15,11 +15,11 @@ from qurl_megatron.config.sections import ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 
 FUSED = ("transformer_engine", "apex", "amp_C")
-"""What Megatron takes instead of torch's own kernels where it finds it; none runs on a CPU."""
+"""Packages that Megatron prefers to torch's own kernels; none runs on a CPU."""
 DECORATOR = "megatron.core.jit"
 """Where Megatron has ``torch.compile`` from, under a name of its own."""
 
-# What a compiled package may raise that was built for another torch, CUDA or driver.
+# Raised by compiled packages that were built for another torch, CUDA or driver.
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, NameError, TypeError)
 
 
@@ -27,8 +27,8 @@ _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, N
 class Package:
     name: str  # as pip knows it
     module: str
-    found: str  # what it changes where it is there
-    absent: str  # what happens without it
+    found: str  # its effect when installed
+    absent: str  # the consequence of its absence
 
 
 PACKAGES = (
@@ -91,7 +91,7 @@ def version(package: Package) -> str | None:
 
 
 def prepare_cuda(parallel: ParallelConfig) -> None:
-    """Set what CUDA reads once, when it starts; call before. What the user has set stays.
+    """Set variables that CUDA reads once; call before it starts. The user's own values stay.
 
     With one hardware queue, kernels start in the order in which they were launched: Megatron relies
     on it to have a collective of tensor or context parallelism running beside the product that
@@ -105,9 +105,9 @@ def keep_out_without_gpu() -> None:
     """Where torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed, and
     have Megatron compile nothing.
 
-    Megatron takes what it can import for what it can use: a fused optimizer would allocate on
-    "cuda" all the same. Its fused kernels, which nothing runs on a CPU, would bring in torch's
-    compiler: 1.5 s and 70 MB. Call before Megatron is imported; ``qurl_megatron.actor`` does.
+    Megatron uses whatever it can import: a fused optimizer would allocate on "cuda" all the same.
+    Its fused kernels, which nothing runs on a CPU, would bring in torch's compiler: 1.5 s and
+    70 MB. Call before Megatron is imported; ``qurl_megatron.actor`` does.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a key of a section says of itself: its default, its range, and what it may do on resume.
+"""A key of a section: its default, its range, and whether it may change on resume.
 
 A section is a frozen dataclass below ``Section``. Rules of one key stand beside it, as arguments of
 ``key``; rules that need several keys are plain code in the section's ``check``.
@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 from qurl_megatron.kit.errors import ConfigError
 
 OnResume = Literal["free", "change", "fork", "never"]
-"""The changes a key may undergo where a run is resumed from its checkpoint. free: change, as it
-says how long and where the run is, not what it computes; change: do so from there on, too; fork: in
-a fork of the run alone; never: the checkpoint's tensors have its value in them."""
+"""May a key change when a run is resumed? free: yes, the numbers stay the same; change: yes, the
+numbers change from there on; fork: only in a fork of the run; never: the checkpoint's tensors
+depend on it."""
 
 LARGEST = 1e9
-"""Of any number of a recipe: as seconds 32 years, and what the system's clocks can wait."""
+"""Bound on any number of a recipe: as seconds, 32 years, which system clocks can still wait."""
 LARGEST_WHOLE = 1 << 53
-"""Of any whole number, which is also that of a seed."""
+"""Bound on any whole number, seeds included."""
 
 Value = TypeVar("Value")
 
@@ -101,9 +101,9 @@ def key(
 
     Args:
         allowed: which values of its type it may have; None: all.
-        on_resume: None: what the section says.
-        not_a_list: what to do instead of giving a list, where one might be expected to work.
-        elsewhere: what other programs call the key.
+        on_resume: None takes the section's rule.
+        not_a_list: advice for a value that is a list, where one might be expected to work.
+        elsewhere: the key's name in other programs.
     """
     facts = {
         "allowed": allowed,
@@ -149,7 +149,7 @@ class Section:
         """
         Args:
             name: of the table, for messages.
-            on_resume: what keys may do that do not say it themselves.
+            on_resume: rule of the keys that have none of their own.
         """
         super().__init_subclass__()
         cls.section, cls.on_resume = name, on_resume

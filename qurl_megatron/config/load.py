@@ -128,7 +128,7 @@ class RunConfig:
             )
 
     def _check_engines(self) -> None:
-        """What engines must be able to do."""
+        """Check the engines' abilities."""
         kind = self.rollout.kind
         require(
             self.sync.pause == "retract"
@@ -304,7 +304,7 @@ def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
 
     Args:
         kind: name of the file in messages.
-        where: what they say where there is no such file.
+        where: advice for a missing file.
 
     Raises:
         ConfigError: missing file, or bad TOML.
@@ -346,7 +346,7 @@ def _default_run_dir(recipe: Path, given: typing.Iterable[tuple[str, Any]]) -> s
 
 
 def variant_name(name: str, variant: typing.Mapping[str, str]) -> str:
-    """A folder's name, followed by what it is a variant by."""
+    """A folder's name, followed by its overrides."""
     parts = [f"{key}-{_in_a_name(value)}" for key, value in sorted(variant.items())]
     name = VARIANT.join([name, *parts])
     if len(name) > LONGEST_NAME:
@@ -406,7 +406,7 @@ def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> 
 
 
 def _preset(tables: dict[str, Any]) -> dict[str, Any]:
-    """What the paper of the tables' ``algo.name`` says, by section.key."""
+    """Settings of the preset ``algo.name``, by section.key."""
     algo = tables.get("algo")
     name = algo.get("name") if isinstance(algo, dict) else None
     # A name of another kind, or of no preset, is refused when the section is built.
@@ -418,7 +418,7 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
 
     Args:
         prefix: of the names in messages, e.g. "quant.".
-        kind: what messages call those names.
+        kind: a word for those names in messages.
 
     Raises:
         ConfigError: unknown name, or value of the wrong type or range.

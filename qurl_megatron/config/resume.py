@@ -1,5 +1,4 @@
-"""The changes that are allowed where a run is resumed from its checkpoint; sections and their keys
-say it."""
+"""Changes of settings when a run is resumed, judged by each key's rule."""
 
 import filecmp
 import os
@@ -80,8 +79,7 @@ def _moved_name(before: str, now: str) -> str:
 
 
 def refused(found: list[Change], *, fork: bool = False) -> list[Change]:
-    """Those that make it another run; or, with ``fork``, one that cannot begin with the checkpoint
-    of this one."""
+    """Changes that make it another run; with ``fork``, those that rule out its checkpoint, too."""
     return [
         change for change in found if change.rule == "never" or (change.rule == "fork" and not fork)
     ]

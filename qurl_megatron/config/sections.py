@@ -1,9 +1,8 @@
 """One frozen dataclass per section of a recipe; a component receives its own section and no other.
 
-A key says beside its default what it may be and what it may do where a run is resumed
-(``config.keys``); a section's ``check`` has what it can check alone beyond that. Checks that need
-two sections live in ``RunConfig``, checks that need the model's own ``config.json`` in
-``tensors.arch``.
+Each key states its default, its range and whether it may change on resume (``config.keys``); a
+section's ``check`` compares its keys with each other. Checks that need two sections live in
+``RunConfig``, checks that need the model's own ``config.json`` in ``tensors.arch``.
 """
 
 import os
@@ -97,8 +96,8 @@ class OptimizerConfig(Section, name="optimizer", on_resume="change"):
     """Optimizer updates over which the learning rate rises linearly from 0."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after warm-up: stays, or falls in a line or half a cosine. The
-    critic's does the same with critic.lr and critic.warmup_steps."""
+    """Course of the learning rate after warm-up: it stays, or falls in a line or half a cosine. The
+    critic's follows the same course with critic.lr and critic.warmup_steps."""
 
     decay_steps: int = key(0, at_least(0))
     """Optimizer updates, warm-up included, at whose end the learning rate has fallen; 0: those of
@@ -141,9 +140,9 @@ class QuantConfig(Section, name="quant", on_resume="fork"):
     """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off."""
 
     diagnostics_every: int = key(1, at_least(0), on_resume="change")
-    """Steps between measurements of code flips, of Eqs. 13 and 14 and of what passes of an update;
-    0 turns them off. They keep one host copy of the previous weights and codes (5 bytes a
-    parameter, and 4 for each row's scale)."""
+    """Steps between measurements of code flips, of Eqs. 13 and 14 and of the share of an update
+    that reaches the codes; 0 turns them off. They keep one host copy of the previous weights and
+    codes (5 bytes a parameter, and 4 for each row's scale)."""
 
 
 def code_named(what: str) -> Allowed:
@@ -158,17 +157,18 @@ def code_named(what: str) -> Allowed:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig(Section, name="algo", on_resume="fork"):
-    """The objective: which ratio is clipped where, and what is averaged over what.
+    """The objective: the ratio that is clipped, its bounds, and the average over tokens.
 
-    ``name`` fills in what its paper says; every key that the recipe gives itself wins over it.
+    ``name`` fills in the settings of its paper; every key that the recipe sets itself wins.
     """
 
     name: str = key("grpo", one_of(*ALGORITHMS), elsewhere="algorithm")
     """A preset of config.algorithms: other defaults for the keys below."""
 
     objective: Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"] = "acr"
-    """What corrects for the quantized behaviour policy. Paper Eq. 3, Eq. 1 on quantized rollouts,
-    Eq. 4, Eq. 5, Eq. 9; icepop gives weight rho within the correction band and 0 outside."""
+    """Correction for the quantized behaviour policy. In order: paper Eq. 3, Eq. 1 on quantized
+    rollouts, Eq. 4, Eq. 5, Eq. 9; icepop gives weight rho within the correction band and 0
+    outside."""
 
     function: str = key("", code_named("name"))
     """A loss of your own in place of ``objective``: "package.module:name", or "file.py:name" with
@@ -178,7 +178,7 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     """clip: PPO's clipped surrogate; cispo: the clipped ratio as a constant weight of log pi."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """What is clipped: each token's ratio, or the geometric mean of its response's (GSPO)."""
+    """Clip each token's ratio, or the geometric mean over its response (GSPO)."""
 
     clip_low: float = key(0.2, in_interval("[0, 1]"))
     clip_high: float = key(0.2, at_least(0))
@@ -247,8 +247,8 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     """Drop groups whose answers are all right or all wrong, and draw further prompts for them."""
 
     max_refills: int = key(10, at_least(0))
-    """Rounds of further prompts per step; what is still missing then is filled with dropped
-    groups, which train nothing."""
+    """Rounds of further prompts per step; groups still missing then are filled with dropped ones,
+    which train nothing."""
 
     minibatches: int = key(2, at_least(1))
     """Optimizer updates per rollout batch; with 1, ACR equals TIS."""
@@ -258,8 +258,8 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     nothing reads these: objective=naive. The mismatch between the two is then not measured."""
 
     deal: Literal["responses", "groups"] = "responses"
-    """What is dealt to minibatches: single responses, so that each is of most prompts, or whole
-    groups, so that each is of some prompts alone (verl)."""
+    """Deal single responses to minibatches, so that each minibatch sees most prompts, or whole
+    groups, so that each sees a few prompts (verl)."""
 
     epochs: int = key(1, at_least(1))
     """Passes over each rollout batch."""
@@ -292,11 +292,12 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig(Section, name="correction", on_resume="fork"):
-    """Off-policy correction beside algo.objective: how rho is formed, and what is dropped."""
+    """Off-policy correction beside algo.objective: how rho is formed, and which responses are
+    dropped."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """What importance weights are of: rho = proximal/behaviour of each token, the product over its
-    response, or its geometric mean; whatever algo.ratio clips."""
+    """rho = proximal/behaviour of each token, the product over its response, or its geometric mean;
+    independent of algo.ratio."""
 
     band_low: float = 0.5
     band_high: float = 5.0
@@ -311,7 +312,7 @@ class CorrectionConfig(Section, name="correction", on_resume="fork"):
     off."""
 
     count_rejected: bool = False
-    """Dropped responses still count in what the loss is averaged over, as those with weight 0."""
+    """Dropped responses still count in the denominator of the loss, as if their weight were 0."""
 
     normalise: bool = False
     """Divide the importance weights by their mean over the step's response tokens."""
@@ -339,7 +340,8 @@ class CriticConfig(Section, name="critic", on_resume="fork"):
     optimizer."""
 
     path: str = ""
-    """Checkpoint its body starts from, of a run the policy; empty: model.path. The head is new."""
+    """Checkpoint for the critic's body (from a run folder, its policy); empty: model.path. The head
+    is always new."""
 
     lr: float = key(1e-5, at_least(0), on_resume="change")
     warmup_steps: int = key(0, at_least(0), on_resume="change")
@@ -349,12 +351,12 @@ class CriticConfig(Section, name="critic", on_resume="fork"):
     """Steps at the beginning in which only the critic learns."""
 
     clip: float = key(0.2, at_least(0))
-    """A value may move this far from what it was before the update; 0 does not clip."""
+    """Largest move of a value from its estimate before the update; 0 does not clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Section, name="guard", on_resume="free"):
-    """What counts as a collapse, and what is done about it. A threshold of 0 is not watched."""
+    """Thresholds that count as a collapse, and the reaction. A threshold of 0 is not watched."""
 
     kl_above: float = key(0.0, at_least(0))
     """KL(behaviour||proximal), k3, mean over tokens."""
@@ -378,7 +380,7 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     """How responses are generated, and by which engines."""
 
     backend: Literal["embedded", "sglang"] = key("embedded", on_resume="fork")
-    """What the engines started here are: this package's own, or SGLang servers."""
+    """Kind of the engines started here: this package's own, or SGLang servers."""
 
     engines: int = key(1, at_least(1))
     """Engines to start on this machine, each a process of its own; with rollout.rendezvous, how
@@ -424,7 +426,7 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     """Group size G: responses per prompt."""
 
     max_new_tokens: int = key(64, at_least(1), on_resume="fork")
-    """Tokens of a response; with an environment, of all turns and of what it said between them."""
+    """Tokens of a response; with an environment, of all turns and of its replies between them."""
 
     temperature: float = key(
         1.0,
@@ -452,9 +454,9 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     more than the longest response takes. Engines that hang are found by their health checks."""
 
     start_timeout_s: float = key(0.0, at_least(0))
-    """Seconds without a new line in its log after which an engine that is starting has failed, and
-    a quarter of what it may take in all; for adopted engines, seconds to wait for them. 0: 300, or
-    900 with backend=sglang, which may compile kernels and capture graphs first."""
+    """Seconds without a new line in its log after which a starting engine has failed; a start may
+    take four times as long in all; for adopted engines, seconds to wait for them. 0: 300, or 900
+    with backend=sglang, which may compile kernels and capture graphs first."""
 
     update_timeout_s: float = key(300.0, positive())
     """Seconds an engine may take for a weight update before it has failed."""
@@ -464,7 +466,7 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
 
     health_timeout_s: float = key(0.0, at_least(0))
     """An engine that answers no health check for so long, and writes nothing to its log either, is
-    dead or hung; likewise, whatever it writes, one without an answer for four times as long. 0: 60,
+    dead or hung; without an answer for four times as long it is, whatever it writes. 0: 60,
     or 300 for SGLang, which answers none while it compiles a kernel."""
 
     max_restarts: int = key(3, at_least(0))
@@ -473,7 +475,7 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     a fault, which in ``qurl eval``, where nothing is published, it never has."""
 
     environment: str = key("", code_named("Class"), on_resume="fork")
-    """Class that answers what the policy writes, as a tool or a user: "package.module:Class", or
+    """Class that answers the policy, as a tool or a user would: "package.module:Class", or
     "file.py:Class" with the file relative to the recipe's folder. docs/environments.md has more."""
 
     environment_workers: int = key(2, at_least(1))
@@ -523,7 +525,7 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
 
     @property
     def kind(self) -> EngineKind:
-        """What is known of the engines started here."""
+        """Facts about the engines started here."""
         return ENGINE_KINDS[self.backend]
 
 
@@ -616,7 +618,7 @@ class RewardSource:
 
     @property
     def described(self) -> str:
-        """What scores, in a word."""
+        """Name of the scorer, for messages."""
         return self.function or self.url or self.kind
 
     def beside(self, folder: Path) -> Self:
@@ -694,7 +696,7 @@ class MixedReward(RewardSource):
     """One of the rewards that reward.mix adds up."""
 
     weight: float = key(1.0, at_most_in_size(LARGEST_SCORE))
-    """What its score is multiplied by."""
+    """Factor of its score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -709,15 +711,15 @@ class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
     its worker or returned no finite number, or the server did not answer."""
 
     on_failure: Literal["score", "stop"] = key("score", on_resume="free")
-    """What such a response leads to: "score" gives it reward.failed, "stop" ends the run."""
+    """Reaction to such a response: "score" gives it reward.failed, "stop" ends the run."""
 
     overlong_fraction: float = key(0.0, in_interval("[0, 1]"))
     """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
     (DAPO's soft overlong punishment); 0 is off."""
 
     overlong_penalty: float = key(0.5, at_least(0))
-    """By how much the reward has fallen at the limit, as a share of what a right answer is worth
-    over a wrong one: DAPO's penalty of 1 with its rewards of 1 and -1 is 0.5."""
+    """Fall of the reward at the limit, as a share of the difference between right and wrong: DAPO's
+    penalty of 1 with its rewards of 1 and -1 is 0.5."""
 
     workers: int = key(1, at_least(1), on_resume="free")
     """Processes that score, for each reward of a mix; of a server, requests under way at once."""
@@ -735,8 +737,8 @@ class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
     """Times that a request is sent again, after 1, 2, 4, ... seconds."""
 
     url_deadline_s: float = key(300.0, positive())
-    """Seconds for all that a server is asked at once, retries included; what it has not scored by
-    then has failed."""
+    """Seconds for all requests of a batch, retries included; responses not scored by then have
+    failed."""
 
     @property
     def parts(self) -> dict[str, "RewardConfig"]:
@@ -754,18 +756,18 @@ class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
 
     @property
     def setting(self) -> str:
-        """What says what scores, as key=value."""
+        """The setting that chooses the scorer, as key=value."""
         sources = [key for key in ("function", "url") if getattr(self, key)] or ["kind"]
         return "reward.mix" if self.mix else f"reward.{sources[0]}={getattr(self, sources[0])}"
 
     @property
     def needs_answers(self) -> bool:
-        """False where all that scores is the user's own, which may do without."""
+        """False where every scorer is the user's own, which may do without."""
         return any(not (part.function or part.url) for part in self.parts.values())
 
     @property
     def scorers(self) -> dict[str, tuple[Any, ...]]:
-        """What scores, by key, apart from weights and from where a server is."""
+        """Each scorer by its key, without weights and server addresses."""
         return {
             key: (part.kind, part.function, part.batched, bool(part.url))
             for key, part in self.parts.items()
@@ -800,7 +802,7 @@ class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
             )
             check_keys(part, f"reward.mix.{name}")
             part.check_source(f"reward.mix.{name}")
-            scoring = [n for n, its in self.mix.items() if its.kind or its.function or its.url]
+            scoring = [n for n, p in self.mix.items() if p.kind or p.function or p.url]
             close = get_close_matches(name, scoring, n=1)
             hint = f"did you mean reward.mix.{close[0]}?" if close else "set one, or leave it out"
             require(
@@ -822,9 +824,9 @@ class TrainConfig(Section, name="train", on_resume="free"):
         "",
         Allowed(lambda folder: not folder.startswith("-"), "not begin with -, as an option does"),
     )
-    """Everything the run writes: checkpoints, metrics, report. Empty: runs/ and the recipe's name,
-    and those of the overrides that change what the run computes, or its layout: for
-    quant.scheme=fp8 runs/quickstart--quant.scheme-fp8."""
+    """Folder of the run's checkpoints, metrics and report. Empty: runs/ and the recipe's name,
+    followed by overrides that change its numbers or layout, e.g.
+    runs/quickstart--quant.scheme-fp8."""
 
     steps: int = key(100, at_least(0))
     """Rollout batches to train on."""
@@ -841,9 +843,9 @@ class TrainConfig(Section, name="train", on_resume="free"):
     """Lay the sequences of a pass end to end (THD) instead of padding them to the longest."""
 
     align: Literal["none", "weights", "full"] = key("none", on_resume="fork")
-    """What the policy's linear layers compute with, in scoring and training: "none", its own
-    weights; "weights", the codes and scales that the engines have; "full", tokens quantized as in
-    the engines too. Gradients go straight through to the weights."""
+    """Numbers that the policy's linear layers compute with: "none", its own weights; "weights", the
+    engines' codes and scales; "full", tokens quantized as in the engines, too. Gradients go
+    straight through to the weights."""
 
     seed: int = key(0, on_resume="fork")
 
@@ -882,19 +884,19 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     """How a new weight version reaches the engines."""
 
     transport: Literal["auto", "files", "memory", "group"] = "auto"
-    """The way of the bytes: files on a folder that all machines share; memory of one machine that
+    """Path of the bytes: files in a folder that all machines share; memory of one machine that
     trainer and engines map; group, point to point over NCCL or gloo. auto: memory where trainer and
     engines are on one machine, two buckets per rank fit into it, and sync.dir names no folder;
     else files."""
 
     bucket_mb: float = key(256.0, positive())
-    """Largest bucket of one training rank, in MiB of what is sent (quantized bytes, not BF16). Two
-    of them are in memory at a time."""
+    """Largest bucket of one training rank, in MiB of quantized bytes. Two of them are in memory at
+    a time."""
 
     pause: Literal["retract", "in_place"] = "retract"
-    """What becomes of requests that an update interrupts. retract: they are computed again with the
-    new weights up to where they were, and go on; in_place: they go on with the old key/value cache.
-    Either way each token carries its version."""
+    """Treatment of requests that an update interrupts. retract: recompute them with the new weights
+    up to their last token; in_place: keep the old key/value cache. Either way each token carries
+    its version."""
 
     host: str = ""
     """Address of the leading rank at which the group transport meets engines; it must be reachable
@@ -921,7 +923,7 @@ class SyncConfig(Section, name="sync", on_resume="free"):
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveConfig(Section, name="observe", on_resume="free"):
-    """What people get to see of a run beside its metrics."""
+    """Samples and views of a run beside its metrics."""
 
     samples: int = key(8, at_least(0))
     """Responses kept of every step and of every evaluation in run_dir/samples.jsonl, half of them
