@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +17,11 @@ import psutil
 from qurl_megatron.fleet.process import port_file
 from qurl_megatron.observe.timeline import read_timeline
 from tests.leftovers import Footprint
+from tests.waiting import NEVER_S
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 SAMPLES = 64  # of one step
+TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 
 SMALL = """
 [model]
@@ -62,6 +66,43 @@ save_rollouts = true
 """
 )
 
+GUARDED = """
+[model]
+path = "{root}/model"
+dtype = "float32"
+[warmstart]
+steps = 12
+hidden = 64
+layers = 2
+heads = 4
+kv_heads = 2
+intermediate = 128
+batch = 64
+[data]
+task = "gcd"
+task_args = {{ min_numbers = 2, max_numbers = 2, min_value = 1, max_value = 60 }}
+task_size = 2000
+prompts_per_step = 8
+[rollout]
+engines = 1
+samples_per_prompt = 4
+max_new_tokens = 4
+[reward]
+kind = "last_number"
+[algo]
+name = "dapo"
+max_refills = 4
+[optimizer]
+lr = 1e-4
+[guard]
+rho_above = 0.5  # always crossed
+patience = 2
+[train]
+steps = 3
+micro_batch = 16
+"""
+"""Dynamic sampling, and a guard that trips in step 2."""
+
 
 def make_recipe(root: Path) -> Path:
     path = root / "recipe.toml"
@@ -69,14 +110,52 @@ def make_recipe(root: Path) -> Path:
     return path
 
 
+def qurl(*arguments: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """Run a command to its end.
+
+    Args:
+        env: added to the environment.
+    """
+    return subprocess.run(
+        [*QURL, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=NEVER_S,
+        cwd=cwd,
+        env=os.environ | env,
+    )
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Return a run's metrics by step, but for those that depend on the clock."""
+    by_step: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        by_step.setdefault(record["step"], {}).update(
+            {k: v for k, v in record["metrics"].items() if not TAKES_TIME.match(k)}
+        )
+    return by_step
+
+
+def as_if_killed_after(step: int, run_dir: Path) -> Path:
+    """Copy a run's folder, without the checkpoints after ``step``."""
+    copy = run_dir.with_name(f"{run_dir.name}-{step}")
+    shutil.copytree(run_dir, copy)
+    for checkpoint in copy.glob("checkpoints/step_*"):
+        if int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
 class Run:
     """One call of ``qurl train``, watched from outside."""
 
-    def __init__(self, recipe: Path, name: str, *overrides: str) -> None:
+    def __init__(self, recipe: Path, name: str, *overrides: str, **env: str) -> None:
         self.dir = recipe.parent / name
         self._out, self._err = (recipe.parent / f"{name}.{end}" for end in ("out", "err"))
         self._command = [*QURL, "train", str(recipe), f"train.run_dir={self.dir}", *overrides]
         self.footprint = Footprint()
+        self._env = self.footprint.env | env
 
     @contextlib.contextmanager
     def process(self, stdout: int | None = None) -> Iterator[subprocess.Popen]:
@@ -90,7 +169,7 @@ class Run:
                 self._command,
                 stdout=out if stdout is None else stdout,
                 stderr=err,
-                env=self.footprint.env,
+                env=self._env,
                 start_new_session=True,
             )
         try:
@@ -151,6 +230,9 @@ class Run:
     def samples(self, step: int) -> list[dict]:
         lines = (self.dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        return metrics(self.dir)
 
     def saved(self) -> list[int]:
         folders = (self.dir / "checkpoints").glob("step_*/state.json")

@@ -6,18 +6,12 @@ half as large as quantization's own noise, and may sooner or later draw another 
 runs are compared closely up to the update of the first step, and unquantized ones throughout.
 """
 
-import os
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from qurl_megatron.training.state import TrainState, latest
-from tests.integration.test_guard import RECIPE as GUARDED
-from tests.integration.test_guard import as_if_killed_after
-from tests.integration.test_train import QURL, metrics, qurl
-from tests.leftovers import Footprint
+from tests.runs import GUARDED, Run, as_if_killed_after, metrics, qurl
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
 
@@ -45,27 +39,28 @@ NOISE = dict(rel=0.5, abs=0.1)
 
 
 class Room:
-    """One folder with a model, in which runs are done on either device."""
+    """A folder with a recipe and a model, in which runs are done on either device."""
 
-    def __init__(self, root: Path, recipe: Path, *options: str) -> None:
-        self.root, self.recipe = root, recipe
+    def __init__(self, root: Path, recipe: str, *options: str) -> None:
+        self.recipe = root / "recipe.toml"
+        self.recipe.write_text(recipe)
         self.options = (f"model.path={root / 'model'}", *options)
 
-    def command(self, name: str, *options: str) -> list[str]:
-        run_dir = f"train.run_dir={self.root / name}"
-        return ["train", str(self.recipe), *self.options, *options, run_dir]
+    def started(self, name: str, *options: str, gpus: dict[str, str] | None = None) -> Run:
+        return Run(self.recipe, name, *self.options, *options, **(gpus or {}))
 
     def run(self, name: str, *options: str, gpus: dict[str, str] | None = None) -> Path:
-        """The run directory of a run that ended well."""
-        env = {**os.environ, **(gpus or {})}
-        done = qurl(*self.command(name, *options), timeout=900, env=env)
+        """Run to the end, and return the run's folder."""
+        run_dir = self.recipe.parent / name
+        words = ("train", self.recipe, *self.options, *options, f"train.run_dir={run_dir}")
+        done = qurl(*words, **(gpus or {}))
         assert done.returncode == 0, done.stderr
-        return self.root / name
+        return run_dir
 
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Room:
-    return Room(tmp_path_factory.mktemp("quickstart"), QUICKSTART, *SMALL)
+    return Room(tmp_path_factory.mktemp("quickstart"), QUICKSTART.read_text(), *SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +93,13 @@ def test_the_quickstart_measures_on_gpus_what_it_measures_on_the_cpu(on_cpu, on_
 
 
 def test_killed_outright_and_resumed_it_measures_the_same(room, on_gpus, gpus):
-    run_dir = room.root / "killed"
-    command = [*QURL, *room.command("killed")]
-    footprint = Footprint()
-    run = subprocess.Popen(command, env=footprint.env | gpus, stdout=subprocess.PIPE)
-    deadline = time.monotonic() + 900
-    with run:
-        while not (run_dir / "checkpoints/step_000001/state.json").exists():
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        run.kill()
-    while footprint.processes():  # all end with it
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    room.run("killed", gpus=gpus)
-    assert metrics(run_dir) == metrics(on_gpus)
+    run = room.started("killed", gpus=gpus)
+    with run.process() as launcher:
+        run.wait(lambda: 1 in run.saved())
+        launcher.kill()
+        launcher.wait()
+        assert run.left() == []
+    assert metrics(room.run("killed", gpus=gpus)) == metrics(on_gpus)
 
 
 def test_a_checkpoint_of_either_device_is_resumed_on_the_other(room, on_cpu, gpus):
@@ -154,8 +141,7 @@ def test_batches_are_generated_on_gpus_while_the_policy_trains(room, on_cpu, gpu
 
 
 def test_the_guard_falls_back_to_unquantized_rollouts_on_gpus(tmp_path, gpus):
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(GUARDED.format(root=tmp_path))
+    recipe = GUARDED.format(root=tmp_path)
     run_dir = Room(tmp_path, recipe).run("guarded", "guard.action=bf16", gpus=gpus)
     seen = metrics(run_dir)
     assert [seen[step]["rollout/quantized"] for step in (1, 2, 3)] == [1, 1, 0]

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.observe.timeline import read_timeline
-from tests.integration.test_train import metrics, qurl
-from tests.runs import Run
+from tests.runs import Run, metrics, qurl
 
 RECIPE = """
 [model]
@@ -96,7 +95,7 @@ def test_runs_keep_both_policies_close(recipe, engine_options, options):
     if "rollout.backend=embedded" in engine_options:
         options = [option for option in options if not any(word in option for word in NEED_SGLANG)]
     run_dir = recipe.parent / "-".join(options).replace("/", "_")
-    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}", timeout=600)
+    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert_close_policies(run_dir)
 
@@ -108,7 +107,7 @@ def test_an_engine_and_the_trainer_share_the_only_gpu(recipe, engine_options, sc
     if "rollout.backend=sglang" in engine_options:
         options += ["rollout.colocate=true", "rollout.engine_first_gpu=0", "sync.transport=memory"]
     run_dir = recipe.parent / f"only-{scheme}"
-    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}", timeout=600)
+    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert_close_policies(run_dir)
 
@@ -121,7 +120,7 @@ def test_engines_on_the_ranks_gpus_give_their_memory_back_while_it_trains_and_sa
         pytest.skip("embedded engines take no GPU memory")
     run_dir = recipe.parent / "colocated"
     options = ["rollout.colocate=true", "rollout.engine_first_gpu=0", "checkpoint.every=1"]
-    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}", timeout=600)
+    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert_close_policies(run_dir)
 
@@ -131,7 +130,6 @@ def test_batches_are_generated_while_the_policy_trains(recipe, engine_options):
     done = qurl(
         *("train", recipe, *engine_options, "rollout.max_staleness=1"),
         f"train.run_dir={run_dir}",
-        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert metrics(run_dir)[4]["sync/staleness"] == 1

@@ -1,7 +1,6 @@
 """Other trainers' files, trained on and evaluated as they are by the real command line."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.datasets import slime_lines, verl_table
-from tests.runs import QURL
+from tests.runs import qurl
 from tests.support.models import tiny_checkpoint
 
 LONG = " ".join(["1 +"] * 20)
@@ -36,13 +35,6 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def qurl(*words: object) -> str:
-    command = [*QURL, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_verls_table_and_slimes_lines_are_trained_on_as_they_are(model, tmp_path):
     verl = verl_table(tmp_path / "verl.parquet", QUESTIONS)
     slime = slime_lines(tmp_path / "slime.jsonl", QUESTIONS)
@@ -51,11 +43,12 @@ def test_verls_table_and_slimes_lines_are_trained_on_as_they_are(model, tmp_path
         run = tmp_path / path.stem
         files = (f"data.path={path}", f"data.eval_path={other}", f"train.eval_prompts={held_out}")
         more = (*files, f"train.run_dir={run}", "train.save_rollouts=true")
-        said = qurl("train", tmp_path / "recipe.toml", *SETTINGS, *more)
-        assert f"data.path={path}: 6 prompts in prompt (chats), answers in " in said
-        assert f"{path.stem}'s layout; kept as metadata: " in said
-        assert (f"data.eval_path={other}: 6 prompts" in said) == bool(held_out)
-        assert "1 of 6 training prompts are longer than data.max_prompt_tokens=20" in said
+        done = qurl("train", tmp_path / "recipe.toml", *SETTINGS, *more)
+        assert done.returncode == 0, done.stderr
+        assert f"data.path={path}: 6 prompts in prompt (chats), answers in " in done.stdout
+        assert f"{path.stem}'s layout; kept as metadata: " in done.stdout
+        assert (f"data.eval_path={other}: 6 prompts" in done.stdout) == bool(held_out)
+        assert "1 of 6 training prompts are longer than data.max_prompt_tokens=20" in done.stdout
         assert "1 prompt too long, left out" in (run / "report.html").read_text()
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         assert 1 in [line["metrics"].get("data/too_long") for line in lines]

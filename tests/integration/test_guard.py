@@ -2,68 +2,21 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from qurl_megatron.observe.timeline import read_timeline
 from qurl_megatron.training.state import TrainState, latest
-from tests.integration.test_train import metrics, qurl
-
-RECIPE = """
-[model]
-path = "{root}/model"
-dtype = "float32"
-[warmstart]
-steps = 12
-hidden = 64
-layers = 2
-heads = 4
-kv_heads = 2
-intermediate = 128
-batch = 64
-[data]
-task = "gcd"
-task_args = {{ min_numbers = 2, max_numbers = 2, min_value = 1, max_value = 60 }}
-task_size = 2000
-prompts_per_step = 8
-[rollout]
-engines = 1
-samples_per_prompt = 4
-max_new_tokens = 4
-[reward]
-kind = "last_number"
-[algo]
-name = "dapo"
-max_refills = 4
-[optimizer]
-lr = 1e-4
-[guard]
-rho_above = 0.5  # always crossed
-patience = 2
-[train]
-steps = 3
-micro_batch = 16
-"""
+from tests.runs import GUARDED, as_if_killed_after, metrics, qurl
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("guard")
     path = root / "recipe.toml"
-    path.write_text(RECIPE.format(root=root))
+    path.write_text(GUARDED.format(root=root))
     return path
-
-
-def as_if_killed_after(step: int, run_dir: Path) -> Path:
-    """A copy of a run that has come no further than one of its checkpoints."""
-    copy = run_dir.with_name(f"{run_dir.name}-{step}")
-    shutil.copytree(run_dir, copy)
-    for checkpoint in copy.glob("checkpoints/step_*"):
-        if int(checkpoint.name.removeprefix("step_")) > step:
-            shutil.rmtree(checkpoint)
-    return copy
 
 
 @pytest.mark.parametrize("align", ["none", "full"])

@@ -19,8 +19,6 @@ from tests.leftovers import Footprint
 from tests.runs import Run, make_recipe
 from tests.waiting import PATIENCE_S
 
-TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
@@ -31,19 +29,11 @@ def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def metrics(run: Run) -> dict[int, dict[str, float]]:
-    """What a run measured, by step, without what depends on the clock."""
-    return {
-        r["step"]: {k: v for k, v in r["metrics"].items() if not TAKES_TIME.match(k)}
-        for r in records(run.dir / "metrics.jsonl")
-    }
-
-
 def finished(run: Run) -> dict[int, dict[str, float]]:
     with run.process():
         assert run.ended() == 0, run.stderr()
         assert run.left() == []
-    return metrics(run)
+    return run.metrics()
 
 
 def reward_workers(run: Run) -> list[int]:
@@ -90,7 +80,7 @@ def test_reward_workers_that_are_killed_cost_nothing_and_stopped_ones_are_told_o
         "1 of 64 responses could not be scored and got reward.failed=0: 1 took too long "
         "(reward.timeout_s=5)"
     )
-    seen = metrics(run)
+    seen = run.metrics()
     assert {step: m["reward/timeouts"] for step, m in seen.items() if m["reward/timeouts"]} == {
         int(told[0]): 1.0
     }
@@ -264,7 +254,7 @@ def test_a_run_goes_on_without_its_terminal_and_saves_when_the_session_is_closed
         assert run.ended() == 128 + signal.SIGHUP, run.stderr()
         assert run.left() == []
     saved = [path.name for path in (run.dir / "checkpoints").iterdir()]
-    assert saved == [f"step_{max(metrics(run)):06}"]
+    assert saved == [f"step_{max(run.metrics()):06}"]
     assert run.stderr() == (
         "qurl: stdout cannot be written any more (Broken pipe); the run goes on without it\n"
     )

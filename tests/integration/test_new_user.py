@@ -35,7 +35,7 @@ EVAL = "eval mine/held_out.jsonl"
 MISTAKES = [
     # Recipe and command line.
     Mistake("no such command", "trian mine/recipe.toml", "'trian'", "did you mean train?"),
-    Mistake("no such recipe", "train mine/recipe.tml", "mine/recipe.tml", "launch/recipes"),
+    Mistake("no such recipe", "train mine/recipe.tml", "mine/recipe.tml", "these ship: "),
     Mistake("text without quotes", "train mine/quotes.toml", "mine/quotes.toml", "at line 3"),
     Mistake(
         "a key misspelt",

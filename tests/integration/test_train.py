@@ -6,8 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,10 +18,9 @@ from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.timeline import overlap, read_timeline
 from qurl_megatron.tensors.arch import read_eos
 from tests.plain_transformers import Answer, answers
-from tests.runs import QURL, SMALL, Run
+from tests.runs import SMALL, Run, metrics, qurl
 from tests.unit.engine_models import engine_for, finish, sequence
 from tests.unit.test_convert_mistakes import tool
-from tests.waiting import NEVER_S
 
 RECIPE = (
     SMALL.replace("WARM_STEPS", "30").replace("TASK_SIZE", "2000")
@@ -40,7 +37,6 @@ eval_prompts = 16
 )
 
 ROOT = Path(__file__).parents[2]
-TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 
 
 @pytest.fixture(scope="module")
@@ -49,23 +45,6 @@ def recipe(tmp_path_factory) -> Path:
     path = root / "recipe.toml"
     path.write_text(RECIPE.format(root=root))
     return path
-
-
-def qurl(*arguments, timeout=NEVER_S, env=None) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*QURL, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=env
-    )
-
-
-def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
-    """What a run measured, by step, without what depends on the clock."""
-    found: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        found.setdefault(record["step"], {}).update(
-            {k: v for k, v in record["metrics"].items() if not TAKES_TIME.match(k)}
-        )
-    return found
 
 
 def unknown(run_dir: Path) -> set[str]:
@@ -186,37 +165,29 @@ def test_plain_transformers_answer_as_the_engine_does(kind, recipe, uninterrupte
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)]
 )
 def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, uninterrupted, number):
-    run_dir = recipe.parent / f"stopped-{number.name}"
-    command = [*QURL, "train", str(recipe), "parallel.tensor=2", f"train.run_dir={run_dir}"]
-    command += ["observe.wandb_project=rl"]
     calls, fakes = recipe.parent / f"wandb-{number.name}", Path(__file__).parents[1] / "fakes"
     path = os.pathsep.join([str(fakes), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "FAKE_WANDB": str(calls), "PYTHONPATH": path}
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    log = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (log.exists() and '"step": 2' in log.read_text()):
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    run.send_signal(number)
-    output, _ = run.communicate(timeout=NEVER_S)
-    assert run.returncode == 128 + number, output
+    options = ("parallel.tensor=2", "observe.wandb_project=rl")
+    run = Run(recipe, f"stopped-{number.name}", *options, FAKE_WANDB=str(calls), PYTHONPATH=path)
+    with run.process() as process:
+        run.wait(lambda: run.step() >= 2)
+        process.send_signal(number)
+        assert run.ended() == 128 + number, run.stderr()
     by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    assert re.search(
-        rf"^stopped by {by}: step [23] of 4 is saved; the same command goes", output, re.M
-    )
-    assert 2 <= max(metrics(run_dir)) < 4
+    stopped = rf"^stopped by {by}: step [23] of 4 is saved; the same command goes"
+    assert re.search(stopped, run.stdout(), re.M)
+    assert 2 <= max(run.metrics()) < 4
 
-    again = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, env=env)
-    assert again.returncode == 0, again.stderr
-    assert "resuming" in again.stdout
-    assert metrics(run_dir) == metrics(uninterrupted)
-    samples = (run_dir / "samples.jsonl").read_bytes()
+    with run.process():
+        assert run.ended() == 0, run.stderr()
+    assert "resuming" in run.stdout()
+    assert run.metrics() == metrics(uninterrupted)
+    samples = (run.dir / "samples.jsonl").read_bytes()
     assert samples == (uninterrupted / "samples.jsonl").read_bytes()
 
     called = [json.loads(line) for line in calls.read_text().splitlines()]
     begun, resumed = (call for call in called if call["call"] == "init")
-    assert begun["id"] == resumed["id"] and begun["name"] == run_dir.name
+    assert begun["id"] == resumed["id"] and begun["name"] == run.dir.name
     assert begun["config"]["quant"]["scheme"] == "int8"
     logs = [call for call in called if call["call"] == "log"]
     assert [log["step"] for log in logs if "reward/mean" in log["data"]] == [1, 2, 3, 4]
@@ -242,9 +213,9 @@ def test_what_the_model_said_is_kept_printed_and_reported(uninterrupted, recipe)
 
 def test_a_missing_wandb_is_said_before_anything_is_loaded(recipe, uninterrupted, tmp_path):
     (tmp_path / "wandb.py").write_text("raise ImportError('no such package')\n")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
     more = ("observe.wandb_project=rl", f"train.run_dir={tmp_path / 'run'}")
-    done = qurl("train", recipe, *more, env=env)
+    done = qurl("train", recipe, *more, PYTHONPATH=path)
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(
         r"qurl: observe\.wandb_project needs .*`pip install wandb`.*\n", done.stderr
@@ -503,15 +474,8 @@ def test_a_run_directory_in_use_is_refused(recipe, uninterrupted):
 
 
 def test_help_is_quick_and_show_prints_the_recipe(recipe):
-    assert (
-        "torch"
-        not in subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "qurl_megatron.cli", "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
-    )
+    imported = qurl("--help", PYTHONPROFILEIMPORTTIME="1").stderr
+    assert "argparse" in imported and "torch" not in imported
     shown = qurl("show", recipe, "quant.scheme=fp8")
     assert shown.returncode == 0 and 'scheme = "fp8"' in shown.stdout
     environment = qurl("show", "--env")
