@@ -66,12 +66,10 @@ Of 20,000 pairs of records of equal speed, with ten repeats of three figures, 25
 where each repeat had a tenth of jitter that no yardstick saw, and none where bursts slowed a few
 repeats (`tests/unit/test_bench_against.py` draws them).
 
-A cell is the median, half of the interquartile range after ±, the share that it reaches of the
-limit in brackets, and after → what was predicted, by the formulas as of the record: today's
-`qurl plan` may say something else. What the limits are stands under each table.
-Cases marked * cannot be compared with others; why stands below, too.
-Some records are of what `qurl bench` measures no more: peers, joules, and the benchmarks `decode`,
-`convert`, `scale` and `versions`. They stay as they were measured.
+A cell is the median, half of the interquartile range after ±, and the share of the limit in
+brackets; the limits stand under each table. Cases marked * cannot be compared with others, for the
+reason given below the table. Some records were made by benchmarks that `qurl bench` no longer has:
+peers, joules, `decode`, `convert`, `scale` and `versions`.
 [performance-notes.md](performance-notes.md) sets these figures beside what was aimed at.
 """
 
@@ -176,8 +174,6 @@ def _cell(figure: Figure) -> str:
         text += f" ±{percent(figure.spread)}"
     if figure.share is not None:
         text += f" ({percent(figure.share)})"
-    if figure.predicted is not None:
-        text += f" → {number(figure.predicted)}"
     return text
 
 

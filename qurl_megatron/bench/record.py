@@ -1,4 +1,4 @@
-"""What a benchmark measured: figures by case, each beside its limit and what was predicted for it.
+"""What a benchmark measured: figures by case, each beside its limit.
 
 A **figure** is one measured quantity, all its repeats kept. A **case** is one setting (a scheme, a
 batch, an engine) with its figures. A **record** is one run of one benchmark on one machine, and the
@@ -49,7 +49,6 @@ class Figure:
     repeats: list[float]
     limit: float | None = None  # what the machine allows, in the same unit
     limit_of: str = ""  # what sets the limit: "DRAM bytes", "INT8 products", ...
-    predicted: float | None = None  # before the run, in the same unit
 
     def __post_init__(self) -> None:
         if not self.repeats:
@@ -135,7 +134,7 @@ class BenchRecord:
         return "".join(_line(line, widths) + "\n" for line in lines)
 
 
-HEADS = ("case", "figure", "median", "unit", "spread", "limit", "share", "predicted")
+HEADS = ("case", "figure", "median", "unit", "spread", "limit", "share")
 LEFT = ("case", "figure", "unit")
 
 
@@ -148,7 +147,6 @@ def cells(figure: Figure) -> tuple[str, ...]:
         f"±{percent(figure.spread)}" if len(figure.repeats) > 1 else "",
         "" if figure.limit is None else f"{number(figure.limit)} {figure.limit_of}".strip(),
         "" if figure.share is None else percent(figure.share),
-        "" if figure.predicted is None else number(figure.predicted),
     )
 
 

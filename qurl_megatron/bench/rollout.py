@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from qurl_megatron.bench import limits, load_figures, machine_limits
+from qurl_megatron.bench import load_figures, machine_limits
 from qurl_megatron.bench.drive import DrivenLoad, Publishing
 from qurl_megatron.bench.options import quant_scheme
 from qurl_megatron.bench.random_model import config_of
@@ -47,8 +47,7 @@ from qurl_megatron.bench.rollout_load import (
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.plan.constants import Constants
-from qurl_megatron.plan.rollout_time import decode_rank
+from qurl_megatron.plan.rollout_time import DecodeRank, decode_rank, schedule
 from qurl_megatron.tensors.arch import Arch, read_arch
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -164,8 +163,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         name = subject.name
         device = device_of(before[name])
         devices.add(device)
-        bounds = bounds_of(plan, subject, arch, device, gpu)
-        cases.append(case_of(plan, subject, measured[name], bounds, changed[name], before[name]))
+        least = least_of(plan, subject, arch, device, gpu)
+        cases.append(case_of(plan, subject, measured[name], least, changed[name], before[name]))
     # The record has the limits of what the engines ran on.
     options.device = "cuda" if gpu and "cuda" in devices else "cpu"
     return cases
@@ -315,66 +314,59 @@ def _show(name: str, outcome: LoadOutcome) -> None:
         progress(f"{name}: not looked at: {outcome.unseen}")
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Seconds of the makespan; None where this side knows none."""
-
-    least: float | None = None  # by the bytes of its decode steps
-    predicted: float | None = None  # by qurl plan, where it knows the machine
-
-
-def bounds_of(
-    plan: LoadPlan,
-    subject: Subject,
-    arch: Arch,
-    device: str,
-    gpu: str | None,
-) -> Bounds:
-    """Return the limit and the prediction of one engine.
+def least_of(
+    plan: LoadPlan, subject: Subject, arch: Arch, device: str, gpu: str | None
+) -> float | None:
+    """Return the least makespan of one engine, in seconds; None where this side cannot know it.
 
     Args:
         device: that the engine says it uses, "cuda" or "cpu"; "" where it does not say.
-        gpu: what its driver calls the GPU that this side sees; None: it sees none.
+        gpu: its driver's name of the GPU that this side sees; None: it sees none.
     """
     on_gpu = device == "cuda"
     if subject.elsewhere or not device or (on_gpu and not gpu):
-        return Bounds()
+        return None
     read_gb_s = machine_limits.limits(device)["read_gb_s"]  # of the memory, or of one GPU's
-    scheme = quant_scheme(subject.scheme)
-    rank = decode_rank(arch, scheme, subject.tensor, ITEMSIZE[subject.dtype])
+    rank = decode_rank(arch, quant_scheme(subject.scheme), subject.tensor, ITEMSIZE[subject.dtype])
     # Ranks on CPUs share the memory's rate; GPUs have each their own.
-    share = 1 if on_gpu else subject.tensor
-    load = {"prompt": plan.prompt, "slots": plan.slots}
-    least_seconds = limits.least_seconds(
-        rank, plan.lengths, **load, bytes_per_s=1e9 * read_gb_s / share
-    )
-    gpu_model = limits.gpu_named(gpu or "", scheme) if on_gpu else None
-    if gpu_model is None:
-        return Bounds(least_seconds)
-    predicted = limits.predicted_seconds(
-        rank,
-        plan.lengths,
-        **load,
-        prompts=plan.prompts,
-        gpu=gpu_model,
-        constants=Constants(),
-    )
-    return Bounds(least_seconds, predicted)
+    rate = 1e9 * read_gb_s / (1 if on_gpu else subject.tensor)
+    return least_seconds(rank, plan.lengths, plan.prompt, plan.slots, rate)
+
+
+def least_seconds(
+    rank: DecodeRank, lengths: Sequence[int], prompt: int, slots: int, bytes_per_s: float
+) -> float:
+    """Return the seconds that a load's decode steps take at the memory's rate.
+
+    A step reads all weights once, and the keys and values so far of every running response.
+    Prompts, and all else, count as nothing.
+
+    Args:
+        lengths: tokens of each response, in the order in which they begin.
+        prompt: tokens of each prompt.
+        slots: responses at once.
+        bytes_per_s: that one rank of the engine reads.
+    """
+    read = 0.0
+    for steps, running, tokens in schedule(lengths, slots):
+        read += steps * (rank.weights + running * (prompt + tokens) * rank.token)
+    return read / bytes_per_s
 
 
 def case_of(
     plan: LoadPlan,
     subject: Subject,
     repeats: Repeats[LoadOutcome],
-    bounds: Bounds,
+    least: float | None,
     changed: str,
     identity: dict[str, object],
 ) -> Case:
     """Figures and reasons of all repeats.
 
     Args:
-        changed: what the engine says otherwise than before the first repeat.
-        identity: what it said then.
+        least: seconds of the makespan, the limit.
+        changed: facts of the engine that differ from those before the first repeat.
+        identity: its facts then.
     """
     outcomes = repeats.results
     reasons: dict[str, str] = {}
@@ -404,7 +396,7 @@ def case_of(
             "publish": plan.publish,
             **plan.settings,
         },
-        figures=figures_of(outcomes, bounds) if timed else [],
+        figures=figures_of(outcomes, least) if timed else [],
         # Of this machine, whose speed is not that of an engine on another one.
         yardsticks=[] if subject.elsewhere else repeats.yardsticks,
         reasons=[*reasons, *(reason for reason in repeats.reasons if reason not in reasons)],
@@ -429,17 +421,15 @@ KINDS: Mapping[str, Kind] = {
 busier, its cache fuller, and its tail as long as the lengths are."""
 
 
-def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
+def figures_of(outcomes: Sequence[LoadOutcome], least: float | None) -> list[Figure]:
     """A figure per quantity. One that only some repeats have is reported, not compared: repeats are
     compared beside the yardstick of their own round."""
     measured = [_measured(outcome) for outcome in outcomes]
     tokens = load_figures.tokens(outcomes[0].answers)
-    fastest, predicted = (s and tokens / s for s in (bounds.least, bounds.predicted))
-    bounds_by_name = {"tokens/s": Bounds(fastest, predicted), "makespan": bounds}
+    limits = {"tokens/s": tokens / least, "makespan": least} if least else {}
     figures = []
     for name in dict.fromkeys(name for quantities in measured for name in quantities):
         repeats = [quantities[name] for quantities in measured if name in quantities]
-        bound = bounds_by_name.get(name, Bounds())
         unit, better = KINDS.get(name, LATENCY)
         figures.append(
             Figure(
@@ -447,9 +437,8 @@ def figures_of(outcomes: Sequence[LoadOutcome], bounds: Bounds) -> list[Figure]:
                 unit=unit,
                 better=better if len(repeats) == len(outcomes) else None,
                 repeats=repeats,
-                limit=bound.least,
-                limit_of="DRAM bytes" if bound.least else "",
-                predicted=bound.predicted,
+                limit=limits.get(name),
+                limit_of="DRAM bytes" if name in limits else "",
             )
         )
     return figures

@@ -104,7 +104,6 @@ def test_a_cell_has_median_spread_share_and_prediction_and_a_star_where_it_canno
         repeats=[90.0, 100.0, 110.0],
         limit=400.0,
         limit_of="bytes read",
-        predicted=150.0,
     )
     alone = Figure(name="decode", unit="tokens/s", better="higher", repeats=[3.0])
     BenchRecord(
@@ -121,7 +120,7 @@ def test_a_cell_has_median_spread_share_and_prediction_and_a_star_where_it_canno
     (tmp_path / "study_cpu.json").write_text('{"study": "not a benchmark"}')
     page = rendered(tmp_path)
     narrow = "\u202f"
-    assert f"| int8 | 100 ±5.0{narrow}% (25{narrow}%) → 150 |" in page
+    assert f"| int8 | 100 ±5.0{narrow}% (25{narrow}%) |" in page
     assert "| fp8 * | 3 |" in page
     assert "- Limit of decode: bytes read." in page
     assert "- Not run: needs a GPU (fp4)." in page and "(fp8)." in page

@@ -22,7 +22,7 @@ def record(*cases: Case) -> BenchRecord:
 
 
 def int8(**given) -> Case:
-    filled = {"figures": [speed(limit=400.0, limit_of="DRAM bytes", predicted=123.0)], **given}
+    filled = {"figures": [speed(limit=400.0, limit_of="DRAM bytes")], **given}
     return Case(name="int8, batch 8", keys={"scheme": "int8", "batch": 8}, **filled)
 
 
@@ -80,7 +80,7 @@ def test_the_table_shows_every_figure_and_why_a_case_cannot_be_compared():
     lines = record(int8(), int8(figures=[speed()], reasons=["another load"]), fp8).table()
     head, first, second, reason, last = lines.splitlines()
     assert tuple(head.split()) == HEADS
-    for shown in ("int8, batch 8", "decode", "100", "tokens/s", "400 DRAM bytes", "25", "123"):
+    for shown in ("int8, batch 8", "decode", "100", "tokens/s", "400 DRAM bytes", "25"):
         assert shown in first
     assert "another load: something else used the machine" in reason
     assert last.startswith("fp8, batch 8") and last.endswith("not run: needs CUDA")

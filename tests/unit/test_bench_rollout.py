@@ -23,6 +23,7 @@ from qurl_megatron.bench.rollout_load import Ask, LoadOutcome, Look, Publication
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.plan.rollout_time import DecodeRank
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.wire.manifest import Manifest, read_version
 
@@ -69,8 +70,8 @@ def case(*outcomes, changed="", words=(), gpu=None, engine="embedded", device=No
     subject = rollout.Subject(engine, "int8")
     made = plan("--prompts", "1", "--samples", "2", "--mean", "2", "--sigma", "0", *words)
     device = ("cuda" if gpu else "cpu") if device is None else device
-    bounds = rollout.bounds_of(made, subject, ARCH, device, gpu)
-    return rollout.case_of(made, subject, repeats(*outcomes), bounds, changed, {"threads": 2})
+    least = rollout.least_of(made, subject, ARCH, device, gpu)
+    return rollout.case_of(made, subject, repeats(*outcomes), least, changed, {"threads": 2})
 
 
 def test_every_repeat_has_the_same_lengths_in_the_same_order_on_other_prompts():
@@ -177,17 +178,31 @@ def test_figures_have_a_value_per_repeat_and_the_makespan_its_limit():
     assert (found.keys["model"], found.keys["engine"]) == ("tiny", "embedded")
 
 
-def test_on_a_cpu_no_engine_has_a_prediction():
-    for engine in ("embedded", "sglang", "http://127.0.0.1:1"):
-        makespan = case(outcome(), engine=engine).figure("makespan")
-        assert makespan.limit and makespan.predicted is None
+RANK = DecodeRank(
+    weights=1000,
+    quantized=1,
+    plain=1,
+    token=10,
+    attention=1,
+    layers=1,
+    hidden=1,
+    tensor=1,
+    scheme="int8",
+)
 
 
-def test_on_a_gpu_that_the_planner_knows_a_makespan_stands_beside_its_prediction():
-    found = case(outcome(), gpu="NVIDIA H100 80GB HBM3")
-    makespan, rate = found.figure("makespan"), found.figure("tokens/s")
-    assert 0 < makespan.limit < makespan.predicted < 2.0
-    assert rate.predicted == pytest.approx(4 / makespan.predicted)
+@pytest.mark.parametrize(
+    ("prompt", "slots", "read"),
+    [
+        # Responses of 2 and 4 tokens. Two steps with both, at 1 token each on average; two with
+        # one, at 3 tokens.
+        (5, 2, 2 * (1000 + 2 * 6 * 10) + 2 * (1000 + 8 * 10)),
+        # One at a time reads the weights for every token.
+        (0, 1, 6 * 1000 + 10 * (2 * 1 + 4 * 2)),
+    ],
+)
+def test_a_step_reads_the_weights_once_and_each_responses_keys_and_values(prompt, slots, read):
+    assert rollout.least_seconds(RANK, [2, 4], prompt, slots, 100.0) == pytest.approx(read / 100)
 
 
 def test_a_publications_figures_are_those_of_the_slowest():
@@ -264,7 +279,7 @@ def test_another_load_has_other_keys(words):
 def test_an_engine_on_another_machine_has_no_limit_and_no_yardstick_of_this_one():
     found = case(outcome(), engine="http://10.1.2.3:8000", gpu="NVIDIA H100 80GB HBM3")
     makespan = found.figure("makespan")
-    assert makespan.limit is None and makespan.predicted is None and found.yardsticks == []
+    assert makespan.limit is None and found.yardsticks == []
     for host in ("127.0.0.1", "localhost", "[::1]"):
         near = case(outcome(), engine=f"http://{host}:8000")
         assert near.figure("makespan").limit and near.yardsticks
@@ -293,7 +308,6 @@ def test_what_an_engine_runs_on_is_what_it_says_or_all_there_is(monkeypatch, ide
 def test_an_engine_on_the_cpu_has_the_cpus_limit_though_this_side_has_a_gpu():
     makespan = case(outcome(), device="cpu", gpu="NVIDIA H100 80GB HBM3").figure("makespan")
     assert makespan.limit == case(outcome()).figure("makespan").limit
-    assert makespan.predicted == case(outcome()).figure("makespan").predicted
 
 
 def test_an_engine_that_does_not_answer_at_the_beginning_is_named_in_one_sentence(
