@@ -210,9 +210,8 @@ STEP = [
             str,
             [],
             "LAYOUT",
-            "strong and weak scaling over these, beside the smallest of them: tp, pp, dp and "
-            "engines, each with a number, e.g. tp1 tp2 dp2 tp2+engines2. With --against, the "
-            "default --repeats finds a phase twice as slow among up to 40 cases",
+            "strong scaling over these, beside the smallest of them: tp, pp, dp and engines, each "
+            "with a number, e.g. tp1 tp2 dp2 tp2+engines2",
             shown="none",
         )
     ),

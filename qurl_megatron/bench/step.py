@@ -5,12 +5,9 @@ but the first two. At every ``rollout.max_staleness`` that is asked for the reci
 layout: 0 generates and trains in turn, 1 and more generate while the policy trains. The limit of
 such a step is the longer of what engines and trainer do: all of the other one behind it.
 
-``--layouts`` adds scaling, in turn, so that no phase hides behind another. **Strong**: the same
-work for more ranks. **Weak**: as much work for each; prompts grow with data ranks or engines, so
-layouts with neither have no such case. The limit is linear scaling from the smallest layout, so the
-share of it is the efficiency: score and train by training ranks, rollout by engines. Reward is not
-split, and grows with the prompts; publish, and what no phase counts, stay as they are. On a CPU
-more ranks than cores gain nothing: there linear is level.
+``--layouts`` adds strong scaling, the same work on more ranks, in turn, so that no phase hides
+behind another. On GPUs the limit is linear scaling from the smallest layout, so the share of it is
+the efficiency: score and train by training ranks, rollout by engines; all else stays as it is.
 """
 
 import argparse
@@ -49,8 +46,6 @@ KEYS = {
 """By what a layout's name says: the field of ``Sizes``, and the recipe's key."""
 SPLIT = {"rollout": "engines", "score": "trainer", "train": "trainer"}
 """By phase, whose number it goes by."""
-UNSPLIT = "reward"
-"""A phase that one process does for all responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +67,9 @@ class Sizes:
         parts = [f"{n}{size}" for n, (key, _) in KEYS.items() if (size := getattr(self, key)) > 1]
         return "+".join(parts) or "tp1"
 
-    def overrides(self, prompts: int) -> list[str]:
-        """What turns a recipe into this layout, with so many prompts a step."""
-        sizes = [f"{key}={getattr(self, name)}" for name, key in KEYS.values()]
-        return [*sizes, f"data.prompts_per_step={prompts}"]
+    def overrides(self) -> list[str]:
+        """Return the settings that turn a recipe into this layout."""
+        return [f"{key}={getattr(self, name)}" for name, key in KEYS.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +81,10 @@ class StepSetting:
     recipe: Path
     overrides: tuple[str, ...]
     model: Path
-    busy: float  # GPUs, or cores of a CPU, that the layout keeps for itself
-    cores: int | None  # that all ranks and engines share; None: each has a GPU
+    devices: int  # GPUs of the layout, or cores of this machine
+    on_gpus: bool
     threads: int = 0  # of each rank on a CPU; 0: its share of the cores
     sizes: Sizes | None = None  # None: the recipe's own layout
-    work: float = 1.0  # times that of the smallest layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +98,7 @@ class Usual:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per staleness, and per layout and kind of scaling.
+    """Measure a case per staleness, and one per layout.
 
     Raises:
         ConfigError: a layout does not fit the recipe, or a run failed.
@@ -122,7 +115,16 @@ def run(options: argparse.Namespace) -> list[Case]:
         )
         for staleness in dict.fromkeys(options.staleness)
     ]
-    scaled = _scaled(options, layouts)
+    scaled = [
+        _setting(
+            options,
+            f"{sizes.name}, strong",
+            {"staleness": 0, "layout": sizes.name, "scaling": "strong"},
+            [*sizes.overrides(), "rollout.max_staleness=0"],
+            sizes,
+        )
+        for sizes in layouts
+    ]
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-step-") as folder:
         run_dirs = (Path(folder) / f"run-{number}" for number in itertools.count(1))
 
@@ -151,7 +153,11 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def _setting(
-    options: argparse.Namespace, name: str, keys: dict, overrides: Sequence[str], **more
+    options: argparse.Namespace,
+    name: str,
+    keys: dict,
+    overrides: Sequence[str],
+    sizes: Sizes | None = None,
 ) -> StepSetting:
     """
     Raises:
@@ -168,60 +174,20 @@ def _setting(
     settings = (*options.overrides, *threads, *overrides)
     config = load(recipe, settings)
     rollout = config.rollout
-    ranks = (config.parallel.world_size, rollout.engines * rollout.engine_tensor)
-    cores = None if environment.gpus() else len(os.sched_getaffinity(0))
-    if cores is None:
-        busy = max(ranks) if rollout.colocate else sum(ranks)
-    else:
-        sides = [used_cores(side, cores, options.threads) for side in ranks]
-        # In turn one side waits for the other.
-        busy = min(cores, sum(sides)) if rollout.max_staleness else max(sides)
+    on_gpus = bool(environment.gpus())
+    trainer, engines = config.parallel.world_size, rollout.engines * rollout.engine_tensor
+    gpus = max(trainer, engines) if rollout.colocate else trainer + engines
     return StepSetting(
         name=f"{recipe.stem}, {name}",
         keys={**defaults, **keys},
         recipe=recipe,
         overrides=settings,
         model=Path(config.model.path),
-        busy=busy,
-        cores=cores,
+        devices=gpus if on_gpus else len(os.sched_getaffinity(0)),
+        on_gpus=on_gpus,
         threads=options.threads,
-        **more,
+        sizes=sizes,
     )
-
-
-def _scaled(options: argparse.Namespace, layouts: Sequence[Sizes]) -> list[StepSetting]:
-    """Strong scaling of each layout, weak scaling of those that can have it.
-
-    Raises:
-        ConfigError: prompts do not come out whole.
-    """
-    if not layouts:
-        return []
-    base = smallest(layouts)
-    works = [(sizes, 1.0, "strong") for sizes in layouts]
-    for sizes in layouts:
-        # As much for each rank that takes whole prompts.
-        if (work := max(sizes.data / base.data, sizes.engines / base.engines)) > 1:
-            works.append((sizes, work, "weak"))
-    prompts = load(options.recipe, options.overrides).data.prompts_per_step
-    settings = []
-    for sizes, work, kind in works:
-        if prompts * work != int(prompts * work):
-            raise ConfigError(
-                f"--layouts {sizes.name}: weak scaling needs {prompts * work:g} prompts a step; "
-                "give another data.prompts_per_step"
-            )
-        settings.append(
-            _setting(
-                options,
-                f"{sizes.name}, {kind}",
-                {"staleness": 0, "layout": sizes.name, "scaling": kind},
-                [*sizes.overrides(int(prompts * work)), "rollout.max_staleness=0"],
-                sizes=sizes,
-                work=work,
-            )
-        )
-    return settings
 
 
 def parse(name: str) -> Sizes:
@@ -330,8 +296,8 @@ def case_of(
     shares = [100 * run.overlap for run in runs]
     figures.append(Figure(name="overlap", unit="%", better=None, repeats=shares))
     if all(run.accepted > 0 for run in runs):
-        unit = "core s" if setting.cores else "GPU s"
-        spent = [setting.busy * run.seconds["step"] / run.accepted for run in runs]
+        unit = "GPU s" if setting.on_gpus else "core s"
+        spent = [setting.devices * run.seconds["step"] / run.accepted for run in runs]
         figures.append(Figure(name="per accepted sample", unit=unit, better=None, repeats=spent))
     notes: dict[str, object] = {
         "accepted": round(statistics.fmean(run.accepted for run in runs), 1)
@@ -363,49 +329,21 @@ def _scaling_cases(
     for setting in settings:
         assert setting.sizes is not None, "layouts have theirs"
         limits = {}
-        if setting is not first:
-            limits = linear(took, setting.sizes, base, setting.work, setting.cores, setting.threads)
-        cores = f", up to {setting.cores} cores" if setting.cores else ""
-        case = case_of(setting, measured[setting.name], limits, f"linear from {base.name}{cores}")
-        if setting.cores:
-            threads = setting.threads or "a share of the cores each"
-            case.notes["cores"] = (
-                f"{setting.sizes.trainer} training ranks and {setting.sizes.engines} engines on "
-                f"{setting.cores} cores, threads: {threads}"
-            )
-        cases.append(case)
+        if setting is not first and setting.on_gpus:
+            limits = linear(took, setting.sizes, base)
+        cases.append(case_of(setting, measured[setting.name], limits, f"linear from {base.name}"))
     return cases
 
 
-def linear(
-    phases: Mapping[str, float],
-    sizes: Sizes,
-    base: Sizes,
-    work: float,
-    cores: int | None,
-    threads: int = 0,
-) -> dict[str, float]:
-    """Seconds of each phase and of the step at linear scaling.
+def linear(phases: Mapping[str, float], sizes: Sizes, base: Sizes) -> dict[str, float]:
+    """Return the seconds of each phase that ranks share, and of the step, at linear scaling.
 
     Args:
         phases: seconds of the smallest layout, by phase and "step".
-        work: times that of the smallest layout.
-        cores: that all ranks share; None: each has a GPU.
-        threads: of each rank on a CPU; 0: its share of the cores.
     """
     scaled = {}
-    for phase, seconds in phases.items():
-        if side := SPLIT.get(phase):
-            now, before = getattr(sizes, side), getattr(base, side)
-            if cores is not None:
-                now, before = (used_cores(ranks, cores, threads) for ranks in (now, before))
-            scaled[phase] = seconds * work * before / now
-        elif phase == UNSPLIT:
-            scaled[phase] = seconds * work
+    for phase, side in SPLIT.items():
+        if phase in phases:
+            scaled[phase] = phases[phase] * getattr(base, side) / getattr(sizes, side)
     remainder = phases["step"] - sum(phases[phase] for phase in scaled)
     return {**scaled, "step": sum(scaled.values()) + remainder}
-
-
-def used_cores(ranks: int, cores: int, threads: int) -> int:
-    """Return how many of the cores so many ranks keep busy together."""
-    return min(cores, ranks * threads) if threads else cores

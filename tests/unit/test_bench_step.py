@@ -106,26 +106,14 @@ TOOK = {"step": 10.0, "rollout": 4.0, "reward": 0.25, "score": 1.0, "train": 3.0
 
 
 def test_linear_scaling_by_hand():
-    """On GPUs of their own, twice the data ranks halve score and train, and leave the rest."""
-    found = linear(TOOK, parse("dp2"), parse("tp1"), 1.0, cores=None)
-    assert found == {"rollout": 4.0, "reward": 0.25, "score": 0.5, "train": 1.5, "step": 8.0}
-    # Twice the work: the trainer as long as before, the one engine and the rewards twice as long.
-    found = linear(TOOK, parse("dp2"), parse("tp1"), 2.0, cores=None)
-    assert found == {"rollout": 8.0, "reward": 0.5, "score": 1.0, "train": 3.0, "step": 14.25}
-
-
-@pytest.mark.parametrize(
-    ("layout", "threads", "train", "rollout"),
-    [
-        ("tp2", 1, 1.5, 4.0),  # the second rank finds a core of its own
-        ("tp4", 1, 1.5, 4.0),  # the third and fourth find none
-        ("tp2", 0, 3.0, 4.0),  # one rank had both cores already
-        ("engines2", 1, 3.0, 2.0),
-    ],
-)
-def test_on_a_cpu_the_cores_are_the_limit_and_not_the_ranks(layout, threads, train, rollout):
-    found = linear(TOOK, parse(layout), parse("tp1"), 1.0, cores=2, threads=threads)
-    assert (found["train"], found["rollout"]) == (train, rollout)
+    """Twice the data ranks halve score and train, and leave the rest."""
+    assert linear(TOOK, parse("dp2"), parse("tp1")) == {
+        "rollout": 4.0,
+        "score": 0.5,
+        "train": 1.5,
+        "step": 8.0,
+    }
+    assert linear(TOOK, parse("engines2"), parse("tp1"))["step"] == 8.0
 
 
 # -- the benchmark -----------------------------------------------------------------------------
@@ -176,7 +164,7 @@ def test_a_staleness_named_twice_is_measured_once_and_a_case_tells_all_that_was_
 def test_what_follows_from_other_figures_is_shown_and_not_compared_with_an_older_record():
     runs = [Usual(seconds=TOOK, engines=4.0, overlap=share, accepted=5.0) for share in (0.5, 0.625)]
     setting = StepSetting(
-        name="q", keys={}, recipe=QUICKSTART, overrides=(), model=Path(), busy=2.0, cores=None
+        name="q", keys={}, recipe=QUICKSTART, overrides=(), model=Path(), devices=2, on_gpus=True
     )
     case = case_of(setting, Repeats(results=runs, yardsticks=[1.0] * 2), {}, "")
     overlap = case.figure("overlap")
@@ -199,47 +187,34 @@ def test_on_gpus_a_sample_costs_their_seconds(bench, monkeypatch):
 
 
 def phases_of(given: dict) -> dict[str, float]:
-    """Perfect scaling over two cores at one thread each; the quickstart's layout is TP2 + 2."""
-    ranks = int(given.get("parallel.tensor", 2)) * int(given.get("parallel.data", 1))
-    work = int(given.get("data.prompts_per_step", 64)) / 64
-    rollout = 2.0 * work / int(given.get("rollout.engines", 2))
-    score, train = 1.0 * work / min(2, ranks), 3.0 * work / min(2, ranks)
-    return {"rollout": rollout, "score": score, "train": train, "publish": 0.5}
+    """Perfect scaling, but for training over tensor ranks, which gains nothing."""
+    tensor, data = int(given.get("parallel.tensor", 2)), int(given.get("parallel.data", 1))
+    rollout = 2.0 / int(given.get("rollout.engines", 2))
+    return {"rollout": rollout, "score": 1.0 / (tensor * data), "train": 3.0 / data, "publish": 0.5}
 
 
-def scaling(bench, took) -> dict[str, Case]:
-    words = ["--staleness", "0", "--threads", "1", "--layouts", "tp1", "tp2", "dp2"]
-    cases = bench(*words, "engines2", took=took)[1:]
+def scaling(bench) -> dict[str, Case]:
+    layouts = ("tp1", "tp2", "dp2", "engines2")
+    cases = bench("--staleness", "0", "--layouts", *layouts, took=phases_of)[1:]
     return {case.name.removeprefix("quickstart, "): case for case in cases}
 
 
-def test_perfect_scaling_is_a_hundred_percent_strong_and_weak(bench):
-    cases = scaling(bench, phases_of)
-    measured = ["tp1, strong", "tp2, strong", "dp2, strong", "engines2, strong"]
-    measured += ["dp2, weak", "engines2, weak"]
-    assert list(cases) == measured
-    for name in measured[1:]:
-        assert cases[name].figure("step").share == pytest.approx(1.0), name
+def test_on_gpus_a_layout_stands_beside_linear_scaling(bench, monkeypatch):
+    gpus = [{"name": "NVIDIA L4", "memory_gib": 24}]
+    monkeypatch.setattr("qurl_megatron.bench.environment.gpus", lambda: gpus)
+    cases = scaling(bench)
+    assert list(cases) == ["tp1, strong", "tp2, strong", "dp2, strong", "engines2, strong"]
     assert cases["tp1, strong"].figure("step").limit is None
-    assert cases["dp2, weak"].figure("train").median == 3.0
-    assert cases["dp2, weak"].figure("rollout").limit == 4.0  # one engine, twice the prompts
-    assert cases["tp2, strong"].notes["cores"] == (
-        "2 training ranks and 1 engines on 2 cores, threads: 1"
-    )
-
-
-def test_a_slow_phase_is_found_in_its_layout_and_phase_alone(bench):
-    def took(given):
-        slow = 2.0 if given.get("parallel.tensor") == "2" else 1.0
-        phases = phases_of(given)
-        return {**phases, "train": slow * phases["train"]}
-
-    cases = scaling(bench, took)
+    for name in ("dp2, strong", "engines2, strong"):
+        assert cases[name].figure("step").share == pytest.approx(1.0), name
     assert cases["tp2, strong"].figure("train").share == pytest.approx(0.5)
     assert cases["tp2, strong"].figure("score").share == pytest.approx(1.0)
     # Linear: 2 + 0.5 + 1.5 + 0.5 of 6 s.
     assert cases["tp2, strong"].figure("step").share == pytest.approx(4.5 / 6)
-    assert cases["dp2, strong"].figure("step").share == pytest.approx(1.0)
+
+
+def test_on_a_cpu_layouts_have_no_limit(bench):
+    assert all(case.figure("step").limit is None for case in scaling(bench).values())
 
 
 def test_a_layout_that_the_recipe_cannot_have_is_refused_before_anything_runs(bench):
