@@ -1,11 +1,10 @@
 """Memory that a rank needs for a model it trains, from the shapes of its weights alone.
 
-Building a model on the meta device takes seconds (``training.dry_run``); a planner asks for
-hundreds of layouts. So this lays out Megatron's buffer of gradients as megatron-core 0.16 does in
+This lays out Megatron's buffer of gradients as megatron-core 0.16 does in
 ``core/distributed/param_and_grad_buffer.py``: parameters in reverse order, each beginning at a
 multiple of 64 numbers, in buckets that end at a multiple of 128 and of the ranks that share the
 optimizer. Weights lie in a buffer like it; masters and Adam's moments are a rank's share of every
-bucket, less the padding. A test holds all of it to the byte against the dry run.
+bucket, less the padding. Tests hold all of it to the byte against models that are built.
 """
 
 import functools

@@ -1,43 +1,26 @@
-"""``qurl show --dry-run``: a run built on the meta device, and the memory of each rank.
-
-Every pipeline stage is built as its own tensor rank 0 would build it: Megatron's model, gradient
-buffers and optimizer, in one process and without weights. The tensor ranks of a stage are alike,
-and so are its data ranks but for the padding of their shares. So a recipe that passes has a
-layout that works, and its memory is known before there is a GPU.
-"""
+"""``qurl show --dry-run``: the memory of each rank of a run, before there is a GPU."""
 
 import os
 from pathlib import Path
 
-from qurl_megatron.actor.build import build_model, transformer_config
-from qurl_megatron.actor.critic import ValueHead
-from qurl_megatron.actor.megatron import Ranks
-from qurl_megatron.actor.pretend import META, pretended_rank, without_gpus
-from qurl_megatron.actor.trained import with_optimizer
 from qurl_megatron.checkpoints.shapes import parameter_count
 from qurl_megatron.config import RunConfig
 from qurl_megatron.schemes import SERVED
-from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training import memory
-from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.footprint import (
     NODE,
     EngineFootprint,
     Footprint,
-    Holdings,
-    Models,
-    add_up,
-    check_division,
     find_models,
+    footprint,
 )
-from qurl_megatron.training.held import held
-from qurl_megatron.training.memory import GIB, Held
+from qurl_megatron.training.memory import GIB
 
 
 def dry_run(
     config: RunConfig, model_config: Path | None = None, *, gpu_gib: float = 80
 ) -> Footprint:
-    """Build every stage of a run without weights, and add up.
+    """Add up the memory of every pipeline stage, from the models' shapes alone.
 
     Args:
         model_config: the model's config.json or the folder it is in; None takes that of
@@ -47,37 +30,7 @@ def dry_run(
     Raises:
         ConfigError: no config is found, or the model does not divide over the ranks or engines.
     """
-    models = find_models(config, model_config)
-    check_division(config, models)
-    return add_up(config, models, without_gpus(_built, config, models), gpu_gib=gpu_gib)
-
-
-def _built(config: RunConfig, models: Models) -> Holdings:
-    return [_stage_built(config, models, index) for index in range(config.parallel.pipeline)]
-
-
-def _stage_built(config: RunConfig, models: Models, index: int) -> tuple[Held, Held | None]:
-    parallel = config.parallel
-    # Megatron numbers tensor ranks innermost and pipeline stages outermost.
-    rank = index * (parallel.world_size // parallel.pipeline)
-    with pretended_rank(parallel, rank) as ranks:
-        assert (ranks.pipeline.rank, ranks.tensor.rank, ranks.data.rank) == (index, 0, 0)
-        policy = _built_model(config, models.policy, ranks)
-        critic = _built_model(config, models.critic, ranks, critic=True) if models.critic else None
-    return policy, critic
-
-
-def _built_model(config: RunConfig, arch: Arch, ranks: Ranks, *, critic: bool = False) -> Held:
-    """One model with its optimizer; a critic is a body with a head of its own."""
-    megatron = transformer_config(arch, config.model, config.parallel)
-    with META:
-        # A critic's body is never aligned.
-        align = None if critic else alignment(config, ranks.device)
-        gpt = build_model(arch, megatron, ranks, align=align)
-        if critic and ranks.last_stage:
-            gpt.output_layer = ValueHead(megatron, ranks)
-    model, optimizer, _ = with_optimizer(gpt, megatron, config.optimizer)
-    return held(model, optimizer)
+    return footprint(config, find_models(config, model_config), gpu_gib=gpu_gib)
 
 
 def render(run: Footprint) -> str:

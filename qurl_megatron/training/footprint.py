@@ -1,10 +1,9 @@
-"""Memory that each rank of a run would need, added up from its models and everything else.
+"""Memory that each rank of a run would need, added up from its models' shapes and all else.
 
-The models' sizes come from the models themselves (``training.dry_run`` builds them) or from
-shapes alone (``footprint``, in milliseconds); all else is the same for both.
+A planner asks for hundreds of layouts, so nothing is built and torch is not imported. Tests hold
+the models' part to the byte against ranks that are really built.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -128,10 +127,6 @@ class Models:
     critic: Arch | None
 
 
-Holdings = Sequence[tuple[Held, Held | None]]
-"""Policy and critic of each pipeline stage."""
-
-
 def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
     """Read the shapes of the models that a run trains.
 
@@ -213,7 +208,10 @@ def check_layout(config: RunConfig) -> None:
 
 
 def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Footprint:
-    """Return a run's sums from its models' shapes, equal to a dry run's to the byte.
+    """Add up the memory in use on the GPUs of trainer and engines.
+
+    Args:
+        gpu_gib: memory of a GPU, in GiB.
 
     Raises:
         ConfigError: the model does not divide over the ranks or engines.
@@ -225,33 +223,15 @@ def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Foot
         overlap=config.optimizer.overlap_grad_reduce,
         itemsize=config.model.itemsize,
     )
-    holdings = []
-    for stage in range(parallel.pipeline):
-        policy = held_from_shapes(models.policy, parallel, stage, **options)
-        critic = None
-        if models.critic:
-            critic = held_from_shapes(models.critic, parallel, stage, critic=True, **options)
-        holdings.append((policy, critic))
-    return add_up(config, models, holdings, gpu_gib=gpu_gib)
-
-
-def add_up(
-    config: RunConfig, models: Models, holdings: Holdings, *, gpu_gib: float = 80
-) -> Footprint:
-    """Add up the memory in use on the GPUs of trainer and engines.
-
-    Args:
-        gpu_gib: memory of a GPU, in GiB.
-
-    Raises:
-        ConfigError: the model does not divide over an engine.
-    """
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     passed = _pass(config, longest)
-    stages = [
-        _stage(config, models.policy, passed, index, *holding)
-        for index, holding in enumerate(holdings)
-    ]
+    stages = []
+    for index in range(parallel.pipeline):
+        policy = held_from_shapes(models.policy, parallel, index, **options)
+        critic = None
+        if models.critic:
+            critic = held_from_shapes(models.critic, parallel, index, critic=True, **options)
+        stages.append(_stage(config, models.policy, passed, index, policy, critic))
     gpu = int(gpu_gib * GIB)
     engine = None
     if config.rollout.kind.takes_gpus:

@@ -1,8 +1,8 @@
 """Memory that one rank of a run, and one rank of an engine, need.
 
-Permanent memory is known, not estimated: ``buffers`` has it from shapes alone, a dry run from a
-model that is built. Activations are the tensors that a backward pass will read again, estimated by
-the accounting of Korthikanti et al. 2022 (arXiv:2205.05198), section 4. None of it needs torch.
+Permanent memory is known, not estimated: ``buffers`` has it from shapes. Activations are tensors
+that a backward pass will read again, estimated by the accounting of Korthikanti et al. 2022
+(arXiv:2205.05198), section 4. None of it needs torch.
 
 Shapes: T = tokens of one pass on one rank, h = hidden size, f = size between the two MLP
 projections, t = tensor-parallel size. All sizes are bytes.
