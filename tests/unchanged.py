@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tests.integration.test_new_user import mistaken
+from tests.support.mistakes import mistaken
 
 HERE = Path(__file__).parents[1]
 LISTED = 20  # differences of one part

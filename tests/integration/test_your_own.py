@@ -5,16 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/your_own.md").read_text(encoding="utf-8")
-FILES = ["mine/make_data.py", "mine/rewards.py", "mine/recipe.toml", "mine/ask.py"]
-"""In the order in which the page has them."""
-
-
-def blocks(*languages: str) -> list[str]:
-    return re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", PAGE, re.DOTALL)
+from tests.support.your_own_page import FILES, PAGE, blocks
 
 
 def test_every_command_of_the_page_runs_from_an_empty_folder(tmp_path):
@@ -28,7 +20,6 @@ def test_every_command_of_the_page_runs_from_an_empty_folder(tmp_path):
         (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {runs} "$@"\n')
         (commands / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
-    (tmp_path / "checkpoints_tools").symlink_to(ROOT / "checkpoints_tools")
     printed = {}
     for block in blocks("sh"):
         done = subprocess.run(
