@@ -1,9 +1,9 @@
-"""``qurl slurm ACTION``: what each action is called, takes and does; heavy imports wait."""
+"""``qurl slurm ACTION``: names, options and calls of the actions; heavy imports wait."""
 
 import argparse
 from pathlib import Path
 
-from qurl_megatron.cluster.jobs import KINDS
+from qurl_megatron.cluster.script import KINDS
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -25,26 +25,26 @@ def _cancel(arguments: argparse.Namespace) -> int:
     """Have the jobs of a run save and end."""
     from qurl_megatron.cluster.submit import cancel
 
-    return cancel(arguments.run_dir, dry_run=arguments.dry_run)
+    return cancel(arguments.run_dir)
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    """Say how a run is: queue, steps, time left, newest checkpoint, and what to do next."""
+    """Show how a run is: queue, steps, time left, newest checkpoint, and what to do next."""
     from qurl_megatron.cluster.status import status
 
     return status(arguments.run_dir, as_json=arguments.json)
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-    """Say what ended a run's newest attempt: the first cause, and what followed from it."""
+    """Show why a run's newest attempt ended: the first cause, and its consequences."""
     from qurl_megatron.cluster.logs import logs
 
     return logs(arguments.run_dir, arguments.attempt)
 
 
 def _hours(arguments: argparse.Namespace) -> int:
-    """Say where a run's GPU-hours went: trained, set up, saved, stalled, lost."""
-    from qurl_megatron.cluster.gpu_hours import hours
+    """Show where a run's GPU-hours went: trained, set up, saved, stalled, lost."""
+    from qurl_megatron.cluster.status import hours
 
     return hours(arguments.run_dir, as_json=arguments.json)
 
@@ -102,13 +102,11 @@ ACTIONS = {
 def add_actions(command: argparse.ArgumentParser) -> None:
     """Add the actions and their options to the command."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    added = {
-        name: actions.add_parser(name, help=run.__doc__, description=run.__doc__)
-        for name, run in ACTIONS.items()
-    }
+    added = {}
+    for name, run in ACTIONS.items():
+        added[name] = actions.add_parser(name, help=run.__doc__, description=run.__doc__)
     for name in ("render", "submit"):
-        action_parser = added[name]
-        action_parser.add_argument(
+        added[name].add_argument(
             "words",
             nargs="+",
             metavar="WORD",
@@ -116,29 +114,18 @@ def add_actions(command: argparse.ArgumentParser) -> None:
             "options: a tool of checkpoints_tools, a benchmark, a benchmark file, or a study file "
             "and the folder of its runs",
         )
-        action_parser.add_argument(
-            "--cluster",
-            type=Path,
-            required=True,
-            metavar="FILE",
-            help="TOML file describing the cluster; some ship in slurm/clusters",
-        )
-        action_parser.add_argument(
-            "--kind", choices=KINDS, default="train", help="default: a training run"
-        )
-    added["submit"].add_argument(
-        "--dry-run", action="store_true", help="stop before anything is written or submitted"
-    )
+        help = "TOML file describing the cluster; some ship in slurm/clusters"
+        added[name].add_argument("--cluster", type=Path, required=True, metavar="FILE", help=help)
+        help = "default: a training run"
+        added[name].add_argument("--kind", choices=KINDS, default="train", help=help)
     for name in ("cancel", "status", "logs", "hours", "attempt", "task", "offer"):
         added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
-    added["cancel"].add_argument(
-        "--dry-run", action="store_true", help="only print what would be asked of Slurm"
-    )
+    help = "stop before anything is written or submitted"
+    added["submit"].add_argument("--dry-run", action="store_true", help=help)
     for name in ("status", "hours"):
         added[name].add_argument("--json", action="store_true", help="for a program to read")
-    added["logs"].add_argument(
-        "--attempt", type=int, metavar="N", help="default: the newest; the first is 1"
-    )
+    help = "default: the newest; the first is 1"
+    added["logs"].add_argument("--attempt", type=int, metavar="N", help=help)
     added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
     added["task"].add_argument("--engines", type=int, help="fewer than the recipe has")
     added["cell"].add_argument("study", type=Path, help="TOML study file")

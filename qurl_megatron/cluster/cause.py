@@ -1,30 +1,32 @@
-"""What ended an attempt: the first cause, told from all that only followed from it.
+"""The first cause of an attempt's end, told from all that only followed from it.
 
 When a rank dies, every other one fails too, in the collective where it waits, and says so at
-length. What counts first is therefore not the time but whether a failure can be a consequence:
+length. Time therefore counts less than whether a failure can be a consequence:
 
     1  the traceback of a rank that names a reason of its own
     2  a rank that the system killed, or a node that was lost: srun alone says so; or a run that
        hung, which the supervisor says before it ends the ranks itself
-    3  the traceback, or the death, of an engine, or of the task that has those of a rollout node,
-       or of that node, unless Slurm ended the job for it: they may die without ending the run
+    3  the traceback, or the death, of an engine, of the task that has a rollout node's engines, or
+       of that node, unless Slurm ended the job for it: they may die without ending the run
     4  a rank that found no engine left
     5  a rank that found another one gone
     6  a rank that ended without a word
 
-and within each the earliest. Times are those of the nodes' own clocks, or of the file server where
-a log tells none: two failures that are closer than the clocks agree may change places.
+and within each the earliest. Times are from the nodes' own clocks, or from the file server where a
+log tells none: two failures that are closer than the clocks agree may change places.
 """
 
+import contextlib
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
-from qurl_megatron.cluster.steps import ENGINES_SAY, EXAMINATION_SAYS
-from qurl_megatron.cluster.tracebacks import tracebacks
+from qurl_megatron.cluster.layout import ENGINES_PREFIX, EXAMINATION_PREFIX
 from qurl_megatron.observe.failures import Failure
+from qurl_megatron.observe.samples import SAID
 
 REASON, KILLED, ENGINE, NO_ENGINE, NO_PEER, SILENT = range(1, 7)
 
@@ -36,7 +38,7 @@ class Kind:
     name: str
     pattern: str  # searched in "Type: text"
     advice: str
-    weight: int | None = None  # of the list above; None: that of its source
+    weight: int | None = None  # of the list above; None: given by its source
 
 
 PEERS = (
@@ -144,26 +146,25 @@ FULL = next(kind for kind in KINDS if kind.name == "the disk is full")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that failed."""
+    """A failure."""
 
     kind: Kind
     weight: int
-    who: str  # such as "rank 3"
-    said: str
+    source: str  # such as "rank 3"
+    message: str
     time: float | None = None
     node: str = ""
     phase: str = ""
     step: int | None = None
     version: int | None = None
     traceback: str = ""
-    code: int | None = None  # exit code, where srun tells
 
 
 @dataclass(frozen=True)
 class Log:
     """The end of a file that a rank, a rollout node or an engine has written."""
 
-    who: str
+    source: str
     text: str
     time: float  # when it was last written, Unix seconds
     path: Path
@@ -172,7 +173,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What there is to read of one attempt."""
+    """All there is to read of one attempt."""
 
     failures: Sequence[Failure] = ()
     logs: Sequence[Log] = ()
@@ -181,48 +182,41 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Cause:
-    """What came first, and what followed from it, in the order of weight and time."""
-
     first: Event
-    followed: list[Event] = field(default_factory=list)
+    followed: list[Event] = field(default_factory=list)  # in the order of weight and time
 
 
 def first_cause(evidence: Evidence) -> Cause | None:
-    """None: nothing says that anything failed."""
-    prefixes = (ENGINES_SAY, EXAMINATION_SAYS)
-    srun = [line for line in evidence.srun if not line.startswith(prefixes)]
-    engines = [
-        line.removeprefix(ENGINES_SAY) for line in evidence.srun if line.startswith(ENGINES_SAY)
-    ]
-    codes = exit_codes(srun)
-    ranks_heard = {f"rank {failure.rank}" for failure in evidence.failures}
-    events = [_of_failure(failure, codes) for failure in evidence.failures]
+    """Return the first cause and its consequences; None: nothing says that anything failed."""
+    ranks, engines = [], []
+    for line in evidence.srun:
+        if line.startswith(ENGINES_PREFIX):
+            engines.append(line.removeprefix(ENGINES_PREFIX))
+        elif not line.startswith(EXAMINATION_PREFIX):
+            ranks.append(line)
+    events = [_of_failure(failure) for failure in evidence.failures]
+    ranks_heard = {event.source for event in events}
     for log in evidence.logs:
         events += _of_slurm(log)
-        if log.who not in ranks_heard:
-            events += _of_log(log, codes)
-    events += _of_supervisor(srun)
-    ended = any("DUE TO NODE FAILURE" in line for line in srun)  # as a heterogeneous job is
-    events += _of_srun(engines, "rollout node", ENGINE, lost=KILLED if ended else ENGINE)
-    events += _of_srun(srun, "rank", KILLED, lost=KILLED)
+        if log.source not in ranks_heard:
+            events += _of_log(log)
+    events += _of_supervisor(ranks)
+    job_ended = any("DUE TO NODE FAILURE" in line for line in ranks)  # as a heterogeneous job is
+    events += _of_srun(engines, "rollout node", ENGINE, lost=KILLED if job_ended else ENGINE)
+    events += _of_srun(ranks, "rank", KILLED, lost=KILLED)
     if not events:
-        events += _silent(srun)
+        events += _silent(ranks)
+    unique = {(event.source, event.message): event for event in events}  # logs quote one another
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
-    events = sorted(_apart(events), key=lambda event: (event.weight, event.time or 0.0))
-    return Cause(events[0], events[1:]) if events else None
+    ordered = sorted(unique.values(), key=lambda event: (event.weight, event.time or 0.0))
+    return Cause(ordered[0], ordered[1:]) if ordered else None
 
 
-def kind_of(said: str) -> Kind:
-    return next(kind for kind in KINDS if re.search(kind.pattern, said))
+def kind_of(message: str) -> Kind:
+    return next(kind for kind in KINDS if re.search(kind.pattern, message))
 
 
-def exit_codes(srun: Sequence[str]) -> dict[str, int]:
-    """By task number, such as {"0": 1}."""
-    exits = ((tasks, _code(how)) for _, tasks, how in map(_ended, srun))
-    return {task: code for tasks, code in exits if code for task in tasks}
-
-
-def _of_failure(failure: Failure, codes: Mapping[str, int]) -> Event:
+def _of_failure(failure: Failure) -> Event:
     message = f"{failure.kind}: {failure.text}"
     kind = kind_of(message)
     return Event(
@@ -236,27 +230,26 @@ def _of_failure(failure: Failure, codes: Mapping[str, int]) -> Event:
         failure.step,
         failure.version,
         failure.traceback,
-        codes.get(str(failure.rank)),
     )
 
 
-def _of_log(log: Log, codes: Mapping[str, int]) -> Iterator[Event]:
+def _of_log(log: Log) -> Iterator[Event]:
     for logged in tracebacks(log.text):
-        kind = kind_of(logged.said)
+        kind = kind_of(logged.message)
         weight = kind.weight or REASON
         if log.engine:
             weight = max(weight, ENGINE)
-        code = None if log.engine else codes.get(log.who.removeprefix("rank "))
         time = logged.time or log.time
-        yield Event(kind, weight, log.who, logged.said, time, traceback=logged.text, code=code)
+        yield Event(kind, weight, log.source, logged.message, time, traceback=logged.text)
     for line in log.text.splitlines():
         if died := re.match(r"qurl: (engine-\d+) exited with status -(\d+)", line):
-            message = f"killed by {_name(int(died[2]))}"
-            yield Event(kind_of(message), ENGINE, f"{died[1]} of {log.who}", message, log.time)
+            message = f"killed by {_signal_name(int(died[2]))}"
+            source = f"{died[1]} of {log.source}"
+            yield Event(kind_of(message), ENGINE, source, message, log.time)
 
 
 def _of_slurm(log: Log) -> Iterator[Event]:
-    """What Slurm's daemon writes into the logs of a step, of whichever task."""
+    """Yield the findings of Slurm's daemon, which writes them into any task's log."""
     for line in log.text.splitlines():
         if match := re.match(r"slurmstepd(?:-(\S+))?: error: Detected \d+ oom.kill", line):
             yield Event(kind_of(line), KILLED, "a task", line.strip(), node=match[1] or "")
@@ -270,84 +263,132 @@ SLURMS = (
 
 
 def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
-    matches = (re.match(r"qurl: rank (\d+) did not answer", line) for line in lines)
-    silent = ", ".join(match[1] for match in matches if match)
+    silent_ranks = re.findall(r"^qurl: rank (\d+) did not answer", "\n".join(lines), re.MULTILINE)
     for line in lines:
-        if line.startswith("qurl: no new step for"):
-            message, silent_ones = (
-                line.removeprefix("qurl: "),
-                f"rank {silent}" if silent else "the supervisor",
-            )
-            yield Event(kind_of(message), KILLED, silent_ones, message)
-        if line.startswith("qurl: ") and kind_of(line) is FULL:  # then ranks can keep nothing
-            yield Event(FULL, REASON, "the supervisor", line.removeprefix("qurl: "))
+        if not line.startswith("qurl: "):
+            continue
+        message = line.removeprefix("qurl: ")
+        if message.startswith("no new step for"):
+            source = f"rank {', '.join(silent_ranks)}" if silent_ranks else "the supervisor"
+            yield Event(kind_of(message), KILLED, source, message)
+        elif kind_of(line) is FULL:  # then ranks can keep nothing
+            yield Event(FULL, REASON, "the supervisor", message)
 
 
 def _of_srun(lines: Sequence[str], task: str, weight: int, *, lost: int) -> Iterator[Event]:
-    """Up to where srun itself begins to end tasks.
+    """Yield the failures that srun names before it begins to end tasks itself.
 
     Args:
         lines: of one step.
         task: what one of its tasks is called.
-        weight: of what ended one.
-        lost: of a node of the step that was lost.
+        weight: of a task that was killed.
+        lost: weight of a node that was lost.
     """
     for line in lines:
         if "Terminating StepId" in line or "Job step aborted" in line:
             return
-        node, tasks, how = _ended(line)
-        if number := _signal(how):
-            message, code = f"killed by {_name(number)}", 128 + number
-            for task_number in tasks:
-                yield Event(
-                    kind_of(message), weight, f"{task} {task_number}", message, node=node, code=code
-                )
+        node, tasks, ending = _task_end(line)
+        message = line.partition("error: ")[2] or line
+        if number := _signal(ending):
+            message = f"killed by {_signal_name(number)}"
+            for index in tasks:
+                yield Event(kind_of(message), weight, f"{task} {index}", message, node=node)
         elif gone := re.search(r"Node failure on (\S+)", line):
-            message = line.partition("error: ")[2] or line
             yield Event(kind_of(line), lost, f"node {gone[1]}", message)
         elif re.search(SLURMS, line):
-            named_tasks = f"{task} {', '.join(tasks)}" if tasks else "srun"
-            yield Event(
-                kind_of(line), weight, named_tasks, line.partition("error: ")[2] or line, node=node
-            )
+            source = f"{task} {', '.join(tasks)}" if tasks else "srun"
+            yield Event(kind_of(line), weight, source, message, node=node)
 
 
 def _silent(lines: Sequence[str]) -> Iterator[Event]:
-    for node, tasks, how in map(_ended, lines):
-        if how.startswith("Exited") and (code := _code(how)):
-            message = f"e{how[1:]} and left no word"
+    for line in lines:
+        node, tasks, ending = _task_end(line)
+        if ending.startswith("Exited with exit code"):
+            message = f"e{ending[1:]} and left no word"
             for task in tasks:
-                yield Event(kind_of(message), SILENT, f"rank {task}", message, node=node, code=code)
+                yield Event(kind_of(message), SILENT, f"rank {task}", message, node=node)
 
 
-def _ended(line: str) -> tuple[str, list[str], str]:
-    """``srun: error: train1: tasks 0-1,4: Killed`` -> node, tasks, how; empty for other lines."""
+def _task_end(line: str) -> tuple[str, list[str], str]:
+    """Read ``srun: error: train1: tasks 0-1,4: Killed`` as node, tasks and ending.
+
+    Empty for other lines.
+    """
     match = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
     if not match:
         return "", [], ""
-    parts = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", match[2])
-    tasks = [str(n) for first, last in parts for n in range(int(first), int(last or first) + 1)]
+    tasks = []
+    for first, last in re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", match[2]):
+        tasks += [str(task) for task in range(int(first), int(last or first) + 1)]
     return match[1], tasks, match[3].strip()
 
 
-def _code(how: str) -> int:
-    """Exit code of a task; 0 where srun does not tell."""
-    if number := _signal(how):
-        return 128 + number
-    match = re.fullmatch(r"Exited with exit code (\d{1,3})", how)
-    return int(match[1]) if match else 0
+def _signal(ending: str) -> int:
+    """Return the signal that ended a task, by Slurm's word for it; 0: none did."""
+    word = ending.removesuffix("(core dumped)").strip()
+    for number in signal.valid_signals():
+        if word and signal.strsignal(number) == word:
+            return number
+    return 0
 
 
-def _signal(how: str) -> int:
-    """The signal that ended a task, by Slurm's word for it; 0: none did."""
-    word = how.removesuffix("(core dumped)").strip()
-    return next((n for n in signal.valid_signals() if word and signal.strsignal(n) == word), 0)
-
-
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
-def _apart(events: Sequence[Event]) -> list[Event]:
-    """Each once: logs quote one another."""
-    return list({(event.who, event.said): event for event in events}.values())
+# ---- tracebacks in logs
+
+HEAD = re.compile(r"Traceback \(most recent call last\):")
+LAST_WORDS = re.compile(r"Fatal Python error: |terminate called after throwing an instance of ")
+TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d")
+RAISED = re.compile(r"[A-Za-z_][\w.]*(: |$)")
+LEAVING = ("KeyboardInterrupt", "SystemExit", "CancelledError")
+"""Exceptions of a process that was asked to leave."""
+
+
+@dataclass(frozen=True)
+class LoggedTraceback:
+    """A traceback in a log: Python's, or the last words of the interpreter or of C++."""
+
+    message: str  # its last line, such as "RuntimeError: CUDA out of memory"
+    text: str
+    time: float | None  # Unix seconds; None where the log does not tell
+
+
+def tracebacks(log: str) -> list[LoggedTraceback]:
+    """Return them in the order of the log, but for processes that were asked to leave.
+
+    A line may begin with a time, as SGLang's do. Of chained exceptions the first comes first.
+    """
+    lines, logged, at = log.splitlines(), [], 0
+    while at < len(lines):
+        if HEAD.search(lines[at]) and not SAID.match(lines[at]):  # else a model wrote it
+            end, message = _end_of_indented(lines, at), "cut off"
+            if end < len(lines) and RAISED.match(lines[end]):
+                message = lines[end].strip()
+                end += 1
+        elif LAST_WORDS.match(lines[at]):
+            end = _end_of_indented(lines, at)
+            message = " ".join(line.strip() for line in lines[at:end][:2])
+        else:
+            at += 1
+            continue
+        if not message.rpartition(".")[2].startswith(LEAVING):
+            logged.append(LoggedTraceback(message, "\n".join(lines[at:end]), _time(lines[at])))
+        at = end
+    return logged
+
+
+def _end_of_indented(lines: list[str], at: int) -> int:
+    """Return the first line behind ``at`` that is not indented."""
+    at += 1
+    while at < len(lines) and lines[at][:1] in (" ", "\t"):
+        at += 1
+    return at
+
+
+def _time(line: str) -> float | None:
+    match = TIME.search(line)
+    with contextlib.suppress(ValueError, OverflowError):  # it looks like a time, and is none
+        return datetime.fromisoformat(match[0]).timestamp() if match else None
+    return None

@@ -10,20 +10,17 @@ share, and a person has to look.
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
-from qurl_megatron.cluster.layout import Allocation
+from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examining_steps
 from qurl_megatron.cluster.measure import Report
-from qurl_megatron.cluster.steps import EXAMINATION_SAYS, examining_steps
+from qurl_megatron.cluster.supervise import SrunStep, say
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.kit.errors import ConfigError
 
@@ -32,18 +29,16 @@ GRACE_S = 10.0
 MOST = 3
 """Attempts of a submitted run that may end for bad nodes: beyond, it is hardly the nodes."""
 
-GPU_SLOWER = 1.25
+PRODUCT_SLOWER = 1.25
 """Times the job's median product. Sound GPUs of a kind differ by a few per cent, by power and heat;
 one that is held back is a third slower or worse, and every other rank waits for it."""
 REDUCE_SLOWER = 1.5
 """Times the job's median all-reduce: a link with fewer lanes doubles the time."""
-CPU_SLOWER = 20.0
-"""Both without GPUs: a millisecond on a CPU that others use may well take ten."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What an examination has shown."""
+    """Which nodes are bad, and which of them the attempt can do without."""
 
     bad: dict[str, str]  # a sentence by node
     engines: tuple[str, ...] | None = None  # rollout nodes that are left; None: all there are
@@ -57,7 +52,7 @@ def examine(
     *,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Examination:
-    """Have every node of the job measure itself, and judge what they say.
+    """Have every node of the job measure itself, and judge their reports.
 
     Raises:
         ConfigError: srun cannot be run.
@@ -66,16 +61,25 @@ def examine(
         return Examination({})
     training, rollout = nodes_of(layout, cluster, os.environ)
     command = ["qurl", "slurm", "examine"]
-    steps = examining_steps(layout, cluster, command, workdir=os.getcwd())
     began = time.monotonic()
-    reports = _ask(steps, cluster.job.examine_s, cancelled)
+    steps = [
+        SrunStep(step, EXAMINATION_PREFIX, capture=True)
+        for step in examining_steps(layout, cluster, command, workdir=os.getcwd())
+    ]
+    running = steps
+    while running and not cancelled() and time.monotonic() - began < cluster.job.examine_s:
+        running = [step for step in running if step.wait(POLL_S) is None]
+    in_time = time.monotonic() - began < cluster.job.examine_s
+    reports: dict[str, Report] = {}
+    for step in steps:
+        if step in running:
+            step.end_within(GRACE_S)
+        reports |= read_reports(step.output)
     if cancelled():
         return Examination({})
-    if not reports and time.monotonic() - began < cluster.job.examine_s:
+    if not reports and in_time:
         # All have ended without a word: it must be the examination's own fault.
-        print(
-            "qurl: the examination of the nodes failed, as said above; it is left out", flush=True
-        )
+        say("the examination of the nodes failed, as said above; it is left out")
         return Examination({})
     gpus_by_node = dict.fromkeys(training, layout.training.gpus)
     if layout.rollout:
@@ -83,89 +87,101 @@ def examine(
     return tell_apart(judge(reports, gpus_by_node), training, rollout)
 
 
+def read_reports(lines: Sequence[str]) -> dict[str, Report]:
+    """Return the reports among the lines, by node; print the others."""
+    reports = {}
+    for line in lines:
+        try:
+            report = Report(**json.loads(line))
+        except (ValueError, TypeError):  # a prolog or a container may have a word as well
+            print(line.rstrip("\n"), flush=True)
+        else:
+            reports[report.node] = report
+    return reports
+
+
 def nodes_of(
     layout: Allocation, cluster: ClusterConfig, env: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Names of the training nodes, and of the rollout nodes."""
-    if layout.rollout and cluster.job.layout == "hetjob":
-        lists = (env[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in (0, 1))
-        training, rollout = map(commands.hostnames, lists)
-        return training, rollout
+    """Return the names of the training nodes, and of the rollout nodes."""
+    if len(layout.components(cluster)) == 2:
+        training = commands.hostnames(env["SLURM_JOB_NODELIST_HET_GROUP_0"])
+        return training, commands.hostnames(env["SLURM_JOB_NODELIST_HET_GROUP_1"])
     all_nodes = commands.hostnames(env["SLURM_JOB_NODELIST"])
     return all_nodes[: layout.training.nodes], all_nodes[layout.training.nodes :]
 
 
-def judge(reports: Mapping[str, Report], wanted: Mapping[str, int]) -> dict[str, str]:
+def judge(reports: Mapping[str, Report], gpus_by_node: Mapping[str, int]) -> dict[str, str]:
     """Return a sentence for each bad node.
 
     Args:
         reports: by node; nodes that did not answer are missing.
-        wanted: GPUs that the job has on each of its nodes.
+        gpus_by_node: GPUs that the job has on each of its nodes.
     """
     peers = list(reports.values())
     bad = {}
-    for node, count in wanted.items():
+    for node, gpus in gpus_by_node.items():
         if node not in reports:
             bad[node] = "it did not answer within job.examine_s"
-        elif faults := [*reports[node].faults, *_beside(reports[node], peers, count)]:
+        elif faults := [*reports[node].faults, *_beside(reports[node], peers, gpus)]:
             bad[node] = "; ".join(faults)
     return bad
 
 
-def _beside(own: Report, peers: Sequence[Report], count: int) -> Iterator[str]:
+def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
     """Yield what is wrong with a node beside the others of the job, itself included.
 
-    Only like is compared: GPUs with GPUs, an all-reduce with those of as many devices.
+    GPUs are asked for only where some node has any: clusters without GPUs are for trying this out.
     """
-    if own.product_ms is None:
-        return
-    if min(own.gpus, own.devices) < count and any(peer.gpus or peer.devices for peer in peers):
+    if own.faults and not own.devices:
+        return  # it could not be measured
+    some_have_gpus = any(peer.gpus or peer.devices for peer in peers)
+    if some_have_gpus and min(own.gpus, own.devices) < gpus:
         yield (
-            f"{count} GPUs were granted, the driver shows {own.gpus} and torch can use "
-            f"{own.devices}"
+            f"{gpus} GPUs were granted, the driver shows {own.gpus} and torch can use {own.devices}"
         )
-    if not own.devices and any(peer.devices for peer in peers):
-        return  # its times are a CPU's
-    alike = [peer for peer in peers if bool(peer.devices) == bool(own.devices)]
-    usual = median_low(ms for peer in alike for ms in peer.product_ms or [])
+    usual_ms = median_low([ms for peer in peers for ms in peer.product_ms] or [0.0])
     for index, ms in enumerate(own.product_ms):
-        if ms > usual * (GPU_SLOWER if own.devices else CPU_SLOWER):
-            device = f"GPU {index}" if own.devices else "its CPU"
-            yield f"a matrix product on {device} takes {ms:.3g} ms, {usual:.3g} on the job's others"
+        if ms > usual_ms * PRODUCT_SLOWER:
+            yield (
+                f"a matrix product on GPU {index} takes {ms:.3g} ms, "
+                f"{usual_ms:.3g} on the job's others"
+            )
     if own.reduce_ms is None:
         return
     if own.reduce_ms == float("inf"):
         yield "an all-reduce among its own devices fails, or does not end"
         return
-    as_many = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
-    usual = median_low(ms for ms in as_many if ms is not None)
-    if own.reduce_ms > usual * (REDUCE_SLOWER if own.devices else CPU_SLOWER):
+    alike = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
+    usual_ms = median_low(ms for ms in alike if ms is not None)
+    if own.reduce_ms > usual_ms * REDUCE_SLOWER:
         yield (
             f"an all-reduce among its own devices takes {own.reduce_ms:.3g} ms, "
-            f"{usual:.3g} on the job's others"
+            f"{usual_ms:.3g} on the job's others"
         )
 
 
 def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[str]) -> Examination:
-    """
+    """Tell the bad nodes that an attempt needs from those that it can do without.
+
     Args:
         training, rollout: names of the nodes of each.
     """
     nodes = [*training, *rollout]
-    if len(nodes) > 1 and all(node in bad for node in nodes):
-        return Examination(bad, needed=tuple(bad), shared=_shared(bad, nodes[0]))
-    sound_nodes = tuple(node for node in rollout if node not in bad)
-    if rollout and not sound_nodes or any(node in bad for node in training):
+    if len(nodes) > 1 and len(bad) == len(nodes):
+        shared = (
+            f"all {len(bad)} nodes are bad, so none is excluded: look at what they share, such as "
+            f"container and site.prolog in the cluster file; what is wrong with {nodes[0]}: "
+            f"{bad[nodes[0]]}; once it is fixed, `qurl slurm submit`, as before, goes on"
+        )
+        return Examination(bad, needed=tuple(bad), shared=shared)
+    sound = tuple(node for node in rollout if node not in bad)
+    if bad.keys() & set(training) or (rollout and not sound):
         return Examination(bad, needed=tuple(bad))
-    return Examination(bad, engines=sound_nodes if len(sound_nodes) < len(rollout) else None)
+    return Examination(bad, engines=sound if len(sound) < len(rollout) else None)
 
 
-def _shared(bad: dict[str, str], node: str) -> str:
-    return (
-        f"all {len(bad)} nodes are bad, so none is excluded: look at what they share, such as "
-        f"container and site.prolog in the cluster file; what is wrong with {node}: {bad[node]}; "
-        "once it is fixed, `qurl slurm submit`, as before, goes on"
-    )
+# ---- exclusion
 
 
 def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
@@ -175,7 +191,11 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
         ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough; or
             an attempt's record is damaged.
     """
-    before = _exclusions(run_dir)
+    submitted = folder.submitted(run_dir)
+    jobs = submitted.jobs if submitted else []
+    before = 0
+    for attempt in folder.attempts(run_dir):
+        before += attempt.decision == Decision.WITHOUT and attempt.job in jobs
     if before >= MOST:
         raise ConfigError(
             f"nodes of this run were excluded {before} times already; {run_dir}/slurm/job.log says "
@@ -199,7 +219,7 @@ def exclude(jobs: Sequence[int], names: Sequence[str]) -> None:
 
 
 def own_parts(env: Mapping[str, str]) -> list[int]:
-    """Ids of this job's components; a job of one kind has one."""
+    """Return the ids of this job's components; a job of one kind has one."""
     count = int(env.get("SLURM_HET_SIZE", "1"))
     if count == 1:
         return [int(env["SLURM_JOB_ID"])]
@@ -210,59 +230,3 @@ def _all_excluded(job: int, names: Sequence[str]) -> list[str]:
     before = commands.job_facts(job).get("ExcNodeList", "(null)")
     excluded = [] if before == "(null)" else commands.hostnames(before)
     return sorted({*excluded, *names})
-
-
-def _exclusions(run_dir: Path) -> int:
-    """Count the attempts of what was submitted last that ended for bad nodes."""
-    submitted = folder.submitted(run_dir)
-    jobs = submitted.jobs if submitted else []
-    attempts = folder.attempts(run_dir)
-    return sum(attempt.decision == Decision.WITHOUT and attempt.job in jobs for attempt in attempts)
-
-
-def _ask(
-    steps: list[list[str]], seconds: float, cancelled: Callable[[], bool]
-) -> dict[str, Report]:
-    """Run the steps to their end, for so long, or until it is cancelled; return nodes' reports."""
-    running = [_start(step) for step in steps]
-    reports: dict[str, Report] = {}
-    with ThreadPoolExecutor(len(steps)) as pool:
-        printed = [pool.submit(process.communicate) for process in running]
-        end = time.monotonic() + seconds
-        while any(process.poll() is None for process in running) and not cancelled():
-            if time.monotonic() > end:
-                break
-            time.sleep(POLL_S)
-        for process in running:
-            process.terminate()  # srun ends its tasks itself then
-        for process in running:
-            try:
-                process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-    for output, errors in (words.result() for words in printed):
-        for line in errors.splitlines():
-            print(f"{EXAMINATION_SAYS}{line}", file=sys.stderr, flush=True)
-        for line in output.splitlines():
-            try:
-                report = Report(**json.loads(line))
-            except (ValueError, TypeError):  # a prolog or a container may have a word as well
-                print(line, flush=True)
-            else:
-                reports[report.node] = report
-    return reports
-
-
-def _start(step: list[str]) -> subprocess.Popen:
-    try:
-        return subprocess.Popen(
-            step,
-            env={"PYTHONWARNINGS": "ignore", **os.environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise ConfigError(f"{step[0]} cannot be run: {error}") from None

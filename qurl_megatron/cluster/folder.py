@@ -10,7 +10,7 @@
                      stack-RANK.txt if it hung, and the records of observe.attempts
     latest           link to the newest of them
 
-Whatever is read by another process is written aside and renamed.
+Each file appears whole.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Submitted:
 def write(
     run_dir: Path, recipe: Path, overrides: list[str], cluster: ClusterConfig, script: str
 ) -> None:
-    """Leave for the job what it will read.
+    """Write the job's input.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -63,7 +63,7 @@ def write(
 
 
 def put(path: Path, text: str) -> None:
-    """Write a file whole: aside, and renamed.
+    """Write a file whole.
 
     Raises:
         ConfigError: it cannot be written.
@@ -73,22 +73,18 @@ def put(path: Path, text: str) -> None:
         write_whole(path, text)
 
 
-def overrides(run_dir: Path) -> list[str]:
-    """Those of the run's recipe, its folder included.
+def recipe(run_dir: Path) -> RunConfig:
+    """Read the run's whole recipe, its overrides and folder included.
 
     Raises:
-        ConfigError: nothing was submitted there, or the file is damaged.
+        ConfigError: nothing was submitted there, or a file is damaged.
     """
-    recorded = read_record(
+    overrides = read_record(
         run_dir / "slurm/request.json",
         lambda value: [str(override) for override in value["overrides"]],
     )
-    return [*recorded, f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
-
-
-def recipe(run_dir: Path) -> RunConfig:
-    """The run's whole recipe."""
-    return load(run_dir / "slurm/recipe.toml", overrides(run_dir))
+    overrides.append(f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}")
+    return load(run_dir / "slurm/recipe.toml", overrides)
 
 
 def cluster(run_dir: Path) -> ClusterConfig:
@@ -96,7 +92,7 @@ def cluster(run_dir: Path) -> ClusterConfig:
 
 
 def submitted(run_dir: Path) -> Submitted | None:
-    """What was submitted last for a run; None: nothing yet.
+    """Read the run's last submission; None: there is none yet.
 
     Raises:
         ConfigError: job.json is damaged.
@@ -105,30 +101,30 @@ def submitted(run_dir: Path) -> Submitted | None:
     return read_record(path, lambda value: Submitted(**value)) if path.exists() else None
 
 
+def write_submitted(run_dir: Path, jobs: Submitted) -> None:
+    put(run_dir / "slurm/job.json", _text(jobs))
+
+
 def no_job(run_dir: Path) -> ConfigError:
-    """Why a folder has no job of ours to tell of."""
-    named = "name the run's, train.run_dir of its recipe"
+    """Return the error that a folder has no job of ours."""
+    mend = "name the run's, train.run_dir of its recipe"
     if not run_dir.is_dir():
-        return ConfigError(f"{run_dir} is not a folder; {named}")
+        return ConfigError(f"{run_dir} is not a folder; {mend}")
     if (run_dir / "metrics.jsonl").exists():
         return ConfigError(
             f"{run_dir}: this run was never submitted to Slurm; `qurl report {run_dir}` shows how "
             "it went"
         )
-    return ConfigError(f"{run_dir}: nothing was submitted for this folder; {named}")
+    return ConfigError(f"{run_dir}: nothing was submitted for this folder; {mend}")
 
 
 def no_attempt(run_dir: Path) -> ConfigError:
-    """Why a folder without attempts has none."""
+    """Return the error that a folder has no attempts."""
     if submitted(run_dir) is None:
         return no_job(run_dir)
     return ConfigError(
         f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` says what it waits for"
     )
-
-
-def write_submitted(run_dir: Path, jobs: Submitted) -> None:
-    put(run_dir / "slurm/job.json", _text(jobs))
 
 
 def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
@@ -152,7 +148,8 @@ def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
                 break
         before = attempts / str(number - 1)
         if (before / BEGAN).exists():
-            rows = [[one.step, one.ended_at, one.seconds] for one in steps_since(run_dir, before)]
+            done = steps_since(run_dir, before)
+            rows = [[past.step, past.ended_at, past.seconds] for past in done]
             put(before / STEPS, json.dumps(rows) + "\n")
         put(attempts / str(number) / BEGAN, _text(Began(now(), gpus, step)))
         link = run_dir / "slurm/latest"
@@ -168,12 +165,12 @@ def attempt_folder(run_dir: Path, number: int) -> Path:
 
 
 def stack_file(attempt: Path, rank: int) -> Path:
-    """Where a rank that is asked to writes what its threads are doing; empty until then."""
+    """Return the file in which a rank writes what its threads are doing; empty until then."""
     return attempt / f"stack-{rank}.txt"
 
 
 def close_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Record its end, which is now where it has none, and beside it when and on what it began."""
+    """Record its end, by default now, beside its beginning."""
     path = attempt_folder(run_dir, attempt.number)
     began = asdict(read_began(path))
     ended_at = attempt.ended_at or now()
@@ -181,13 +178,13 @@ def close_attempt(run_dir: Path, attempt: Attempt) -> None:
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
-    """Those that have ended, oldest first.
+    """Return the attempts that have ended, oldest first.
 
     Raises:
         ConfigError: a record is damaged.
     """
     files = (run_dir / "slurm/attempts").glob(f"*/{ENDED}")
-    return sorted(map(read_attempt, files), key=lambda one: one.number)
+    return sorted(map(read_attempt, files), key=lambda attempt: attempt.number)
 
 
 def _text(record: Submitted | Attempt | Began) -> str:

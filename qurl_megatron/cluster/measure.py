@@ -1,9 +1,8 @@
-"""``qurl slurm examine``: what one node of a job finds out about itself before models load.
+"""``qurl slurm examine``: one node of a job measures itself before models load.
 
 It takes a few seconds: GPUs as NVIDIA's driver sees them, a matrix product on each, and an
-all-reduce among them. Without GPUs the product and the all-reduce, of two threads, are the CPU's.
-Whether its times make a node bad, ``examination`` decides: a node alone cannot know how fast the
-others are.
+all-reduce among them. Whether its times make a node bad, ``examination`` decides: a node alone
+cannot know how fast the others are.
 """
 
 import json
@@ -12,31 +11,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 GIB = 1 << 30
 MOST_USED = 4 * GIB
 """Memory in use on a GPU before the job starts; a driver takes less than 1 GiB for itself."""
 REPEATS = 20
-WAIT = timedelta(seconds=120)
-"""Time-out of the groups themselves."""
 REDUCE_S = 60.0
-"""That the all-reduce may take, the groups' start included, before it counts as hung: less than
-their own time-out, and little of job.examine_s."""
+"""Time for the all-reduces, NCCL's start included, before they count as hung."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one node says."""
+    """The findings of one node."""
 
     node: str
-    faults: list[str]  # sentences on what makes it bad, whatever the others say
+    faults: list[str]  # each a sentence on what makes it bad, whatever the others say
     gpus: int = 0  # that the driver shows
     devices: int = 0  # GPUs that torch can use
-    product_ms: list[float] | None = None  # of each device; None: it could not be measured
-    reduce_ms: float | None = None  # None: it has one device; inf: it hangs or fails
+    product_ms: list[float] = field(default_factory=list)  # of each device
+    reduce_ms: float | None = None  # None: it has no two devices; inf: it hangs or fails
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -47,33 +42,28 @@ def examine() -> int:
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
         report = _measure(name)
-    except Exception as error:  # whatever a sick GPU raises is what the node has to say
-        first = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
-        report = Report(name, [f"it could not be measured: {type(error).__name__}: {first}"])
+    except Exception as error:  # a sick GPU may raise anything, and that is a finding
+        first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
+        report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
     print(report.as_json(), flush=True)
     if report.reduce_ms == float("inf"):
-        os._exit(0)  # threads that hang in the driver would keep the process from leaving
+        os._exit(0)  # a thread that hangs in the driver would keep the process from leaving
     return 0
 
 
 def _measure(name: str) -> Report:
     nvml = _nvml()
     indices = gpu_indices(nvml, os.environ) if nvml else []
-    faults = [
-        f"GPU {index} {fault}" for index in indices for fault in gpu_faults(nvml, index)
-    ]  # before torch takes memory of its own
+    faults = []
+    for index in indices:  # before torch takes memory of its own
+        faults += [f"GPU {index} {fault}" for fault in gpu_faults(nvml, index)]
     import torch
 
-    cuda = torch.cuda.is_available()
-    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if cuda else []
-    return Report(
-        node=name,
-        faults=faults,
-        gpus=len(indices),
-        devices=len(gpus),
-        product_ms=[_product_ms(device) for device in gpus or [torch.device("cpu")]],
-        reduce_ms=_reduce_ms(gpus or [torch.device("cpu")] * 2),
-    )
+    devices = []
+    if torch.cuda.is_available():
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    product_ms = [_product_ms(device) for device in devices]
+    return Report(name, faults, len(indices), len(devices), product_ms, _reduce_ms(devices))
 
 
 def _nvml() -> Any:
@@ -95,23 +85,19 @@ def gpu_indices(nvml: Any, env: Mapping[str, str]) -> list[int]:
     except nvml.NVMLError:  # no library, or no driver that answers it
         return []
     count = nvml.nvmlDeviceGetCount()
-    visible = [
-        int(part) for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.isdecimal()
-    ]
+    parts = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = [int(part) for part in parts if part.isdecimal()]
     return visible if visible and len(visible) < count else list(range(count))
 
 
 def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
-    """Yield what the driver says against a GPU."""
+    """Yield the driver's findings against a GPU."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     used = nvml.nvmlDeviceGetMemoryInfo(handle).used
     if used > MOST_USED:
         yield f"has {used / GIB:.1f} GiB in use already: end what holds them, or reset it"
-    if _ask(
-        nvml,
-        nvml.nvmlDeviceGetTotalEccErrors,
-        *(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
-    ):
+    uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    if _ask(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected):
         yield "has uncorrected memory errors: reset it"
     _, _, pending, failed = _ask(nvml, nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     if failed:
@@ -131,54 +117,36 @@ def _ask(nvml: Any, question: Any, *arguments: Any) -> Any:
 def _product_ms(device) -> float:
     import torch
 
-    gpu = device.type == "cuda"
-    torch.set_num_threads(1)  # threads that wait for each other measure who else is there
-    size, dtype = (8192, torch.bfloat16) if gpu else (256, torch.float32)
-    first, second = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    first, second = (torch.ones(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
 
     def product() -> None:
         torch.mm(first, second)
-        if gpu:
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
 
     return _shortest_ms(product)
 
 
 def _reduce_ms(devices: list) -> float | None:
-    """Time an all-reduce among the devices, one thread for each; see ``Report.reduce_ms``."""
+    """Time an all-reduce among the devices; see ``Report.reduce_ms``."""
     if len(devices) < 2:
         return None
     import torch
-    from torch import distributed as dist
 
-    # All are on this machine; without it gloo looks the host's name up, which may fail.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store, times = dist.HashStore(), {}
+    times = []
 
-    def rank(number: int, device: torch.device) -> None:
-        gpu = device.type == "cuda"
-        group: Any  # torch's types leave out the time limit, and what all groups can
-        if gpu:
-            torch.cuda.set_device(device)
-            group = dist.ProcessGroupNCCL(store, number, len(devices), WAIT)  # type: ignore[arg-type]
-        else:
-            group = dist.ProcessGroupGloo(store, number, len(devices), WAIT)
-        data = torch.ones(1 << 26 if gpu else 1 << 16, device=device)
+    def reduce() -> None:
+        torch.cuda.nccl.all_reduce(parts)
+        for device in devices:
+            torch.cuda.synchronize(device)
 
-        def reduce() -> None:
-            group.allreduce([data]).wait()
-            if gpu:
-                torch.cuda.synchronize(device)
+    def measure() -> None:
+        times.append(_shortest_ms(reduce))
 
-        times[number] = _shortest_ms(reduce)
-
-    threads = [threading.Thread(target=rank, args=each, daemon=True) for each in enumerate(devices)]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + REDUCE_S
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    return max(times.values()) if len(times) == len(devices) else float("inf")
+    parts = [torch.ones(1 << 26, device=device) for device in devices]
+    thread = threading.Thread(target=measure, daemon=True)
+    thread.start()
+    thread.join(REDUCE_S)
+    return times[0] if times else float("inf")
 
 
 def _shortest_ms(body: Callable[[], None]) -> float:

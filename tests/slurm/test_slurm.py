@@ -8,7 +8,6 @@ import pytest
 
 from qurl_megatron.checkpoints.integrity import refuse_damaged
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.ready import FOLDER, READY
 from qurl_megatron.training.state import TrainState, latest
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, User
@@ -27,6 +26,7 @@ from tests.slurm.runs import (
     steps_done,
     time_is_up,
 )
+from tests.support.slurm_scripts import FOLDER, READY
 
 
 @pytest.mark.slice

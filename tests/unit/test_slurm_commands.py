@@ -129,12 +129,6 @@ def test_facts_of_a_job(program):
     assert commands.job_facts(12)["TimeLimit"] == "00:20:00"
 
 
-def test_the_facts_of_the_site_are_a_line_each(program):
-    said = "Configuration data as of 2026-11-22T06:57:45\nSlurmdTimeout           = 300 sec\n\nUp"
-    program("scontrol", f'[ "$*" = "show config" ] && printf "{said}"')
-    assert commands.site_facts()["SlurmdTimeout"] == "300 sec"
-
-
 def test_the_facts_of_a_partition_are_those_of_the_default_one_where_none_is_named(program):
     one, other = "PartitionName=a Default=NO MaxTime=1-00:00:00", "PartitionName=b Default=YES"
     program(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.cluster.folder import Attempt, close_attempt, open_attempt
-from qurl_megatron.cluster.ready import ROOT
+from tests.support.slurm_scripts import ROOT
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 SIZES = {

@@ -11,13 +11,11 @@ from qurl_megatron.cluster.cluster import (
     NodeConfig,
     SiteConfig,
 )
-from qurl_megatron.cluster.jobs import tool_job, training_job
-from qurl_megatron.cluster.layout import lay_out
-from qurl_megatron.cluster.ready import FOLDER, READY, ROOT, rendered
-from qurl_megatron.cluster.script import HERE, Script, render
-from qurl_megatron.cluster.steps import inside, rollout_step, training_step
+from qurl_megatron.cluster.layout import inside, lay_out, rollout_step, training_step
+from qurl_megatron.cluster.script import HERE, Script, render, tool_job, training_job
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
+from tests.support.slurm_scripts import FOLDER, READY, ROOT, rendered
 
 BIG = ROOT / "launch/recipes/grpo_qwen2.5_32b.toml"
 QUICK = ROOT / "launch/recipes/quickstart.toml"
@@ -34,7 +32,7 @@ def with_job(**values) -> ClusterConfig:
 @pytest.mark.parametrize("name", READY)
 def test_the_scripts_that_ship_are_what_render_gives(name):
     assert (FOLDER / name).read_text() == rendered(name), (
-        "python -m qurl_megatron.cluster.ready writes them again"
+        "python -m tests.support.slurm_scripts writes them again"
     )
 
 
@@ -167,9 +165,9 @@ def test_a_study_is_an_array():
 @pytest.mark.parametrize(
     ("kind", "words", "said"),
     [
-        ("convert", [], "--kind convert needs a tool of checkpoints_tools"),
-        ("convert", ["hf_to_megatrom"], "hf_to_megatrom is not a tool of checkpoints_tools; known"),
-        ("bench", ["../cli"], "../cli is not a benchmark of qurl bench; known: "),
+        ("convert", [], "--kind convert needs a tool"),
+        ("convert", ["hf_to_megatrom"], "hf_to_megatrom is unknown; known: "),
+        ("bench", ["../cli"], "../cli is unknown; known: "),
     ],
 )
 def test_an_unknown_tool_is_one_sentence(kind, words, said):

@@ -142,12 +142,12 @@ def test_an_ended_run_says_how_and_what_to_do(ended, what, next, facts):
 
 def test_the_supervisors_own_words_say_best_how_a_run_ended(facts):
     record = replace(ENDED, code=3, decision="stop")
-    ended = replace(facts, queue={}, attempts=[tried(record)], word="it ended with 3")
+    ended = replace(facts, queue={}, attempts=[tried(record)], verdict="it ended with 3")
     assert describe(ended, NOW).what == (
         "ended, job 7, attempt 1: it ended with 3 (the guard, or numbers that are not finite, "
         "halted it)"
     )
-    ended = replace(ended, attempts=[tried(ENDED)], word="all 200 steps are done")
+    ended = replace(ended, attempts=[tried(ENDED)], verdict="all 200 steps are done")
     assert describe(ended, NOW).what == "ended, job 7, attempt 1: all 200 steps are done"
 
 
@@ -160,11 +160,11 @@ def test_a_job_that_left_the_queue_without_a_word_is_not_said_to_run(facts):
 
 
 def test_without_slurm_at_hand_the_folder_tells_what_it_knows(facts):
-    found = describe(replace(facts, queue=None, unasked="squeue was not found"), NOW)
+    found = describe(replace(facts, queue=None, queue_error="squeue was not found"), NOW)
     assert found.state == "unknown"
     assert found.what.startswith("the queue cannot be asked (squeue was not found), attempt 1")
     assert (found.step, found.checkpoint) == (20, 16)
-    ended = replace(facts, queue=None, unasked="x", attempts=[tried(ENDED)])
+    ended = replace(facts, queue=None, queue_error="x", attempts=[tried(ENDED)])
     assert describe(ended, NOW).state == "ended"
 
 
