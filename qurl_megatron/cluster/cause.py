@@ -45,24 +45,23 @@ PEERS = (
     r"RankLost|Dist(Backend|Network|Store|)Error|NCCL|nccl[A-Z]|[Ww]atchdog|TCPStore|gloo/|"
     r"[Cc]onnection (closed|reset) by peer|Application timeout caused pair closure|Broken pipe"
 )
-AGAIN = "then submit again: the run goes on from its newest checkpoint"
 KINDS = (
     Kind(
         "GPU memory is used up",
         r"OutOfMemoryError|CUDA out of memory|Cuda failure.*out of memory|_ALLOC_FAILED",
         "lower train.max_tokens or train.micro_batch, set model.recompute=true, or raise "
-        "parallel.tensor; `qurl show RECIPE --dry-run` sums up what each rank keeps",
+        "parallel.tensor; `qurl show RECIPE --dry-run` sums up the memory of each rank",
     ),
     Kind(
         "the disk is full",
         r"No space left on device|[Qq]uota|MB are needed",
-        f"make room where train.run_dir lies, or lower checkpoint.keep; {AGAIN}",
+        "make room where train.run_dir lies, or lower checkpoint.keep",
     ),
     Kind(
         "memory of the node is used up",
         r"MemoryError|Cannot allocate memory|bad_alloc|oom.kill|Out Of Memory",
         "raise node.memory_gib in the cluster file, where 0 takes all of a node, or have fewer "
-        f"ranks and engines on one; {AGAIN}",
+        "ranks and engines on one",
     ),
     Kind(
         "numbers, or the guard, halted the run",
@@ -70,24 +69,24 @@ KINDS = (
         "report.html shows how it came to that, docs/guard.md says what each threshold means; "
         "started as it is, it would end so again",
     ),
-    Kind("a mistake in the input", r"^ConfigError", f"fix what the sentence names, {AGAIN}"),
+    Kind("a mistake in the input", r"^ConfigError", "fix what the sentence names"),
     Kind(
         "no engine is left",
         r"^EngineError",
-        f"the engines' logs, below, say why they ended; fix that, {AGAIN}",
+        "the engines' logs, below, say why they ended; fix that",
         NO_ENGINE,
     ),
     Kind(
         "a port is taken",
         r"EADDRINUSE|[Aa]ddress already in use",
-        f"another process on the node listens there, `ss -ltnp` shows which; {AGAIN}",
+        "another process on the node listens there, `ss -ltnp` shows which",
     ),
     Kind(
         "another rank is gone",
         PEERS,
         "no rank and no engine says what came first: suspect a node or the network. Look for "
         '"Node failure" in job.log and for Xid in dmesg; NCCL_DEBUG = "WARN" in site.environment '
-        f'has NCCL say more; job.extra = ["--exclude=NODE"] leaves out a node; {AGAIN}',
+        'has NCCL say more; job.extra = ["--exclude=NODE"] leaves out a node',
         NO_PEER,
     ),
     Kind(
@@ -99,36 +98,36 @@ KINDS = (
     Kind(
         "the file system fails",
         r"Stale file handle|Input/output error|Transport endpoint|Read-only file system",
-        f"look whether the shared file system is healthy on that node; {AGAIN}",
+        "look whether the shared file system is healthy on that node",
     ),
     Kind(
         "the environment lacks something",
         r"ModuleNotFoundError|ImportError|cannot open shared object",
         "site.prolog or the container of the cluster file must give each node what the ranks "
-        "import; `qurl show --env` lists what is found",
+        "import; `qurl show --env` lists what it finds",
     ),
     Kind(
         "the node is lost",
         r"[Nn]ode [Ff]ailure|NODE.FAIL|not responding",
-        f"`sinfo -R` says why, once Slurm knows; {AGAIN}",
+        "`sinfo -R` says why, once Slurm knows",
     ),
     Kind(
         "the run hung",
         r"^no new step for",
         "the stacks of the ranks, below, show where each waits; one that wrote none is stopped, or "
         "stuck in the kernel: `dmesg` on its node. Where a step may well take so long, raise "
-        f"job.hung_s in the cluster file; {AGAIN}",
+        "job.hung_s in the cluster file",
     ),
     Kind(
         "Slurm ended the job",
         r"DUE TO (TIME LIMIT|PREEMPTION)",
-        f"raise job.signal_s in the cluster file, so that saving has time; {AGAIN}",
+        "raise job.signal_s in the cluster file, so that saving has time",
     ),
     Kind(
         "it was killed",
         r"killed by SIG(KILL|TERM|INT|HUP)",
         "somebody, or Linux where memory ran out, has killed it: `dmesg -T | grep -i kill` on the "
-        f"node says so; {AGAIN}",
+        "node says so",
     ),
     Kind(
         "it crashed",
@@ -140,8 +139,8 @@ KINDS = (
         "a fault of the program", "", "the traceback, or the end of its log, says where; report it"
     ),
 )
-"""The first whose pattern is found counts."""
-FULL = next(kind for kind in KINDS if kind.name == "the disk is full")
+"""The first whose pattern matches counts."""
+FULL = KINDS[1]
 
 
 @dataclass(frozen=True)

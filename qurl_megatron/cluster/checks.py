@@ -45,10 +45,17 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     arch = check_model(config)
     for key, path in other_checkpoints(config).items():
         check_checkpoint(key, Path(path))
-    check_newest(run_dir)
-    check_files(config)
+    if newest := latest(run_dir):  # one that is damaged the ranks set aside
+        refuse_unreadable("train.run_dir", str(run_dir), newest.rglob("*"))
+    for key, path in files(config).items():
+        refuse_unreadable(key, path, [Path(path)])
     refuse_other_run(run_dir, config)  # after the values: a mistaken one makes no other run
-    check_paths(config, cluster, nodes=layout.whole.nodes)
+    paths = inputs(config)
+    # On one node, versions may go where no other node sees them, such as its memory.
+    if layout.whole.nodes > 1 and config.sync.transport in ("auto", "files") and config.sync.dir:
+        paths["sync.dir"] = config.sync.dir
+    for key, path in paths.items():
+        check_shared(key, Path(path), cluster)
     nodes = f"nodes: {layout.training.nodes} with {layout.training.tasks} training ranks"
     if layout.rollout:
         nodes += f", {layout.rollout.nodes} with {layout.engines} engines"
@@ -106,26 +113,16 @@ def not_mounted(config: RunConfig, container: ContainerConfig) -> list[str]:
     """
     if container.kind == "none":
         return []
-    needed = {
-        "the working folder": ".",
-        "train.run_dir": config.train.run_dir,
-        "model.path": config.model.path,
-        "critic.path": config.critic.path,
-        "algo.reference": config.algo.reference,
-        "data.path": config.data.path,
-        "data.eval_path": config.data.eval_path,
-        "sync.dir": config.sync.dir,
-        **own_files(config),
-    }
     mounted = []
     for mount in container.mounts:
         outside, *inside = mount.split(":")[:2]
         if inside in ([], [outside]):
             mounted.append(outside)
+    paths = {"the working folder": ".", "train.run_dir": config.train.run_dir, **inputs(config)}
     lines = []
-    for key, path in needed.items():
+    for key, path in paths.items():
         absolute = Path(os.path.abspath(path))
-        if path and not any(absolute.is_relative_to(folder) for folder in mounted):
+        if not any(absolute.is_relative_to(folder) for folder in mounted):
             lines.append(
                 f"{key}, {absolute}, is in none of container.mounts: unless this site mounts it "
                 "everywhere, the ranks will not find it"
@@ -162,22 +159,6 @@ def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:
 def _is_shared(path: Path, cluster: ClusterConfig) -> bool:
     real = path.resolve()
     return any(real.is_relative_to(Path(folder).resolve()) for folder in cluster.site.shared)
-
-
-def check_paths(config: RunConfig, cluster: ClusterConfig, *, nodes: int) -> None:
-    """The job's inputs, and the versions that it publishes, lie where all nodes see them.
-
-    Args:
-        nodes: of the job. On one, versions may go where no other node sees them, such as its
-            memory.
-    """
-    paths = {"model.path": config.model.path, **other_checkpoints(config), **own_files(config)}
-    paths |= {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    if nodes > 1 and config.sync.transport in ("auto", "files"):
-        paths["sync.dir"] = config.sync.dir
-    for key, path in paths.items():
-        if path:
-            check_shared(key, Path(path), cluster)
 
 
 def check_writable(run_dir: Path) -> None:
@@ -242,61 +223,46 @@ def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
         with reading(description / "config.json"):
             arch = read_arch(read_config(description))
         megatron = find_torch_dist(path)
-        if megatron is None:
-            refuse_unreadable(safetensors_files(path))
-        elif wrong := wrong_size(megatron, read_record(megatron) or {}):
+        weights = safetensors_files(path) if megatron is None else megatron.rglob("*")
+        if megatron and (wrong := wrong_size(megatron, read_record(megatron) or {})):
             raise ConfigError(f"{wrong}; {FIX}")
-        else:
-            refuse_unreadable(megatron.rglob("*"))
     except ConfigError as error:
         raise ConfigError(f"{key}={path}: {error}") from None
+    refuse_unreadable(key, str(path), weights)
     return arch
 
 
-def check_newest(run_dir: Path) -> None:
-    """The checkpoint that the run goes on from can be read; a damaged one the ranks set aside."""
-    if newest := latest(run_dir):
-        try:
-            refuse_unreadable(newest.rglob("*"))
-        except ConfigError as error:
-            raise ConfigError(f"train.run_dir={run_dir}: {error}") from None
-
-
-def refuse_unreadable(paths: Iterable[Path]) -> None:
+def refuse_unreadable(key: str, value: str, paths: Iterable[Path]) -> None:
     """Read a byte of each file: the rights that file systems show are not always those they give.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: one is missing or cannot be read; names the recipe's key and value.
     """
-    for path in sorted(path for path in paths if path.is_file()):
+    for path in sorted(paths):
+        if path.is_dir():
+            continue
         try:
             with path.open("rb") as file:
                 file.read(1)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be read ({error.strerror}); let this user read it, or copy it again"
+                f"{key}={value}: {path} cannot be read ({error.strerror}); let this user read it, "
+                f"copy it again, or set {key}"
             ) from None
 
 
-def own_files(config: RunConfig) -> dict[str, str]:
-    """Return the Python files of the user's own rewards and environment, by their keys."""
-    files = {}
+def inputs(config: RunConfig) -> dict[str, str]:
+    """Return the files and folders that the run will read, by their recipe keys."""
+    return {"model.path": config.model.path, **other_checkpoints(config), **files(config)}
+
+
+def files(config: RunConfig) -> dict[str, str]:
+    """Return the data's files, and the user's own Python files, by their recipe keys."""
+    paths = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
     for key, part in config.reward.parts.items():
-        if part.file:
-            files[f"{key}.function"] = part.file
-    if config.rollout.environment_file:
-        files["rollout.environment"] = config.rollout.environment_file
-    return files
-
-
-def check_files(config: RunConfig) -> None:
-    """The data's files and the user's own are there. These may import what only the job has."""
-    files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    for key, path in (files | own_files(config)).items():
-        if path and not os.access(path, os.R_OK):
-            raise ConfigError(
-                f"{key}={path} does not exist or cannot be read; set it to a file that is there"
-            )
+        paths[f"{key}.function"] = part.file
+    paths["rollout.environment"] = config.rollout.environment_file
+    return {key: path for key, path in paths.items() if path}
 
 
 def unset_keys(config: RunConfig, cluster: ClusterConfig) -> list[str]:

@@ -107,15 +107,10 @@ def write_submitted(run_dir: Path, jobs: Submitted) -> None:
 
 def no_job(run_dir: Path) -> ConfigError:
     """Return the error that a folder has no job of ours."""
-    mend = "name the run's, train.run_dir of its recipe"
-    if not run_dir.is_dir():
-        return ConfigError(f"{run_dir} is not a folder; {mend}")
-    if (run_dir / "metrics.jsonl").exists():
-        return ConfigError(
-            f"{run_dir}: this run was never submitted to Slurm; `qurl report {run_dir}` shows how "
-            "it went"
-        )
-    return ConfigError(f"{run_dir}: nothing was submitted for this folder; {mend}")
+    return ConfigError(
+        f"{run_dir}: no job was submitted for this folder; name the run's, train.run_dir of its "
+        "recipe; of a run without Slurm, `qurl report RUN_DIR` shows how it went"
+    )
 
 
 def no_attempt(run_dir: Path) -> ConfigError:

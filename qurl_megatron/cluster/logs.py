@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.cause import AGAIN, Cause, Event, Evidence, Kind, Log, first_cause
+from qurl_megatron.cluster.cause import Cause, Event, Evidence, Log, first_cause
 from qurl_megatron.cluster.verdict import GOES_ON, Decision
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.observe.attempts import Tried, tried
@@ -18,11 +18,6 @@ TAIL = 4 << 20
 """Bytes that are read of a log, of its end."""
 LATE_S = 60.0
 """By how much the file server's clock, and an engine's last word, may be past an attempt's end."""
-
-ORDER = (
-    "What is first rests on what can follow from what, then on the clocks of the nodes; of a log "
-    "without times, on when it was last written."
-)
 
 
 def logs(run_dir: Path, number: int | None) -> int:
@@ -135,7 +130,11 @@ def _cause(cause: Cause, attempt: Tried) -> Iterator[str]:
     yield ""
     yield f"{_title(attempt)}: {first.kind.name}: {_place(first, cause.followed)}"
     yield f"  {first.message}"
-    yield f"What to do: {_advice(attempt, first.kind)}"
+    yield f"What to do: {first.kind.advice}"
+    if attempt.ended:
+        goes_on = attempt.ended.decision in GOES_ON
+        again = "`qurl slurm submit`, as before, goes on from the newest checkpoint"
+        yield f"  {'the run goes on by itself' if goes_on else again}"
     if first.traceback.strip():
         yield from ("", first.traceback.rstrip())
     if cause.followed:
@@ -143,7 +142,6 @@ def _cause(cause: Cause, attempt: Tried) -> Iterator[str]:
         for event in cause.followed:
             line = event.message.splitlines()[0]
             yield f"  {_place(event)}: {event.kind.name}: {line:.120}"
-    yield from ("", ORDER)
 
 
 def _title(attempt: Tried) -> str:
@@ -152,13 +150,6 @@ def _title(attempt: Tried) -> str:
     # Told by Slurm to end, the run goes on: engines that Slurm has ended before the ranks, say.
     again = attempt.ended.decision == Decision.AGAIN
     return "Failed while it ended" if again else "First cause"
-
-
-def _advice(attempt: Tried, kind: Kind) -> str:
-    goes_on = attempt.ended and attempt.ended.decision in GOES_ON
-    if goes_on and kind.advice.endswith(AGAIN):
-        return kind.advice.removesuffix(AGAIN) + "the run goes on by itself"
-    return kind.advice
 
 
 def _place(event: Event, others: Sequence[Event] = ()) -> str:

@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.commands import Queued
 from qurl_megatron.cluster.logs import job_log, section, verdict_in
-from qurl_megatron.cluster.verdict import BAD_NODE, GOES_ON, NO_PROGRESS, STOPPED, WALL_TIME
+from qurl_megatron.cluster.verdict import BAD_NODE, GOES_ON, WALL_TIME
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError, printable
@@ -32,11 +32,9 @@ MEANINGS = {
     1: "a fault: no engine was left, a rank was lost, or the program failed",
     2: "a mistake in the input, or a full disk",
     3: "the guard, or numbers that are not finite, halted it",
-    NO_PROGRESS: "no progress: another attempt would end likewise",
     BAD_NODE: "a node that it needs is bad, and there is no other",
-    STOPPED: "it was cancelled, and has saved",
 }
-"""What exit codes mean, in short; others are the codes of killed ranks."""
+"""What exit codes of the training step mean, in short; others are the codes of killed ranks."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,6 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class RecentPace:
-    """Seconds of the last steps."""
-
-    step: float  # the median of a step itself
-    save: float  # the median of the time between two where the first is saved; 0: none was
-    all_in: float  # of a step with its share of saving and evaluating
-
-
-@dataclass(frozen=True)
 class Status:
     """How a run is. Seconds, and numbers of steps; None: not known, or not yet."""
 
@@ -82,13 +71,11 @@ class Status:
     held_out_reward: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
     step_s: float | None = None
-    save_s: float | None = None
     last_step_s: float | None = None  # since the last step ended
     serving: int | None = None
     engines: int = 0
     job_left_s: float | None = None
     steps_fit: int | None = None  # in the job's remaining time
-    jobs_more: int | None = None  # that the run needs behind it
     checkpoint: int | None = None
     checkpoint_s: float | None = None  # its age
 
@@ -139,24 +126,23 @@ def describe(facts: Facts, at: float) -> Status:
     job = _job(facts)
     newest = facts.attempts[-1] if facts.attempts else None
     state, sentence = _state(facts, job, newest, at)
+    values: dict = {"step": 0}
     steps = steps_of(facts.records)
-    known: dict = {"step": 0}
     if steps:
-        known.update(step=steps[-1].step, last_step_s=at - steps[-1].ended_at)
+        step_s = median(step.seconds for step in steps[-RECENT:])
+        values.update(step=steps[-1].step, step_s=step_s, last_step_s=at - steps[-1].ended_at)
     if newest:
-        known.update(attempt=newest.number, job=newest.ended.job if newest.ended else None)
+        values.update(attempt=newest.number, job=newest.ended.job if newest.ended else None)
     if job:
-        known["job"] = job.job
+        values["job"] = job.job
     if facts.checkpoint:
-        known.update(checkpoint=facts.checkpoint[0], checkpoint_s=at - facts.checkpoint[1])
-    timing = pace(steps[-RECENT:], facts.config.checkpoint.every)
-    if timing:
-        known.update(step_s=timing.step, save_s=timing.save)
+        values.update(checkpoint=facts.checkpoint[0], checkpoint_s=at - facts.checkpoint[1])
     if state == "running" and job and job.ends:
-        known["job_left_s"] = job.ends - at
-        if timing and timing.all_in > 0:
-            missing = facts.config.train.steps - known["step"]
-            known |= _fit(facts, newest, timing.all_in, job.ends - at, missing)
+        left_s = job.ends - at
+        values["job_left_s"] = left_s
+        if newest and (step_s := _seconds_per_step(newest.steps)):
+            fit = max(0, math.floor((left_s - facts.cluster.job.signal_s) / step_s))
+            values["steps_fit"] = min(fit, facts.config.train.steps - values["step"])
     serving = _last(facts.records, "fleet/serving")
     return Status(
         run_dir=str(facts.run_dir),
@@ -170,45 +156,16 @@ def describe(facts: Facts, at: float) -> Status:
         phases=_phases(facts.records),
         serving=None if serving is None else int(serving),
         engines=facts.config.rollout.engines or len(facts.config.rollout.urls),
-        **known,
+        **values,
     )
 
 
-def pace(steps: Sequence[Step], every: int) -> RecentPace | None:
-    """Return how long steps take; None before the first.
-
-    Args:
-        every: steps between two checkpoints, 0 for none.
-    """
-    if not steps:
-        return None
-    gaps, saves = [], []
-    for before, after in zip(steps, steps[1:], strict=False):
-        if after.step != before.step + 1:
-            continue
-        gaps.append(max(after.ended_at - before.ended_at - after.seconds, 0.0))
-        if every and before.step % every == 0:
-            saves.append(gaps[-1])
-    step = median(past.seconds for past in steps)
-    return RecentPace(step, median(saves or [0.0]), step + mean(gaps or [0.0]))
-
-
-def _fit(
-    facts: Facts, newest: Tried | None, step_s: float, left_s: float, missing: int
-) -> dict[str, int]:
-    """Return the steps that fit in the rest of the job, and the jobs that the run needs behind it.
-
-    Args:
-        step_s: seconds of a step, with its share of saving.
-    """
-    job, set_up_s = facts.cluster.job, 0.0
-    if newest and newest.steps:
-        first = newest.steps[0]
-        set_up_s = max(first.ended_at - first.seconds - newest.began.began_at, 0.0)
-    fit = max(0, math.floor((left_s - job.signal_s) / step_s))
-    in_a_job = max(1, math.floor((job.time_limit_s - job.signal_s - set_up_s) / step_s))
-    jobs_more = math.ceil(max(missing - fit, 0) / in_a_job)
-    return {"steps_fit": min(fit, missing), "jobs_more": jobs_more}
+def _seconds_per_step(steps: Sequence[Step]) -> float:
+    """Return the mean time from step to step of one attempt, saving and evaluating included."""
+    recent = steps[-RECENT:]
+    if len(recent) < 2:
+        return 0.0
+    return (recent[-1].ended_at - recent[0].ended_at) / (len(recent) - 1)
 
 
 def render(status: Status) -> str:
@@ -251,11 +208,9 @@ def _left(status: Status, seconds: float) -> str:
     if status.steps_fit is None:
         return text
     text += f", room for {how_many(status.steps_fit, 'more step')}"
-    if status.save_s:
-        text += f" and {duration(status.save_s)} for saving"
-    if not status.jobs_more:
+    if status.steps_fit == missing:
         return f"{text}: enough for the {missing} that are missing"
-    return f"{text}, of {missing} that are missing: {how_many(status.jobs_more, 'more job')}"
+    return f"{text}, of {missing} that are missing"
 
 
 def _job(facts: Facts) -> Queued | None:
@@ -292,15 +247,10 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
 
 def _ending(ended: Attempt, verdict: str) -> str:
     """Return how an attempt ended, in the supervisor's words where there are any."""
-    code = ended.code or (NO_PROGRESS if ended.signal == WALL_TIME else STOPPED)
-    meaning = MEANINGS.get(code, f"a rank was killed, exit code {code}")
-    if verdict:
-        return f"{verdict} ({meaning})" if ended.code else verdict
-    if ended.decision == "done":
-        return "all steps are done"
-    if ended.decision in GOES_ON:
-        return f"step {ended.step_after} is saved, and no job is left that goes on"
-    return f"{meaning}; step {ended.step_after} is saved"
+    if not ended.code:
+        return verdict or f"step {ended.step_after} is saved ({ended.decision})"
+    meaning = MEANINGS.get(ended.code, f"a rank was killed, exit code {ended.code}")
+    return f"{verdict} ({meaning})" if verdict else meaning
 
 
 def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) -> str:

@@ -1,5 +1,6 @@
 """From a recipe or a command to a job in the queue, by way of all that can be checked before."""
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -15,44 +16,39 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusing
 
 
-def script_of(kind: str, words: Sequence[str], cluster_file: Path) -> str:
-    """Return the script of a job of any kind.
-
-    Args:
-        kind: of ``script.KINDS``.
-        words: a recipe and its overrides, or a command.
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out render, submit, cancel or cell.
 
     Raises:
-        ConfigError: a mistake in one of the files, or a run that does not divide over nodes.
+        ConfigError: a mistake in a file, or something that stands in the way of a job.
     """
-    cluster = load_cluster(cluster_file)
+    if arguments.action == "cell":
+        return run_cell(arguments.study, arguments.out)
+    if arguments.action == "cancel":
+        cancel(arguments.run_dir)
+        return 0
+    kind, words = arguments.kind, arguments.words
+    cluster = load_cluster(arguments.cluster)
+    if arguments.action == "render":
+        if kind == "train":
+            job = training_job(load(Path(words[0]), words[1:]), cluster)
+        else:
+            job = command_job(kind, words, cluster)
+        print(render(job, cluster), end="")
+        return 0
     if kind == "train":
-        return render(training_job(load(Path(words[0]), words[1:]), cluster), cluster)
-    return render(_command_job(kind, words, cluster), cluster)
-
-
-def submit(kind: str, words: Sequence[str], cluster_file: Path, *, dry_run: bool = False) -> int:
-    """Check, ask Slurm, and submit.
-
-    Args:
-        dry_run: stop before anything is written or submitted.
-
-    Raises:
-        ConfigError: something stands in the way.
-    """
-    cluster = load_cluster(cluster_file)
-    if kind == "train":
-        _submit_training(Path(words[0]), list(words[1:]), cluster, dry_run=dry_run)
+        submit_training(Path(words[0]), words[1:], cluster, dry_run=arguments.dry_run)
     else:
-        _submit_command(_command_job(kind, words, cluster), cluster, dry_run=dry_run)
-    if dry_run:
+        submit_command(command_job(kind, words, cluster), cluster, dry_run=arguments.dry_run)
+    if arguments.dry_run:
         print("--dry-run: nothing was submitted")
     return 0
 
 
-def _submit_training(
+def submit_training(
     recipe: Path, overrides: list[str], cluster: ClusterConfig, *, dry_run: bool
 ) -> None:
+    """Check a training run, ask Slurm, and submit it."""
     from qurl_megatron.cluster.checks import check, check_limits
 
     config = load(recipe, overrides)
@@ -83,7 +79,8 @@ def _submit_training(
     print(f"follow it: tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log")
 
 
-def _submit_command(job: Script, cluster: ClusterConfig, *, dry_run: bool) -> None:
+def submit_command(job: Script, cluster: ClusterConfig, *, dry_run: bool) -> None:
+    """Check a command's container and script, ask Slurm, and submit it."""
     from qurl_megatron.cluster.checks import check_container, check_script
 
     check_container(cluster)
@@ -98,7 +95,7 @@ def _submit_command(job: Script, cluster: ClusterConfig, *, dry_run: bool) -> No
     print(f"job {number}; its log is {LOGS}/{job.name}-{number}{'_*' * (job.tasks > 1)}.log")
 
 
-def _command_job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Script:
+def command_job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Script:
     if kind != "study":
         return tool_job(kind, words, cluster)
     if len(words) != 2:
@@ -108,12 +105,8 @@ def _command_job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Scr
     return tool_job(kind, words, cluster, tasks=len(plan.read_study(words[0]).cells))
 
 
-def cancel(run_dir: Path) -> int:
-    """Have the jobs of a run save and end; jobs that wait leave the queue.
-
-    Raises:
-        ConfigError: nothing was submitted for the run.
-    """
+def cancel(run_dir: Path) -> None:
+    """Have the jobs of a run save and end; jobs that wait leave the queue."""
     submission = folder.submitted(run_dir)
     if submission is None:
         raise folder.no_job(run_dir)
@@ -129,15 +122,10 @@ def cancel(run_dir: Path) -> int:
         print(f"job {job} saves and ends; `scancel {job}` ends it without a checkpoint")
     if not queued:
         print(f"{run_dir}: none of its jobs is in the queue")
-    return 0
 
 
-def cell(study_file: Path, out: Path) -> int:
-    """Run the study's cell of this task of a job array; ``qurl study --status`` shows all cells.
-
-    Raises:
-        ConfigError: this is no task of an array.
-    """
+def run_cell(study_file: Path, out: Path) -> int:
+    """Run the study's cell of this task of a job array; ``qurl study --status`` shows all cells."""
     index = os.environ.get("SLURM_ARRAY_TASK_ID")
     if index is None:
         raise ConfigError(

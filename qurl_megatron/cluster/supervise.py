@@ -263,17 +263,19 @@ class StepSupervisor:
         )
 
     def spare_s(self) -> float:
-        """``spare_s`` of this job, whose end is asked for again where it seems near."""
-        if spare_s(self._end, now()) < ENGINES_S:
-            self._end = end_of(facts_of(self.job)) or self._end
+        """Return ``spare_s`` of this job."""
+        self._ask_for_end()
         return spare_s(self._end, now())
 
     def _over(self) -> bool:
         """The job is about to run into its limit, which moves while a job is suspended."""
         if self._end is None or now() <= self._end - LAST_S:
             return False
-        self._end = end_of(facts_of(self.job)) or self._end
+        self._ask_for_end()
         return now() > self._end - LAST_S
+
+    def _ask_for_end(self) -> None:
+        self._end = end_of(facts_of(self.job)) or self._end
 
     def _measured(self) -> Pace:
         return measured(self.run_dir, self._began).without_pauses(self.limits)

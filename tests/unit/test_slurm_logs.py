@@ -358,7 +358,7 @@ def test_who_need_not_submit_again_is_not_told_to(decision, goes_on, tmp_path, c
     attempted(tmp_path, code=137, decision=decision)
     text = logs_of(tmp_path, capsys)
     assert ("the run goes on by itself" in text) == goes_on
-    assert ("submit again" in text) != goes_on
+    assert ("`qurl slurm submit`, as before, goes on" in text) != goes_on
 
 
 def test_what_failed_when_slurm_took_the_nodes_back_is_not_called_the_cause(tmp_path, capsys):
