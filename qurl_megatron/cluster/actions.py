@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
 
             return attempt(arguments.run_dir)
         case "examine":
-            from qurl_megatron.cluster.measure import examine
+            from qurl_megatron.cluster.examination import measure_node
 
-            return examine()
+            return measure_node()
         case "task":
             from qurl_megatron.cluster.task import task
 

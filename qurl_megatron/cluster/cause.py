@@ -153,10 +153,8 @@ class Event:
     message: str
     time: float | None = None
     node: str = ""
-    phase: str = ""
-    step: int | None = None
-    version: int | None = None
     traceback: str = ""
+    failure: Failure | None = None  # a rank's own account
 
 
 @dataclass(frozen=True)
@@ -218,18 +216,9 @@ def kind_of(message: str) -> Kind:
 def _of_failure(failure: Failure) -> Event:
     message = f"{failure.kind}: {failure.text}"
     kind = kind_of(message)
-    return Event(
-        kind,
-        kind.weight or REASON,
-        f"rank {failure.rank}",
-        message,
-        failure.time,
-        failure.node,
-        failure.phase,
-        failure.step,
-        failure.version,
-        failure.traceback,
-    )
+    weight, source = kind.weight or REASON, f"rank {failure.rank}"
+    time, node = failure.time, failure.node
+    return Event(kind, weight, source, message, time, node, failure.traceback, failure)
 
 
 def _of_log(log: Log) -> Iterator[Event]:

@@ -156,13 +156,16 @@ def _place(event: Event, others: Sequence[Event] = ()) -> str:
     """Return who failed, on which node, in which phase, step and version.
 
     Args:
-        others: take the phase and step from the first of them that has some, where this has none.
+        others: the first rank among them that knows its step tells it, where this does not.
     """
-    facts = [f"{event.source} on {event.node}" if event.node else event.source]
-    if event.step is not None:
-        facts.append(f"{event.phase} of step {event.step} with weights {event.version}")
-    elif event.phase:
-        facts.append(event.phase)
-    elif other := next((candidate for candidate in others if candidate.step is not None), None):
-        facts.append(f"while {other.source} was in {other.phase} of step {other.step}")
-    return ", ".join(facts)
+    who = f"{event.source} on {event.node}" if event.node else event.source
+    if failure := event.failure:
+        place = failure.phase
+        if failure.step is not None:
+            place += f" of step {failure.step} with weights {failure.version}"
+        return f"{who}, {place}"
+    for other in others:
+        if other.failure and other.failure.step is not None:
+            phase, step = other.failure.phase, other.failure.step
+            return f"{who}, while {other.source} was in {phase} of step {step}"
+    return who

@@ -15,7 +15,7 @@ from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.commands import Queued
 from qurl_megatron.cluster.logs import job_log, section, verdict_in
-from qurl_megatron.cluster.verdict import BAD_NODE, GOES_ON, WALL_TIME
+from qurl_megatron.cluster.verdict import BAD_NODE, GOES_ON, Decision
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError, printable
@@ -48,7 +48,6 @@ class Facts:
     queue: dict[int, Queued] | None  # None: it cannot be asked
     queue_error: str = ""
     attempts: Sequence[Tried] = ()
-    logged: bool = False  # job.log has something
     verdict: str = ""  # the supervisor's, on how the newest attempt ended
     records: Sequence[Record] = ()
     checkpoint: tuple[int, float] | None = None  # step of the newest, and when it was written
@@ -100,7 +99,7 @@ def gather(run_dir: Path) -> Facts:
         queue = commands.queued(submitted.jobs)
     except ConfigError as error:  # the folder tells what is known without it
         queue_error = str(error)
-    newest, attempts, log = latest(run_dir), tried(run_dir), job_log(run_dir)
+    newest, attempts = latest(run_dir), tried(run_dir)
     number = attempts[-1].number if attempts else 0
     return Facts(
         run_dir,
@@ -110,8 +109,7 @@ def gather(run_dir: Path) -> Facts:
         queue,
         queue_error,
         attempts,
-        bool(log),
-        verdict_in(section(log, number), number),
+        verdict_in(section(job_log(run_dir), number), number),
         run_metrics(run_dir),
         (int(newest.name.removeprefix("step_")), newest.stat().st_mtime) if newest else None,
     )
@@ -263,22 +261,12 @@ def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) ->
     if state == "unknown":
         return f"`qurl slurm status {run_dir}` on a login node of the cluster"
     if newest is None:
-        if facts.logged:
-            return f"{run_dir}/slurm/job.log says why"
-        number = facts.jobs[0]
-        return (
-            f"`scontrol show job {number}`, or later `sacct -j {number}`, says why; "
-            "`qurl slurm submit`, as before, submits it again"
-        )
-    if ended := newest.ended:
-        if ended.decision == "done":
-            return f"{run_dir}/report.html; `qurl slurm hours {run_dir}`"
-        if ended.decision == "stop" and ended.signal == WALL_TIME:
-            raise_it = "raise job.time_limit or job.signal_s in the cluster file"
-            return f"{raise_it}, then `qurl slurm submit`"
-        if ended.decision in GOES_ON or ended.signal:
-            return "`qurl slurm submit`, as before, goes on"
-    return f"`qurl slurm logs {run_dir}` says why; `qurl slurm submit`, as before, goes on"
+        sources = f"{run_dir}/slurm/job.log, or `sacct -j {facts.jobs[0]}`, says why"
+    elif newest.ended and newest.ended.decision == Decision.DONE:
+        return f"{run_dir}/report.html; `qurl slurm hours {run_dir}`"
+    else:
+        sources = f"`qurl slurm logs {run_dir}` says why"
+    return f"{sources}; `qurl slurm submit`, as before, goes on"
 
 
 def _phases(records: Sequence[Record]) -> dict[str, float]:

@@ -161,8 +161,7 @@ def beside(argv: list[str], patience_s: Callable[[], float]) -> Iterator[None]:
     finally:
         step.signal(signal.SIGUSR1)
         if step.wait(patience_s()) is None:
-            step.end()
-            step.wait()
+            step.end_within(REQUEUE_S)
 
 
 # ---- when to end

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from qurl_megatron.cluster import examination, folder, measure
+from qurl_megatron.cluster import examination, folder
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
-from qurl_megatron.cluster.examination import Examination, judge, tell_apart
+from qurl_megatron.cluster.examination import GIB, Examination, Report, judge, tell_apart
 from qurl_megatron.cluster.layout import lay_out
-from qurl_megatron.cluster.measure import GIB, Report
 from qurl_megatron.cluster.offer import address_for_others
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
@@ -164,13 +163,13 @@ def nvml(count: int = 2, **answers) -> SimpleNamespace:
     ],
 )
 def test_what_the_driver_says_against_a_gpu_is_a_sentence(answers, faults):
-    assert list(measure.gpu_faults(nvml(1, **answers), 0)) == faults
+    assert list(examination.gpu_faults(nvml(1, **answers), 0)) == faults
 
 
 def test_of_a_node_that_hides_no_gpu_only_those_of_the_step_are_asked():
     env = {"CUDA_VISIBLE_DEVICES": "4,5"}
-    assert measure.gpu_indices(nvml(8), env) == [4, 5]
-    assert measure.gpu_indices(nvml(2), env) == [0, 1]  # the others are hidden
+    assert examination.gpu_indices(nvml(8), env) == [4, 5]
+    assert examination.gpu_indices(nvml(2), env) == [0, 1]  # the others are hidden
 
 
 def test_without_a_driver_there_are_no_gpus():
@@ -178,7 +177,7 @@ def test_without_a_driver_there_are_no_gpus():
         raise NvmlError("library not found")
 
     library = SimpleNamespace(NVMLError=NvmlError, nvmlInit=missing)
-    assert measure.gpu_indices(library, {}) == []
+    assert examination.gpu_indices(library, {}) == []
 
 
 def test_the_names_that_are_asked_for_are_those_of_the_library():
@@ -187,7 +186,7 @@ def test_the_names_that_are_asked_for_are_those_of_the_library():
 
 
 def own_report(capsys) -> Report:
-    assert measure.examine() == 0
+    assert examination.measure_node() == 0
     return Report(**json.loads(capsys.readouterr().out))
 
 
@@ -203,7 +202,7 @@ def test_a_gpu_that_cannot_be_measured_makes_its_node_bad(capsys, monkeypatch):
 
     monkeypatch.setenv("SLURMD_NODENAME", "a1")
     library = SimpleNamespace(**vars(nvml()) | {"nvmlDeviceGetCount": lost})
-    monkeypatch.setattr(measure, "_nvml", lambda: library)
+    monkeypatch.setattr(examination, "_nvml", lambda: library)
     own = own_report(capsys)
     sentence = {"a1": "it could not be measured: RuntimeError: GPU is lost"}
     assert judge({"a1": own}, {"a1": 2}) == sentence
@@ -223,12 +222,12 @@ def test_an_all_reduce_that_hangs_or_fails_takes_for_ever(hangs, monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "all_reduce", all_reduce)
     monkeypatch.setattr(torch, "ones", lambda *shape, device: None)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    monkeypatch.setattr(measure, "REDUCE_S", 0.05)
+    monkeypatch.setattr(examination, "REDUCE_S", 0.05)
     try:
-        assert measure._reduce_ms([torch.device("cpu")] * 2) == INFINITE
+        assert examination._reduce_ms([torch.device("cpu")] * 2) == INFINITE
     finally:
         release.set()
-    assert measure._reduce_ms([torch.device("cpu")]) is None
+    assert examination._reduce_ms([torch.device("cpu")]) is None
 
 
 def test_a_node_with_hung_devices_speaks_and_leaves_at_once(capsys, monkeypatch):
@@ -236,9 +235,9 @@ def test_a_node_with_hung_devices_speaks_and_leaves_at_once(capsys, monkeypatch)
         raise SystemExit(code, capsys.readouterr().out)
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(measure, "_measure", lambda name: report(name, reduce_ms=INFINITE))
+    monkeypatch.setattr(examination, "_measure", lambda name: report(name, reduce_ms=INFINITE))
     with pytest.raises(SystemExit) as left:
-        measure.examine()
+        examination.measure_node()
     code, line = left.value.args
     assert code == 0 and json.loads(line)["reduce_ms"] == INFINITE
 
