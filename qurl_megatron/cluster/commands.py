@@ -157,10 +157,7 @@ def _facts(kind: str, name: str) -> list[dict[str, str]]:
 
 
 def _run(argv: list[str], *, text: str = "") -> subprocess.CompletedProcess:
-    """
-    Raises:
-        ConfigError: the program is missing, takes too long, or refuses.
-    """
+    """Run a program; ConfigError where it is missing, takes too long, or refuses."""
     program = argv[0]
     # Variables such as SBATCH_EXPORT go before the script's own lines.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}

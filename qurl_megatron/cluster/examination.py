@@ -206,11 +206,7 @@ def examine(
     *,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Examination:
-    """Have every node of the job measure itself, and judge their reports.
-
-    Raises:
-        ConfigError: srun cannot be run.
-    """
+    """Have every node of the job measure itself, and judge their reports."""
     if not cluster.job.examine_s:
         return Examination({})
     training, rollout = nodes_of(layout, cluster, os.environ)
@@ -361,11 +357,7 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
 
 
 def exclude(jobs: Sequence[int], names: Sequence[str]) -> None:
-    """Keep waiting jobs off nodes; to those that were excluded before, these are added.
-
-    Raises:
-        ConfigError: Slurm refuses.
-    """
+    """Keep waiting jobs off nodes; to those that were excluded before, these are added."""
     # A requeued job is told to end: not the program that is to change it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for job in jobs:

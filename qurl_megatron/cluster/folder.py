@@ -50,11 +50,7 @@ class Submitted:
 def write(
     run_dir: Path, recipe: Path, overrides: list[str], cluster: ClusterConfig, script: str
 ) -> None:
-    """Write the job's input.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Write the job's input."""
     request = {"overrides": from_elsewhere(recipe, overrides), "recipe": str(recipe)}
     put(run_dir / "slurm/recipe.toml", recipe.read_text(encoding="utf-8"))
     put(run_dir / "slurm/request.json", json.dumps(request, indent=1) + "\n")
@@ -63,11 +59,7 @@ def write(
 
 
 def put(path: Path, text: str) -> None:
-    """Write a file whole.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file whole."""
     with refusing(path, key="train.run_dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
@@ -92,11 +84,7 @@ def cluster(run_dir: Path) -> ClusterConfig:
 
 
 def submitted(run_dir: Path) -> Submitted | None:
-    """Read the run's last submission; None: there is none yet.
-
-    Raises:
-        ConfigError: job.json is damaged.
-    """
+    """Read the run's last submission; None: there is none yet."""
     path = run_dir / "slurm/job.json"
     return read_record(path, lambda value: Submitted(**value)) if path.exists() else None
 
@@ -173,11 +161,7 @@ def close_attempt(run_dir: Path, attempt: Attempt) -> None:
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
-    """Return the attempts that have ended, oldest first.
-
-    Raises:
-        ConfigError: a record is damaged.
-    """
+    """Return the attempts that have ended, oldest first."""
     files = (run_dir / "slurm/attempts").glob(f"*/{ENDED}")
     return sorted(map(read_attempt, files), key=lambda attempt: attempt.number)
 

@@ -37,11 +37,7 @@ OUTWARD = "192.0.2.1"
 
 
 def prepare(rendezvous: Path) -> None:
-    """Make the folder where trainer and engines meet, without entries of earlier attempts.
-
-    Raises:
-        ConfigError: it cannot be made, or is a file.
-    """
+    """Make the folder where trainer and engines meet, without entries of earlier attempts."""
     with refusing(rendezvous, key="rollout.rendezvous"):
         rendezvous.mkdir(mode=0o700, parents=True, exist_ok=True)
         for entry in rendezvous.glob("*.json"):
@@ -162,11 +158,7 @@ def own_name() -> str:
 
 
 def address_towards(towards: str) -> str:
-    """Return this node's address on the way to another.
-
-    Raises:
-        ConfigError: it has no such name, or no way there.
-    """
+    """Return this node's address on the way to another."""
     try:
         return own_address(towards)
     except OSError as error:

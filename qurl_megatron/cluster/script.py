@@ -51,11 +51,7 @@ class Script:
 
 
 def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
-    """Describe the job of a training run.
-
-    Raises:
-        ConfigError: the run does not divide over the cluster's nodes.
-    """
+    """Describe the job of a training run."""
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     components = layout.components(cluster)
     run_dir = Path(config.train.run_dir)
@@ -81,9 +77,6 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
         kind: a key of ``TOOLS``.
         words: name of the tool, benchmark or study, and its own options.
         tasks: of an array.
-
-    Raises:
-        ConfigError: no such tool or benchmark.
     """
     if not words:
         raise ConfigError(f"--kind {kind} needs a tool, benchmark or file, and then its options")
@@ -129,11 +122,7 @@ def _takes_gpus(kind: str, first: str, options: Sequence[str]) -> bool:
 
 
 def render(job: Script, cluster: ClusterConfig) -> str:
-    """Return the text of the script.
-
-    Raises:
-        ConfigError: a name that #SBATCH lines cannot carry.
-    """
+    """Return the text of the script."""
     require(
         re.search(r"[\s'\"\\]", job.output) is None,
         f"train.run_dir: Slurm takes no log at {job.output!r}; set it to a folder without white "

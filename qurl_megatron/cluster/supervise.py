@@ -71,9 +71,6 @@ class SrunStep:
         Args:
             prefix: goes before each of its messages.
             capture: keep what the tasks print in ``output``.
-
-        Raises:
-            ConfigError: the program cannot be run.
         """
         self.output: list[str] = []
         self._prefix, self._final = prefix, 0

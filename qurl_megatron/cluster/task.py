@@ -60,9 +60,6 @@ def stop_on_usr1(stacks: Path | None = None) -> None:
     Args:
         stacks: file that is made, and gets the stacks of all threads on SIGUSR2; None: nobody will
             ask.
-
-    Raises:
-        ConfigError: the file cannot be made.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     if stacks is not None:
