@@ -1,8 +1,7 @@
-"""``qurl slurm attempt``: what the job script becomes, from the first step of ``srun`` to the last.
+"""``qurl slurm attempt``: the supervisor of a job, which its script calls.
 
-It starts the ranks, has them watched over, and decides what follows: the run is done, it is tried
-again here, it goes on in another job, or it stops for a person to look. It needs no GPU, and
-neither torch nor Megatron.
+It starts the ranks, has them watched over, and then ends, tries again, has the run go on in another
+job, or stops it for a person to look. It needs no GPU, and neither torch nor Megatron.
 """
 
 import contextlib
@@ -63,7 +62,7 @@ class BatchJob:
 
 
 def attempt(run_dir: Path) -> int:
-    """Run the training step of this job, again after a failure, and see to what follows.
+    """Run the training step of this job, again after a failure; then requeue the job or end it.
 
     Returns:
         0 where the run is done, or goes on in another job; 143 after a clean stop that was asked

@@ -268,7 +268,7 @@ def _of_srun(lines: Sequence[str], task: str, weight: int, *, lost: int) -> Iter
 
     Args:
         lines: of one step.
-        task: what one of its tasks is called.
+        task: name for one of its tasks.
         weight: of a task that was killed.
         lost: weight of a node that was lost.
     """

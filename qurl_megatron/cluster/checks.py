@@ -63,7 +63,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     if not _is_shared(Path.cwd(), cluster):  # absolute paths are found from everywhere
         lines.append(
             f"the working folder, {Path.cwd()}, lies in none of site.shared: on nodes that lack it "
-            "the job starts in /tmp, and finds nothing that site.prolog names by a relative path"
+            "the job starts in /tmp, without the files of relative paths"
         )
     return lines + unset_keys(config, cluster) + not_mounted(config, cluster.container)
 
@@ -89,8 +89,7 @@ def check_limits(job: JobConfig, facts: Mapping[str, str]) -> str:
         return ""
     return (
         f"preemption: partition {facts['PartitionName']} leaves {grace} s to finish a step and "
-        "save (GraceTime); where that is too short, steps since the newest checkpoint are done "
-        "again: lower checkpoint.every"
+        "save (GraceTime); where that is too short, lower checkpoint.every"
     )
 
 
@@ -101,8 +100,8 @@ def check_container(cluster: ClusterConfig) -> None:
     is_file = is_path or container.image.endswith((".sqsh", ".sif"))
     if container.kind != "none" and is_file and not os.access(container.image, os.R_OK):
         raise ConfigError(
-            f"container.image={container.image} does not exist or cannot be read; make it, or set "
-            "container.image in the cluster file to one that is there"
+            f"container.image={container.image} does not exist or cannot be read; make it, or name "
+            "another in the cluster file"
         )
 
 
@@ -124,8 +123,7 @@ def not_mounted(config: RunConfig, container: ContainerConfig) -> list[str]:
         absolute = Path(os.path.abspath(path))
         if not any(absolute.is_relative_to(folder) for folder in mounted):
             lines.append(
-                f"{key}, {absolute}, is in none of container.mounts: unless this site mounts it "
-                "everywhere, the ranks will not find it"
+                f"{key}, {absolute}, is in none of container.mounts: does this site mount it?"
             )
     return lines
 
@@ -134,10 +132,7 @@ def check_script(command: Sequence[str]) -> None:
     """A job runs where it is submitted, and finds the converters there."""
     for word in command:
         if word.startswith("checkpoints_tools/") and not Path(word).is_file():
-            raise ConfigError(
-                f"{word} does not exist here, where the job would run; submit from the folder of "
-                "the repository"
-            )
+            raise ConfigError(f"{word} does not exist here; submit from the repository's folder")
 
 
 def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:
@@ -145,14 +140,12 @@ def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:
     folders = cluster.site.shared
     if not folders:
         raise ConfigError(
-            "site.shared is missing in the cluster file; set it to the folders that all nodes "
-            'share, e.g. ["/home"]'
+            "site.shared is missing in the cluster file; name folders that all nodes share"
         )
     if not _is_shared(path, cluster):
         raise ConfigError(
-            f"{key}={path} is {path.resolve()}, which lies in none of "
-            f"site.shared={list(folders)}: other nodes would not see it; submit from a shared "
-            f"folder, set {key}, or name the folder in site.shared"
+            f"{key}={path} is {path.resolve()}, which lies in none of site.shared={list(folders)}; "
+            f"set {key} to a folder that all nodes see, or name its folder in site.shared"
         )
 
 
@@ -174,16 +167,14 @@ def check_engines(config: RunConfig) -> None:
     run_dir, rendezvous = Path(config.train.run_dir), config.rollout.rendezvous
     if rendezvous and run_dir.resolve() not in Path(rendezvous).resolve().parents:
         raise ConfigError(
-            f"rollout.rendezvous={rendezvous} is not in train.run_dir={run_dir}: the job starts "
-            "engines of its own, and clears the folder where they meet the trainer; set "
-            f"rollout.rendezvous={run_dir / 'engines'}"
+            f"rollout.rendezvous={rendezvous} is not in train.run_dir={run_dir}, and the job "
+            f"clears it; set rollout.rendezvous={run_dir / 'engines'}"
         )
     given_key(os.environ)
     if config.rollout.urls and "QURL_API_KEY" in os.environ:
         raise ConfigError(
-            "QURL_API_KEY is set for the engines in rollout.urls, and a job inherits nothing of "
-            "this shell; unset it here, and have site.prolog read it from a file that only you "
-            'can read: export QURL_API_KEY="$(cat FILE)"'
+            "QURL_API_KEY is set for rollout.urls, and a job inherits nothing of this shell; unset "
+            'it here, and have site.prolog read it from a file: export QURL_API_KEY="$(cat FILE)"'
         )
 
 
@@ -191,10 +182,7 @@ def check_model(config: RunConfig) -> Arch:
     """The model is there, as ``check_checkpoint`` wants it, and divides over the ranks."""
     fix = THERE
     if config.warmstart.steps:
-        fix = (
-            "the ranks of a job do not make it: `qurl train RECIPE train.steps=0`, called here "
-            "once, makes it"
-        )
+        fix = "`qurl train RECIPE train.steps=0`, called here once, makes it"
     arch = check_checkpoint("model.path", Path(config.model.path), fix=fix)
     arch.refuse_without_engine(f"model.path={config.model.path}: ")
     arch.check_parallel(config.parallel.tensor, config.parallel.pipeline)
@@ -246,8 +234,7 @@ def refuse_unreadable(key: str, value: str, paths: Iterable[Path]) -> None:
                 file.read(1)
         except OSError as error:
             raise ConfigError(
-                f"{key}={value}: {path} cannot be read ({error.strerror}); let this user read it, "
-                f"copy it again, or set {key}"
+                f"{key}={value}: {path} cannot be read ({error.strerror}); copy it, or set {key}"
             ) from None
 
 
@@ -272,8 +259,8 @@ def unset_keys(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     for key, part in config.reward.parts.items():
         if part.key_env and part.key_env not in prolog:
             lines.append(
-                f"{key}.key_env={part.key_env}: a job inherits nothing of this shell, and "
-                "site.prolog does not set it; have that read it from a file that only you can read"
+                f"{key}.key_env={part.key_env}: a job inherits nothing of this shell; have "
+                "site.prolog read it from a file that only you can read"
             )
     return lines
 
@@ -300,8 +287,7 @@ def check_disk(config: RunConfig, arch: Arch) -> str:
         raise ConfigError(
             f"train.run_dir={run_dir}: {needed / GIB:.1f} GiB are needed for checkpoints of "
             f"{checkpoint_size / GIB:.1f} (checkpoint.keep={config.checkpoint.keep} and one on its "
-            f"way), and {room / GIB:.1f} are free; free some, lower checkpoint.keep, or set "
-            "train.run_dir to a folder with more"
+            f"way), and {room / GIB:.1f} are free; free some, or lower checkpoint.keep"
         )
     return (
         f"disk: {checkpoint_size / GIB:.1f} GiB a checkpoint, {needed / GIB:.1f} to come, "

@@ -102,7 +102,7 @@ class JobConfig(Section, name="job", on_resume="free"):
         require(
             self.signal_s < self.time_limit_s,
             f"job.signal_s={self.signal_s} leaves nothing of job.time_limit={self.time_limit}; "
-            "raise the limit, or lower job.signal_s",
+            "lower it",
         )
         for option in self.extra:
             require(
@@ -170,7 +170,7 @@ class ContainerConfig(Section, name="container", on_resume="free"):
         require(
             (self.kind == "none") == (not self.image),
             f"container.kind={self.kind} and container.image={self.image!r} contradict each other; "
-            "set both, or kind to none and no image",
+            "set both or neither",
         )
         require(
             self.kind != "pyxis" or not self.image.endswith(".sqsh") or self.image[0] in "./",

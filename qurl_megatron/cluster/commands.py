@@ -129,12 +129,12 @@ def hostnames(nodes: str) -> list[str]:
 
 
 def job_facts(job: int) -> dict[str, str]:
-    """Return what the controller knows of a job, such as Requeue and TimeLimit, as it writes it."""
+    """Return the controller's facts of a job, such as Requeue and TimeLimit, as it writes them."""
     return _facts("job", str(job))[0]
 
 
 def partition_facts(name: str) -> dict[str, str]:
-    """Return what the controller knows of a partition, such as MaxTime and GraceTime.
+    """Return the controller's facts of a partition, such as MaxTime and GraceTime.
 
     Args:
         name: "" is the site's default.

@@ -290,25 +290,23 @@ def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
         yield (
             f"{gpus} GPUs were granted, the driver shows {own.gpus} and torch can use {own.devices}"
         )
-    usual_ms = median_low([ms for peer in peers for ms in peer.product_ms] or [0.0])
+    products = [ms for peer in peers for ms in peer.product_ms]
     for index, ms in enumerate(own.product_ms):
-        if ms > usual_ms * PRODUCT_SLOWER:
-            yield (
-                f"a matrix product on GPU {index} takes {ms:.3g} ms, "
-                f"{usual_ms:.3g} on the job's others"
-            )
-    if own.reduce_ms is None:
-        return
-    if own.reduce_ms == float("inf"):
-        yield "an all-reduce among its own devices fails, or does not end"
-        return
-    alike = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
-    usual_ms = median_low(ms for ms in alike if ms is not None)
-    if own.reduce_ms > usual_ms * REDUCE_SLOWER:
-        yield (
-            f"an all-reduce among its own devices takes {own.reduce_ms:.3g} ms, "
-            f"{usual_ms:.3g} on the job's others"
-        )
+        yield from _slow(f"a matrix product on GPU {index}", ms, products, PRODUCT_SLOWER)
+    if own.reduce_ms is not None:
+        alike = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
+        reduces = [ms for ms in alike if ms is not None]
+        name = "an all-reduce among its own devices"
+        yield from _slow(name, own.reduce_ms, reduces, REDUCE_SLOWER)
+
+
+def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Iterator[str]:
+    """Yield a sentence where a time is ``factor`` times the job's median, or infinite."""
+    usual_ms = median_low(job_ms)
+    if ms == float("inf"):
+        yield f"{name} fails, or does not end"
+    elif ms > factor * usual_ms:
+        yield f"{name} takes {ms:.3g} ms, {usual_ms:.3g} on the job's others"
 
 
 def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[str]) -> Examination:
@@ -320,9 +318,8 @@ def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[s
     nodes = [*training, *rollout]
     if len(nodes) > 1 and len(bad) == len(nodes):
         shared = (
-            f"all {len(bad)} nodes are bad, so none is excluded: look at what they share, such as "
-            f"container and site.prolog in the cluster file; what is wrong with {nodes[0]}: "
-            f"{bad[nodes[0]]}; once it is fixed, `qurl slurm submit`, as before, goes on"
+            f"all {len(bad)} nodes are bad, so none is excluded: look at container and site.prolog "
+            f"in the cluster file; {nodes[0]}: {bad[nodes[0]]}; then `qurl slurm submit` again"
         )
         return Examination(bad, needed=tuple(bad), shared=shared)
     sound = tuple(node for node in rollout if node not in bad)

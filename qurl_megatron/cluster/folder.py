@@ -1,4 +1,4 @@
-"""``RUN_DIR/slurm``: what ``submit`` leaves for the job, and the job for whoever looks at it.
+"""``RUN_DIR/slurm``: files from ``submit`` for the job, and from the job for its operator.
 
     recipe.toml      the recipe as it was given
     request.json     its overrides, and the folder it was given in

@@ -71,9 +71,8 @@ def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) 
     ranks = parallel.world_size
     require(
         ranks <= node.gpus or ranks % node.gpus == 0,
-        "parallel.tensor * parallel.pipeline * parallel.context * parallel.data = "
-        f"{ranks} ranks do not fill nodes of node.gpus={node.gpus} evenly; "
-        f"change one of them, e.g. parallel.data, to get a multiple of {node.gpus}",
+        f"parallel.tensor * pipeline * context * data = {ranks} ranks do not fill nodes of "
+        f"node.gpus={node.gpus} evenly; change one, to get a multiple of {node.gpus}",
     )
     nodes = max(1, ranks // node.gpus)
     training = Component(nodes, ranks // nodes, ranks // nodes)
@@ -90,8 +89,7 @@ def _with_rollout_nodes(
     size, count = rollout.engine_tensor, rollout.engines
     require(
         node.gpus % size == 0,
-        f"rollout.engine_tensor={size} does not divide node.gpus={node.gpus}, and an engine stays "
-        "on one node; lower it",
+        f"rollout.engine_tensor={size} does not divide node.gpus={node.gpus}; lower it",
     )
     fit = node.gpus // size
     require(
@@ -110,15 +108,14 @@ def _with_own_engines(training: Component, rollout: RolloutConfig, node: NodeCon
     require(
         last <= node.gpus,
         f"rollout.engines={rollout.engines} of rollout.engine_tensor={rollout.engine_tensor} from "
-        f"rollout.engine_first_gpu={rollout.engine_first_gpu} on take GPUs up to {last}, and the "
-        f"node of the leading rank has node.gpus={node.gpus}; lower them, or set "
-        "rollout.rendezvous to a folder in the run's, for engines on nodes of their own",
+        f"rollout.engine_first_gpu={rollout.engine_first_gpu} on take GPUs up to {last} of "
+        f"node.gpus={node.gpus}; lower them, or set rollout.rendezvous for nodes of their own",
     )
     require(
         rollout.colocate or rollout.engine_first_gpu >= training.gpus,
         f"rollout.engine_first_gpu={rollout.engine_first_gpu} puts engines on GPUs of the "
-        f"{training.gpus} training ranks; set rollout.engine_first_gpu={training.gpus}, "
-        "rollout.colocate=true, or rollout.rendezvous for nodes of their own",
+        f"{training.gpus} training ranks; set it to {training.gpus}, rollout.colocate=true, or "
+        "rollout.rendezvous for nodes of their own",
     )
     return Component(training.nodes, training.tasks, max(training.gpus, last))
 
@@ -233,11 +230,10 @@ def gpus(component: Component, cluster: ClusterConfig) -> str:
 
 def variables(cluster: ClusterConfig) -> dict[str, str]:
     """Return the environment that the cluster file sets for every rank and engine."""
-    own = {}
-    if cluster.node.interfaces:
-        interfaces = ",".join(cluster.node.interfaces)
-        own = {"NCCL_SOCKET_IFNAME": interfaces, "GLOO_SOCKET_IFNAME": interfaces}
-    return {**own, **cluster.site.environment}
+    if not cluster.node.interfaces:
+        return cluster.site.environment
+    names = ",".join(cluster.node.interfaces)
+    return {"NCCL_SOCKET_IFNAME": names, "GLOO_SOCKET_IFNAME": names, **cluster.site.environment}
 
 
 def inside(cluster: ClusterConfig, command: Sequence[str], workdir: str) -> list[str]:

@@ -158,14 +158,14 @@ def _place(event: Event, others: Sequence[Event] = ()) -> str:
     Args:
         others: the first rank among them that knows its step tells it, where this does not.
     """
-    who = f"{event.source} on {event.node}" if event.node else event.source
+    source = f"{event.source} on {event.node}" if event.node else event.source
     if failure := event.failure:
         place = failure.phase
         if failure.step is not None:
             place += f" of step {failure.step} with weights {failure.version}"
-        return f"{who}, {place}"
+        return f"{source}, {place}"
     for other in others:
         if other.failure and other.failure.step is not None:
             phase, step = other.failure.phase, other.failure.step
-            return f"{who}, while {other.source} was in {phase} of step {step}"
-    return who
+            return f"{source}, while {other.source} was in {phase} of step {step}"
+    return source

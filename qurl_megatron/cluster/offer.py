@@ -1,4 +1,4 @@
-"""``qurl slurm offer``: what ``srun`` starts on each rollout node, the engines of that node.
+"""``qurl slurm offer``: the engines of one rollout node, started by ``srun``.
 
 It writes an entry into ``rollout.rendezvous`` for each engine that listens, and takes it away when
 the engine is gone; the trainer adopts and drops engines as entries come and go. Ports are the

@@ -1,4 +1,4 @@
-"""How fast a run is, by what it writes: when its ranks must be told to end, and when it is stuck.
+"""The pace of a run: when its ranks must be told to end, and when it is stuck.
 
 Everything is read from the run's folder, so the supervisor sees it without asking the ranks.
 """
@@ -20,7 +20,7 @@ RECENT = 50
 TAIL = 1 << 20
 """Bytes at a file's end that are read; files of long runs have many times that."""
 MARGIN_S = 30.0
-"""For what is not measured: goodbyes of ranks and engines, a busy file system."""
+"""For goodbyes of ranks and engines, and a busy file system."""
 GLANCE_S = 10.0
 """The most that one look at the clock adds to a run's stillness. Looks are a second apart: a longer
 gap is a supervisor that was suspended together with its job."""

@@ -81,11 +81,11 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     if not words:
         raise ConfigError(f"--kind {kind} needs a tool, benchmark or file, and then its options")
     first, *options = words
-    known = _known(kind)
-    if known:
+    tools = _tools(kind)
+    if tools:
         first = first.removesuffix(".py")
-        if first not in known:
-            raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(known)}")
+        if first not in tools:
+            raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(tools)}")
     node_gpus = cluster.node.gpus if _takes_gpus(kind, first, options) else 0
     component = Component(nodes=1, tasks=1, gpus=node_gpus)
     command = [part.format(first) for part in TOOLS[kind]] + options
@@ -100,7 +100,7 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     )
 
 
-def _known(kind: str) -> list[str]:
+def _tools(kind: str) -> list[str]:
     """Return what the first word may be; empty where it is a file."""
     if kind == "bench":
         return list(BENCHMARKS)
@@ -125,8 +125,7 @@ def render(job: Script, cluster: ClusterConfig) -> str:
     """Return the text of the script."""
     require(
         re.search(r"[\s'\"\\]", job.output) is None,
-        f"train.run_dir: Slurm takes no log at {job.output!r}; set it to a folder without white "
-        "space, quotes and backslashes",
+        f"train.run_dir: Slurm takes no log at {job.output!r}; use no white space, quotes or \\",
     )
     lines = ["#!/bin/bash", HEADER]
     options = _job_options(job, cluster)

@@ -235,8 +235,10 @@ def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) ->
         if facts.queue is not None or ended.decision not in GOES_ON:
             return "ended", f"ended, job {ended.job}{attempt}: {_ending(ended, facts.verdict)}"
     if facts.queue is None:
-        rest = f"{attempt} of this folder has not ended" if newest else ", no attempt has begun"
-        return "unknown", f"the queue cannot be asked ({facts.queue_error}){rest}"
+        circumstances = (
+            f"{attempt} of this folder has not ended" if newest else ", no attempt has begun"
+        )
+        return "unknown", f"the queue cannot be asked ({facts.queue_error}){circumstances}"
     ids = ", ".join(map(str, facts.jobs))
     if newest is None:
         return "ended", f"job {ids} has left the queue without an attempt"
@@ -276,9 +278,9 @@ def _phases(records: Sequence[Record]) -> dict[str, float]:
     medians = {}
     for name in sorted(names - {"time/step"}):
         medians[name.removeprefix("time/")] = median(m.get(name, 0.0) for m in timed)
-    least = 0.01 * max(medians.values(), default=0.0)
+    threshold = 0.01 * max(medians.values(), default=0.0)
     longest = sorted(medians.items(), key=lambda item: -item[1])
-    return {name: seconds for name, seconds in longest if seconds > least}
+    return {name: seconds for name, seconds in longest if seconds > threshold}
 
 
 def _last(records: Sequence[Record], name: str) -> float | None:

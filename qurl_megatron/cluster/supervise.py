@@ -318,7 +318,7 @@ def _has_text(file: Path) -> bool:
     return file.exists() and file.stat().st_size > 0
 
 
-# ---- what Slurm says of the job
+# ---- facts of the job
 
 
 def end_of(facts: Mapping[str, str]) -> float | None:
@@ -334,7 +334,7 @@ def preempted(facts: Mapping[str, str]) -> bool:
 
 
 def facts_of(job: int) -> dict[str, str]:
-    """Return what Slurm says of a job; nothing while its controller does not answer."""
+    """Return Slurm's facts of a job; none while its controller does not answer."""
     try:
         return commands.job_facts(job)
     except ConfigError as error:  # busy controllers come back; the run goes on without its word

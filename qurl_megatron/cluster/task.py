@@ -1,4 +1,4 @@
-"""``qurl slurm task``: what ``srun`` starts, one training rank.
+"""``qurl slurm task``: one training rank, started by ``srun``.
 
 Of the signals that srun passes on, SIGTERM ends the step at once, and some clusters give a signal
 to all that a task has started, engines included. So the supervisor sends SIGUSR1, which is blocked

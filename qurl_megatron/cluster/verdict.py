@@ -1,4 +1,4 @@
-"""What follows on an attempt, as a function of how it ended and how those before it did."""
+"""The decision after an attempt, as a function of its end and of the attempts before it."""
 
 import enum
 import signal
@@ -38,7 +38,7 @@ GOES_ON = (Decision.AGAIN, Decision.RETRY, Decision.WITHOUT)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What follows on an attempt."""
+    """The decision after an attempt."""
 
     decision: Decision
     code: int  # of the supervisor, and so of the job

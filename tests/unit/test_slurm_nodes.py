@@ -113,7 +113,7 @@ def test_where_all_nodes_are_bad_it_is_what_they_share(training, rollout):
     verdict = tell_apart(dict.fromkeys(("a1", "a2"), "/dev/shm is small"), training, rollout)
     assert verdict.needed == ("a1", "a2")
     assert "container and site.prolog in the cluster file" in verdict.shared
-    assert "wrong with a1: /dev/shm is small" in verdict.shared
+    assert "a1: /dev/shm is small" in verdict.shared
 
 
 # -- a node's report -------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ def test_a_key_that_a_job_would_not_have_is_told_of(model):
     url = ["reward.kind=", "reward.url=http://judge:1", "reward.key_env=JUDGE_KEY"]
     config = load(QUICK, [f"model.path={model}", *url])
     (line,) = checks.unset_keys(config, ClusterConfig())
-    assert line.startswith("reward.key_env=JUDGE_KEY: a job inherits nothing of this shell, and")
+    assert line.startswith("reward.key_env=JUDGE_KEY: a job inherits nothing of this shell; have")
     reads = SiteConfig(prolog=('export JUDGE_KEY="$(cat /home/me/key)"',))
     assert checks.unset_keys(config, ClusterConfig(site=reads)) == []
 
@@ -398,7 +398,7 @@ def test_a_cluster_file_must_say_which_folders_are_shared(tmp_path):
 
 def test_engines_of_others_are_not_cleared_away(model):
     config = load(QUICK, [f"model.path={model}", "train.run_dir=run", "rollout.rendezvous=shared"])
-    with pytest.raises(ConfigError, match="is not in train.run_dir=run: .*=run/engines"):
+    with pytest.raises(ConfigError, match="is not in train.run_dir=run, .*=run/engines"):
         checks.check_engines(config)
     inside = replace(config, rollout=replace(config.rollout, rendezvous="run/engines"))
     checks.check_engines(inside)
