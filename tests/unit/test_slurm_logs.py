@@ -71,190 +71,171 @@ NO_ENGINE = failed(0, "EngineError", "no engine is left", phase="rollout")
 MEMORY, KILL = "memory of the node is used up", "it was killed"
 
 
-@pytest.mark.parametrize(
-    ("evidence", "first", "followed"),
-    [
-        pytest.param(
-            Evidence(
-                [
-                    failed(0, "RuntimeError", GLOO, 99.9),
-                    failed(2, "DistBackendError", NCCL, 99.8),
-                    failed(3, "OutOfMemoryError", "CUDA out of memory.", 100.0),
-                ]
-            ),
-            ("rank 3", "train3", "GPU memory is used up"),
-            ["rank 2", "rank 0"],
-            id="a reason of its own before collectives that failed earlier",
-        ),
-        pytest.param(
-            Evidence([failed(0, "ValueError", "b", 5.0), failed(1, "ValueError", "a", 4.0)]),
-            ("rank 1", "train1", "a fault of the program"),
-            ["rank 0"],
-            id="the earliest of several reasons",
-        ),
-        pytest.param(
-            Evidence([LOST_PEER], (), KILLED),
-            ("rank 1", "roll1", KILL),
-            ["rank 0"],
-            id="a killed rank before those that lost it, and none that srun killed",
-        ),
-        pytest.param(
-            Evidence([LOST_PEER], [rank_log(0, f"step 1/7\n{OOM_KILL}\n")], KILLED),
-            ("a task", "roll1", MEMORY),
-            ["rank 1", "rank 0"],
-            id="memory before the kill, in whichever log",
-        ),
-        pytest.param(
-            Evidence([failed(0, "ValueError", "the reason")], (), KILLED),
-            ("rank 0", "train0", "a fault of the program"),
-            ["rank 1"],
-            id="a reason before a killed rank",
-        ),
-        pytest.param(
-            Evidence(
-                [failed(1, "EngineError", "no engine is left")],
-                (),
-                ["engines: srun: error: roll1: task 1: Killed"],
-            ),
-            ("rollout node 1", "roll1", KILL),
-            ["rank 1"],
-            id="a task of the rollout nodes is no rank",
-        ),
-        pytest.param(
-            Evidence(srun=["engines: srun: error: roll1: task 0: Killed", RANK_KILLED]),
-            ("rank 1", "roll1", KILL),
-            ["rollout node 0"],
-            id="a killed rank before a killed rollout task",
-        ),
-        pytest.param(
-            Evidence(
-                srun=[
-                    "engines: srun: error: Node failure on train1",
-                    "slurmstepd-roll1: error: *** JOB 3 ON roll1 CANCELLED AT 2026 DUE TO NODE "
-                    "FAILURE ***",
-                    "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
-                    "srun: error: roll1: task 0: Terminated",
-                ]
-            ),
-            ("node train1", "", "the node is lost"),
-            ["srun"],
-            id="of a heterogeneous job the node that was lost, not the one that tells",
-        ),
-        pytest.param(
-            Evidence(
-                srun=[
-                    "engines: srun: error: Node failure on train2",
-                    "srun: error: roll2: task 1: Killed",
-                ]
-            ),
-            ("rank 1", "roll2", KILL),
-            ["node train2"],
-            id="a rollout node that was lost before did not end the run",
-        ),
-        pytest.param(
-            Evidence(srun=["engines: srun: _step_signal: Terminating StepId=2.1", RANK_KILLED]),
-            ("rank 1", "roll1", KILL),
-            [],
-            id="engines that srun has ended hide no rank",
-        ),
-        pytest.param(
-            Evidence(srun=["examine: srun: Job step aborted: Waiting up to 7 s", RANK_KILLED]),
-            ("rank 1", "roll1", KILL),
-            [],
-            id="an examination that was aborted hides no rank",
-        ),
-        pytest.param(
-            Evidence(srun=HUNG), ("rank 1", "", "the run hung"), [], id="hung, and nobody killed it"
-        ),
-        pytest.param(
-            Evidence(srun=[line for line in HUNG if "did not answer" not in line]),
-            ("the supervisor", "", "the run hung"),
-            [],
-            id="hung, all ranks answered",
-        ),
-        pytest.param(
-            Evidence([NO_ENGINE], [engine(OUT_OF_MEMORY)]),
-            ("engine-0 on roll1", "", "GPU memory is used up"),
-            ["rank 0"],
-            id="the end of the last engine",
-        ),
-        pytest.param(
-            Evidence([failed(0, "KeyError", "'x'")], [engine(OUT_OF_MEMORY)]),
-            ("rank 0", "train0", "a fault of the program"),
-            ["engine-0 on roll1"],
-            id="an engine that was replaced is not the cause",
-        ),
-        pytest.param(
-            Evidence([failed(1, "RuntimeError", GLOO, 2.0), failed(0, "E", NCCL, 1.0)]),
-            ("rank 0", "train0", "another rank is gone"),
-            ["rank 1"],
-            id="collectives alone",
-        ),
-        pytest.param(
-            Evidence(logs=[rank_log(2, "Traceback (most recent call last):\n  x\nImportError: y")]),
-            ("rank 2", "", "the environment lacks something"),
-            [],
-            id="a rank that could keep nothing is read from its log",
-        ),
-        pytest.param(
-            Evidence(srun=["srun: error: t1: task 3: Out Of Memory"]),
-            ("rank 3", "t1", MEMORY),
-            [],
-            id="out of memory by srun",
-        ),
-        pytest.param(
-            Evidence(srun=["slurmstepd: error: Detected 1 oom_kill event in StepId=5.0."]),
-            ("srun", "", MEMORY),
-            [],
-            id="oom_kill by srun",
-        ),
-        pytest.param(
-            Evidence(srun=["srun: error: t1: tasks 0,2-3: Segmentation fault (core dumped)"]),
-            ("rank 0", "t1", "it crashed"),
-            ["rank 2", "rank 3"],
-            id="a crash",
-        ),
-        pytest.param(
-            Evidence(
-                srun=["slurmstepd: error: *** STEP 5.0 ON t1 CANCELLED DUE TO TIME LIMIT ***"]
-            ),
-            ("srun", "", "Slurm ended the job"),
-            [],
-            id="the time limit",
-        ),
-        pytest.param(
-            Evidence(srun=["srun: error: roll1: task 1: Exited with exit code 120", DISK]),
-            ("the supervisor", "", "the disk is full"),
-            [],
-            id="a disk so full that ranks could keep nothing",
-        ),
-        pytest.param(
-            Evidence(srun=["srun: error: t1: task 2: Exited with exit code 7"]),
-            ("rank 2", "t1", "a fault of the program"),
-            [],
-            id="a rank without a word",
-        ),
-    ],
+def srun(*lines: str) -> Evidence:
+    return Evidence(srun=lines)
+
+
+COLLECTIVES = [
+    failed(0, "RuntimeError", GLOO, 99.9),
+    failed(2, "DistBackendError", NCCL, 99.8),
+    failed(3, "OutOfMemoryError", "CUDA out of memory.", 100.0),
+]
+HETJOB = (
+    "engines: srun: error: Node failure on train1",
+    "slurmstepd-roll1: error: *** JOB 3 ON roll1 CANCELLED AT 2026 DUE TO NODE FAILURE ***",
+    "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
+    "srun: error: roll1: task 0: Terminated",
 )
-def test_the_first_cause_is_told_from_what_followed(evidence, first, followed):
+ALL_ANSWERED = [line for line in HUNG if "did not answer" not in line]
+ENGINE_TASK = "engines: srun: error: roll1: task 0: Killed"
+ENGINES_ENDED = "engines: srun: _step_signal: Terminating StepId=2.1"
+EXAMINED = "examine: srun: Job step aborted: Waiting up to 7 seconds"
+FAULT, NODE_LOST = "a fault of the program", "the node is lost"
+TWO = [failed(0, "ValueError", "b", 5.0), failed(1, "ValueError", "a", 4.0)]
+UNKEPT = rank_log(2, "Traceback (most recent call last):\n  x\nImportError: y")
+CASES = {
+    "a reason of its own before collectives that failed earlier": (
+        Evidence(COLLECTIVES),
+        "rank 3",
+        "GPU memory is used up",
+        ["rank 2", "rank 0"],
+    ),
+    "the earliest of several reasons": (Evidence(TWO), "rank 1", FAULT, ["rank 0"]),
+    "a killed rank before those that lost it, and none that srun killed": (
+        Evidence([LOST_PEER], (), KILLED),
+        "rank 1",
+        KILL,
+        ["rank 0"],
+    ),
+    "memory before the kill, in whichever log": (
+        Evidence([LOST_PEER], [rank_log(0, f"step 1/7\n{OOM_KILL}\n")], KILLED),
+        "a task",
+        MEMORY,
+        ["rank 1", "rank 0"],
+    ),
+    "a reason before a killed rank": (
+        Evidence([failed(0, "ValueError", "x")], (), KILLED),
+        "rank 0",
+        FAULT,
+        ["rank 1"],
+    ),
+    "a task of the rollout nodes before ranks without engines": (
+        Evidence([NO_ENGINE], (), [ENGINE_TASK]),
+        "rollout node 0",
+        KILL,
+        ["rank 0"],
+    ),
+    "a killed rank before a killed rollout task": (
+        srun(ENGINE_TASK, RANK_KILLED),
+        "rank 1",
+        KILL,
+        ["rollout node 0"],
+    ),
+    "of a heterogeneous job the node that was lost, not the one that tells": (
+        srun(*HETJOB),
+        "node train1",
+        NODE_LOST,
+        ["srun"],
+    ),
+    "a rollout node that was lost before did not end the run": (
+        srun(HETJOB[0], "srun: error: roll2: task 1: Killed"),
+        "rank 1",
+        KILL,
+        ["node train1"],
+    ),
+    "engines that srun has ended hide no rank": (
+        srun(ENGINES_ENDED, RANK_KILLED),
+        "rank 1",
+        KILL,
+        [],
+    ),
+    "an examination that was aborted hides no rank": (
+        srun(EXAMINED, RANK_KILLED),
+        "rank 1",
+        KILL,
+        [],
+    ),
+    "hung, and nobody killed it": (srun(*HUNG), "rank 1", "the run hung", []),
+    "hung, all answered": (srun(*ALL_ANSWERED), "the supervisor", "the run hung", []),
+    "the end of the last engine": (
+        Evidence([NO_ENGINE], [engine(OUT_OF_MEMORY)]),
+        "engine-0 on roll1",
+        "GPU memory is used up",
+        ["rank 0"],
+    ),
+    "an engine that was replaced is not the cause": (
+        Evidence([failed(0, "KeyError", "'x'")], [engine(OUT_OF_MEMORY)]),
+        "rank 0",
+        FAULT,
+        ["engine-0 on roll1"],
+    ),
+    "collectives alone": (
+        Evidence(COLLECTIVES[:2]),
+        "rank 2",
+        "another rank is gone",
+        ["rank 0"],
+    ),
+    "a rank that could keep nothing is read from its log": (
+        Evidence(logs=[UNKEPT]),
+        "rank 2",
+        "the environment lacks something",
+        [],
+    ),
+    "out of memory by srun": (
+        srun("srun: error: t1: task 3: Out Of Memory"),
+        "rank 3",
+        MEMORY,
+        [],
+    ),
+    "oom_kill by srun": (srun(OOM_KILL), "srun", MEMORY, []),
+    "a crash": (
+        srun("srun: error: t1: tasks 0,2-3: Segmentation fault (core dumped)"),
+        "rank 0",
+        "it crashed",
+        ["rank 2", "rank 3"],
+    ),
+    "the time limit": (
+        srun("slurmstepd: error: *** STEP 5.0 CANCELLED DUE TO TIME LIMIT ***"),
+        "srun",
+        "Slurm ended the job",
+        [],
+    ),
+    "a disk so full that ranks could keep nothing": (
+        srun("srun: error: r1: task 1: Exited with exit code 120", DISK),
+        "the supervisor",
+        "the disk is full",
+        [],
+    ),
+    "a rank without a word": (
+        srun("srun: error: t1: task 2: Exited with exit code 7"),
+        "rank 2",
+        FAULT,
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("evidence", "source", "kind", "followed"), CASES.values(), ids=CASES)
+def test_the_first_cause_is_told_from_what_followed(evidence, source, kind, followed):
     cause = first_cause(evidence)
-    assert (cause.first.source, cause.first.node, cause.first.kind.name) == first
+    assert (cause.first.source, cause.first.kind.name) == (source, kind)
     assert [event.source for event in cause.followed] == followed
+
+
+def test_the_node_is_that_of_the_rank_or_of_the_line():
+    assert first_cause(Evidence(COLLECTIVES)).first.node == "train3"
+    assert first_cause(srun(RANK_KILLED)).first.node == "roll1"
+    assert first_cause(Evidence(logs=[rank_log(0, OOM_KILL)])).first.node == "roll1"
 
 
 @pytest.mark.parametrize(
     "evidence",
     [
-        pytest.param(Evidence(srun=[KILLED[2], RANK_KILLED]), id="ranks that srun has killed"),
-        pytest.param(
-            Evidence(srun=["slurmstepd-r1: error: *** JOB 4 ON r1 CANCELLED DUE TO JOB REQUEUE"]),
-            id="a requeue",
-        ),
-        pytest.param(
-            Evidence(logs=[rank_log(0, "slurmstepd-r1: error: *** STEP 4.0 ON r1 CANCELLED AT 2")]),
-            id="a step that Slurm cancels because a rank failed",
-        ),
+        srun(KILLED[2], RANK_KILLED),
+        srun("slurmstepd-r1: error: *** JOB 4 ON r1 CANCELLED DUE TO JOB REQUEUE"),
+        Evidence(logs=[rank_log(0, "slurmstepd-r1: error: *** STEP 4.0 ON r1 CANCELLED AT 2")]),
     ],
+    ids=["ranks that srun has killed", "a requeue", "a step that is cancelled for a failed rank"],
 )
 def test_what_only_follows_is_no_cause(evidence):
     assert first_cause(evidence) is None
