@@ -23,6 +23,7 @@ from qurl_megatron.cluster.supervise import (
     spare_s,
 )
 from qurl_megatron.cluster.task import forget_hook
+from qurl_megatron.kit import place
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 
@@ -105,6 +106,20 @@ def test_ranks_of_srun_do_not_meet_where_enroots_hook_for_pytorch_says(given, le
     env = {"PATH": "/bin", **given}
     forget_hook(env)
     assert env == {"PATH": "/bin", **left}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "buried"), [("1", True), ("1(x2)", True), ("2", False), ("8(x2)", False)]
+)
+def test_a_rank_takes_its_group_along_only_where_no_other_rank_is_in_it(tasks, buried, monkeypatch):
+    groups = []
+    monkeypatch.setattr(place, "bury", groups.append)
+    monkeypatch.setattr(os, "getpgrp", os.getpid)  # srun's first task of a node leads them all
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    place.end_with_launcher()
+    assert groups == [os.getpid()] * buried
 
 
 RANK = """
