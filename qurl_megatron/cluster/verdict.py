@@ -95,7 +95,7 @@ def decide(
         failure: how it failed, where the exit code does not tell.
         late: the attempt followed on another in the same job, and had only the rest of its time.
     """
-    if code == 0 and step_after >= steps:
+    if code not in FINAL and step_after >= steps:
         return Outcome(Decision.DONE, 0, f"all {steps} steps are done")
     saved = f"step {step_after} is saved"
     idle = step_after <= step_before

@@ -11,6 +11,10 @@ AGAIN, DONE, RETRY, STOP = Decision.AGAIN, Decision.DONE, Decision.RETRY, Decisi
     [
         pytest.param(0, "", (0, 40), (), DONE, 0, id="all steps"),
         pytest.param(0, "USR1", (20, 40), (), DONE, 0, id="all steps in the last minute"),
+        pytest.param(
+            143, "", (20, 40), (), DONE, 0, id="all steps, and a rank died in its goodbye"
+        ),
+        pytest.param(3, "", (20, 40), (), STOP, 3, id="all steps, and the guard"),
         pytest.param(0, "USR1", (0, 12), (), AGAIN, 0, id="time is up"),
         pytest.param(137, "USR1", (8, 12), (), AGAIN, 0, id="time is up in the last save"),
         pytest.param(0, "USR1", (12, 12), (), STOP, NO_PROGRESS, id="time is up, no new step"),
