@@ -287,9 +287,8 @@ def _cancel_chain(job: BatchJob) -> None:
 
 def _others(job: BatchJob) -> list[int]:
     """Return the run's jobs that are in the queue beside this one."""
-    submission = folder.submitted(job.run_dir)
-    numbers = submission.jobs if submission else []
-    return list(commands.queued([number for number in numbers if number != job.number]))
+    others = [number for number in folder.jobs(job.run_dir) if number != job.number]
+    return list(commands.queued(others))
 
 
 def _own_job(env: Mapping[str, str]) -> tuple[int, int]:

@@ -338,9 +338,7 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
         ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough; or
             an attempt's record is damaged.
     """
-    submitted = folder.submitted(run_dir)
-    jobs = submitted.jobs if submitted else []
-    before = 0
+    jobs, before = folder.jobs(run_dir), 0
     for attempt in folder.attempts(run_dir):
         before += attempt.decision == Decision.WITHOUT and attempt.job in jobs
     if before >= MOST:

@@ -16,7 +16,9 @@ Each file appears whole.
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
@@ -37,14 +39,6 @@ from qurl_megatron.observe.attempts import (
     read_record,
     steps_since,
 )
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """job.json."""
-
-    jobs: list[int]  # several of a chain, in their order
-    submitted_at: str  # UTC
 
 
 def write(
@@ -83,14 +77,19 @@ def cluster(run_dir: Path) -> ClusterConfig:
     return load_cluster(run_dir / "slurm/cluster.toml")
 
 
-def submitted(run_dir: Path) -> Submitted | None:
-    """Read the run's last submission; None: there is none yet."""
+def jobs(run_dir: Path) -> list[int]:
+    """Return the ids of the jobs of the last submission, of a chain in their order; [] for none."""
     path = run_dir / "slurm/job.json"
-    return read_record(path, lambda value: Submitted(**value)) if path.exists() else None
+    if not path.exists():
+        return []
+    return read_record(path, lambda value: [int(job) for job in value["jobs"]])
 
 
-def write_submitted(run_dir: Path, jobs: Submitted) -> None:
-    put(run_dir / "slurm/job.json", _text(jobs))
+def write_jobs(run_dir: Path, jobs: Sequence[int]) -> None:
+    """Record the jobs that were submitted, and when."""
+    at = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
+    record = {"jobs": jobs, "submitted_at": at}
+    put(run_dir / "slurm/job.json", json.dumps(record, indent=1) + "\n")
 
 
 def no_job(run_dir: Path) -> ConfigError:
@@ -103,7 +102,7 @@ def no_job(run_dir: Path) -> ConfigError:
 
 def no_attempt(run_dir: Path) -> ConfigError:
     """Return the error that a folder has no attempts."""
-    if submitted(run_dir) is None:
+    if not jobs(run_dir):
         return no_job(run_dir)
     return ConfigError(
         f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` says what it waits for"
@@ -166,5 +165,5 @@ def attempts(run_dir: Path) -> list[Attempt]:
     return sorted(map(read_attempt, files), key=lambda attempt: attempt.number)
 
 
-def _text(record: Submitted | Attempt | Began) -> str:
+def _text(record: Attempt | Began) -> str:
     return json.dumps(asdict(record), indent=1) + "\n"

@@ -28,12 +28,16 @@ class Component:
 
     def cpus_per_task(self, node: NodeConfig) -> int:
         """CPUs in proportion to the GPUs; a component without GPUs has whole nodes."""
-        share = node.cpus * self.gpus // node.gpus if self.gpus else node.cpus
-        return max(1, share // self.tasks)
+        return max(1, self._share(node.cpus, node) // self.tasks)
 
     def memory_gib(self, node: NodeConfig) -> int:
         """Memory in proportion to the GPUs; 0: all of a node's."""
-        return node.memory_gib * self.gpus // node.gpus if self.gpus else node.memory_gib
+        return self._share(node.memory_gib, node)
+
+    def _share(self, total: int, node: NodeConfig) -> int:
+        if self.gpus == 0:
+            return total
+        return total * self.gpus // node.gpus
 
 
 @dataclass(frozen=True)

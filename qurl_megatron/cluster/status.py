@@ -91,12 +91,12 @@ def status(run_dir: Path, *, as_json: bool = False) -> int:
 
 
 def gather(run_dir: Path) -> Facts:
-    submitted = folder.submitted(run_dir)
-    if submitted is None:
+    jobs = folder.jobs(run_dir)
+    if not jobs:
         raise folder.no_job(run_dir)
     queue, queue_error = None, ""
     try:
-        queue = commands.queued(submitted.jobs)
+        queue = commands.queued(jobs)
     except ConfigError as error:  # the folder tells what is known without it
         queue_error = str(error)
     newest, attempts = latest(run_dir), tried(run_dir)
@@ -105,7 +105,7 @@ def gather(run_dir: Path) -> Facts:
         run_dir,
         folder.recipe(run_dir),
         folder.cluster(run_dir),
-        submitted.jobs,
+        jobs,
         queue,
         queue_error,
         attempts,

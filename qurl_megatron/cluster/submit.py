@@ -4,14 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig, load_cluster
 from qurl_megatron.cluster.script import LOGS, Script, render, tool_job, training_job
 from qurl_megatron.config import load
-from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusing
 
@@ -53,8 +51,7 @@ def submit_training(
 
     config = load(recipe, overrides)
     run_dir = Path(config.train.run_dir)
-    submission = folder.submitted(run_dir)
-    for job, entry in commands.queued(submission.jobs if submission else []).items():
+    for job, entry in commands.queued(folder.jobs(run_dir)).items():
         raise ConfigError(
             f"{run_dir} has job {job} in the queue ({entry.state}); let it end, or "
             f"`qurl slurm cancel {run_dir}`"
@@ -69,12 +66,11 @@ def submit_training(
     if dry_run:
         return
     folder.write(run_dir, recipe, overrides, cluster, script)
-    at = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
     jobs: list[int] = []
     for _ in range(cluster.job.chain if cluster.job.again == "chain" else 1):
         # Each is noted before the next, so that none is unknown where Slurm refuses.
         jobs.append(commands.submit(script))
-        folder.write_submitted(run_dir, folder.Submitted(list(jobs), at))
+        folder.write_jobs(run_dir, jobs)
     print(f"job {', '.join(map(str, jobs))}; run folder {run_dir}")
     print(f"follow it: tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log")
 
@@ -107,10 +103,10 @@ def command_job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Scri
 
 def cancel(run_dir: Path) -> None:
     """Have the jobs of a run save and end; jobs that wait leave the queue."""
-    submission = folder.submitted(run_dir)
-    if submission is None:
+    jobs = folder.jobs(run_dir)
+    if not jobs:
         raise folder.no_job(run_dir)
-    queued = commands.queued(submission.jobs)
+    queued = commands.queued(jobs)
     running = [job for job, entry in queued.items() if entry.state == "RUNNING"]
     waiting = [job for job in queued if job not in running]
     # The waiting first: the end of a running one lets the next of its chain begin.

@@ -140,9 +140,10 @@ class SrunStep:
 
 def final_code(line: str) -> int:
     """Return the exit code in a line of srun's if it is one of ``FINAL``, else 0."""
-    match = re.search(r"tasks? [\d,-]+: Exited with exit code (\d+)$", line.strip())
-    code = int(match[1]) if match else 0
-    return code if code in FINAL else 0
+    for code in FINAL:
+        if re.search(rf"tasks? [\d,-]+: Exited with exit code {code}$", line.strip()):
+            return code
+    return 0
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def run_dir(slurm, tmp_path) -> Path:
 def chain(slurm, tmp_path) -> Path:
     """A run whose next job, 6, waits behind this one."""
     run_dir = submitted(tmp_path / "run", again="chain")
-    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
+    folder.write_jobs(run_dir, [5, 6])
     slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
     return run_dir
 
@@ -408,7 +408,7 @@ def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(
     again, examined, tmp_path, capfd
 ):
     run_dir = submitted(tmp_path / "run", again=again, examine_s=1)
-    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
+    folder.write_jobs(run_dir, [5, 6])
     examined("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
     assert attempt(run_dir) == 0
     job = {"requeue": 5, "chain": 6}[again]
@@ -475,11 +475,11 @@ def test_attempts_are_numbered_on(tmp_path):
     assert os.readlink(tmp_path / "slurm/latest") == "attempts/3"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": [1]}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 1}', "\0"])
 def test_a_damaged_record_is_named(text, tmp_path):
     folder.put(tmp_path / "slurm/job.json", text)
     with pytest.raises(ConfigError, match=r"slurm/job.json is damaged .*submit the run again"):
-        folder.submitted(tmp_path)
+        folder.jobs(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):

@@ -314,7 +314,7 @@ def test_slurm_is_asked_about_the_job_without_the_nodes_and_those_before(slurm, 
 
 
 def test_after_some_exclusions_it_is_not_the_nodes(tmp_path):
-    folder.write_submitted(tmp_path, folder.Submitted([5], ""))
+    folder.write_jobs(tmp_path, [5])
     for _ in range(examination.MOST):
         number = folder.open_attempt(tmp_path)
         ended = folder.Attempt(number, 5, 0, 0, 0, "", 7, Decision.WITHOUT.value)

@@ -159,7 +159,7 @@ def submitted(tmp_path, monkeypatch) -> Path:
     Programs(tmp_path, monkeypatch)("squeue", f"echo '{squeue}'")
     run_dir = tmp_path / "run"
     folder.write(run_dir, QUICK, ["train.steps=7"], ClusterConfig(), "")
-    folder.write_submitted(run_dir, folder.Submitted([7], ""))
+    folder.write_jobs(run_dir, [7])
     return run_dir
 
 
@@ -206,7 +206,7 @@ def test_a_folder_without_a_job_is_named(name, action, tmp_path, capsys):
 
 @pytest.mark.parametrize("action", ["logs", "hours"])
 def test_a_run_that_waits_has_no_attempt_to_look_at(action, tmp_path, capsys):
-    folder.write_submitted(tmp_path, folder.Submitted([7], ""))
+    folder.write_jobs(tmp_path, [7])
     assert main(["slurm", action, str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert f"{tmp_path} has no attempt yet; `qurl slurm status {tmp_path}`" in error
