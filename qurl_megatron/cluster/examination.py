@@ -9,6 +9,7 @@ go on: the job has to go back to the queue, with that node excluded. Where all n
 would be bad alike: it is what they share, and a person has to look.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -123,22 +124,16 @@ def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
     used = nvml.nvmlDeviceGetMemoryInfo(handle).used
     if used > MOST_USED:
         yield f"has {used / GIB:.1f} GiB in use already: end what holds them, or reset it"
-    uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    if _ask(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected):
-        yield "has uncorrected memory errors: reset it"
-    _, _, pending, failed = _ask(nvml, nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
-    if failed:
-        yield "has no spare rows for bad memory: have it replaced"
-    if pending:
-        yield "waits for a reset to replace a bad row of memory"
-
-
-def _ask(nvml: Any, question: Any, *arguments: Any) -> Any:
-    """Return the driver's answer; None where this kind of GPU has none."""
-    try:
-        return question(*arguments)
-    except nvml.NVMLError_NotSupported:
-        return None
+    with contextlib.suppress(nvml.NVMLError_NotSupported):  # some kinds do not count errors
+        uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        if nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, nvml.NVML_VOLATILE_ECC):
+            yield "has uncorrected memory errors: reset it"
+    with contextlib.suppress(nvml.NVMLError_NotSupported):
+        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+        if failed:
+            yield "has no spare rows for bad memory: have it replaced"
+        if pending:
+            yield "waits for a reset to replace a bad row of memory"
 
 
 def _product_ms(device) -> float:

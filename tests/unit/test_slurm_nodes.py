@@ -72,11 +72,6 @@ def test_a_node_that_does_not_answer_is_bad():
     assert bad == {"a2": "it did not answer within job.examine_s"}
 
 
-def test_of_two_nodes_the_slower_is_bad():
-    pair = {"a1": report("a1"), "a2": report("a2", product_ms=[2.4, 2.4])}
-    assert list(judge(pair, {"a1": 2, "a2": 2})) == ["a2"]
-
-
 def test_where_no_node_has_a_driver_gpus_are_not_asked_for():
     assert judge({"a1": Report("a1", []), "a2": Report("a2", [])}, {"a1": 8, "a2": 8}) == {}
 
@@ -283,22 +278,11 @@ def test_an_examination_that_fails_everywhere_is_no_nodes_fault(slurm, capfd):
     assert "the examination of the nodes failed" in printed.out
 
 
-def test_a_lone_node_that_cannot_be_measured_is_bad(slurm):
-    own = Report("a1", ["it could not be measured: GpuIsLost"])
-    slurm("srun", f"echo '{own.as_json()}'")
-    assert examined().bad == {"a1": "it could not be measured: GpuIsLost"}
-
-
 def test_without_srun_it_is_one_sentence(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # the system's may have one
     slurm("scontrol", "echo a1")
     with pytest.raises(ConfigError, match="srun cannot be run: .*No such file"):
         examined()
-
-
-def test_without_time_for_it_nothing_is_asked(slurm):
-    assert examined(examine_s=0) == Examination({})
-    assert slurm.called == []
 
 
 def test_slurm_is_asked_about_the_job_without_the_nodes_and_those_before(slurm, tmp_path):
