@@ -151,7 +151,7 @@ def _run(
 
 
 def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> Outcome:
-    """Decide what follows where an attempt cannot go on with these nodes."""
+    """Decide how a run goes on whose attempt cannot go on with these nodes."""
     if shared:
         return Outcome(Decision.STOP, BAD_NODE, shared)
     names = ", ".join(nodes)
@@ -169,8 +169,8 @@ def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> Outcome:
 
 
 def _settle_lost_attempt(job: BatchJob) -> Outcome | None:
-    """Decide what follows on an attempt of this job whose supervisor could not: its node was lost,
-    or Slurm took the nodes sooner than it could end. None where there is no such attempt."""
+    """Make the decision on an attempt of this job whose supervisor could not, as its node was lost
+    or Slurm took the nodes too soon. None: there is no such attempt."""
     attempts = tried(job.run_dir)
     # Where Slurm has not restarted it, a person has ended the job of that one, and submitted this.
     if not job.restarts or not attempts or attempts[-1].ended:
@@ -184,7 +184,7 @@ def _settle_lost_attempt(job: BatchJob) -> Outcome | None:
 def _settle(
     job: BatchJob, number: int, saved: int, ending: Ending, *, late: bool = False
 ) -> Outcome:
-    """Decide what follows on an attempt, and leave its record."""
+    """Make the decision on an attempt, and leave its record."""
     if ending.stop_reason in PERSONS and _ended_by_slurm(
         job
     ):  # whose SIGTERM looks like a person's
@@ -235,15 +235,17 @@ def _has_all_nodes(job: BatchJob) -> bool:
 
 
 def _ended_by_slurm(job: BatchJob) -> bool:
-    """Slurm ends what runs of this job: a heterogeneous one has lost a node, or the grace time of a
-    preemption is over. Where it may, it has put the job back into the queue already."""
+    """Slurm ends this job, for a lost node or at the end of a preemption's grace time.
+
+    Where it may, it has put the job back into the queue already.
+    """
     facts = facts_of(job.number)
     put_back = int(facts.get("Restarts", "0")) > job.restarts
     return put_back or facts.get("Reason") == "NodeDown"
 
 
 def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
-    """Requeue the job, leave the rest to its chain, or cancel what is left of it."""
+    """Requeue the job, leave the rest to its chain, or cancel the chain."""
     ended_by_slurm = received in PERSONS and _ended_by_slurm(job)
     goes_on = outcome.decision is Decision.AGAIN
     if outcome.decision in GOES_ON and (ended_by_slurm or received in ("", WALL_TIME)):

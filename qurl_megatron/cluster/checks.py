@@ -1,4 +1,4 @@
-"""Find what would fail in a job's first minute before it waits in a queue for hours.
+"""Checks before the queue: a job must not wait for hours to fail in its first minute.
 
 Each check is a function that returns, or raises one sentence with the fix. They need no GPU, no
 Slurm, and a few seconds.
@@ -201,7 +201,7 @@ def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
 
     Args:
         key: of the recipe, which names it.
-        fix: what to do where there is nothing.
+        fix: advice where there is nothing.
     """
     if not os.path.exists(path):  # pathlib's would raise where the user may not look
         raise ConfigError(f"{key}={path} does not exist; {fix}")

@@ -6,7 +6,7 @@ which have the same GPUs and software: how long a product should take need not b
 
 Without a bad rollout node the run goes on with fewer engines. Without a bad training node it cannot
 go on: the job has to go back to the queue, with that node excluded. Where all nodes are bad, others
-would be bad alike: it is what they share, and a person has to look.
+would be bad alike, and a person has to look.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Report:
     """The findings of one node."""
 
     node: str
-    faults: list[str]  # each a sentence on what makes it bad, whatever the others say
+    faults: list[str]  # sentences that make it bad, whatever the others say
     gpus: int = 0  # that the driver shows
     devices: int = 0  # GPUs that torch can use
     product_ms: list[float] = field(default_factory=list)  # of each device
@@ -274,7 +274,7 @@ def judge(reports: Mapping[str, Report], gpus_by_node: Mapping[str, int]) -> dic
 
 
 def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
-    """Yield what is wrong with a node beside the others of the job, itself included.
+    """Yield the faults of a node beside the others of the job, itself included.
 
     GPUs are asked for only where some node has any: clusters without GPUs are for trying this out.
     """

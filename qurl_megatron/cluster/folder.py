@@ -147,7 +147,7 @@ def attempt_folder(run_dir: Path, number: int) -> Path:
 
 
 def stack_file(attempt: Path, rank: int) -> Path:
-    """Return the file in which a rank writes what its threads are doing; empty until then."""
+    """Return the file for the stacks of a rank's threads; empty until they are asked for."""
     return attempt / f"stack-{rank}.txt"
 
 

@@ -199,11 +199,11 @@ def _srun(
 ) -> list[str]:
     """
     Args:
-        folder: gets what each task prints; "" has srun print it.
+        folder: gets the output of each task; "" has srun print it.
         together: one task that fails ends the others.
     """
     # The job's own options are in srun's environment, and --exclusive is among them at some
-    # sites: what a step takes is said in full.
+    # sites: each step therefore names all that it takes.
     srun = [
         "srun",
         f"--job-name={name}",

@@ -49,7 +49,7 @@ class Pace:
         return max(limits.hung_s, limits.hung_steps * median(self.steps))
 
     def without_pauses(self, limits: JobConfig) -> "Pace":
-        """Leave out what took longer than ``patience_s``: the job was suspended meanwhile, by gang
+        """Leave out times longer than ``patience_s``: the job was suspended meanwhile, by gang
         scheduling or an operator, and that says nothing of the next step."""
         longest = self.patience_s(limits)
         return Pace(

@@ -1,7 +1,7 @@
 """The job script as a pure function: options of sbatch, the site's lines, and one call.
 
 The same recipe and cluster file give the same text, on every machine and day. Nothing is decided in
-shell; what has to be decided in the job, ``qurl slurm attempt`` does. A training run has that
+shell: ``qurl slurm attempt`` decides in the job. A training run has that
 supervisor; every other kind of job is one command on one node.
 """
 
@@ -39,10 +39,10 @@ KINDS = ("train", *TOOLS)
 
 @dataclass(frozen=True)
 class Script:
-    """What one script asks for and runs."""
+    """A job script's resources and command."""
 
     name: str
-    output: str  # file for what it prints; may hold Slurm's patterns such as %j
+    output: str  # file of its output; may hold Slurm's patterns such as %j
     components: tuple[Component, ...]  # two make a heterogeneous job
     command: tuple[str, ...]
     tasks: int = 1  # of an array; 1 is no array
@@ -101,7 +101,7 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
 
 
 def _tools(kind: str) -> list[str]:
-    """Return what the first word may be; empty where it is a file."""
+    """Return the choices for the first word; [] where it is a file."""
     if kind == "bench":
         return list(BENCHMARKS)
     if kind == "convert":

@@ -1,4 +1,4 @@
-"""``qurl slurm status`` and ``hours``: how a run is, what is left of it, where its GPU-hours went.
+"""``qurl slurm status`` and ``hours``: how a run is, and where its GPU-hours went.
 
 ``describe`` is a function of the folder, the metrics, the queue and the time. The queue may be out
 of reach, as on a machine without Slurm: the folder tells the rest.
@@ -34,7 +34,7 @@ MEANINGS = {
     3: "the guard, or numbers that are not finite, halted it",
     BAD_NODE: "a node that it needs is bad, and there is no other",
 }
-"""What exit codes of the training step mean, in short; others are the codes of killed ranks."""
+"""Meanings of the training step's exit codes; others are the codes of killed ranks."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def gather(run_dir: Path) -> Facts:
     queue, queue_error = None, ""
     try:
         queue = commands.queued(jobs)
-    except ConfigError as error:  # the folder tells what is known without it
+    except ConfigError as error:  # the folder tells the rest
         queue_error = str(error)
     newest, attempts = latest(run_dir), tried(run_dir)
     number = attempts[-1].number if attempts else 0
@@ -254,7 +254,7 @@ def _ending(ended: Attempt, verdict: str) -> str:
 
 
 def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) -> str:
-    """Return what to do next."""
+    """Return the next thing to do."""
     run_dir = facts.run_dir
     if state == "waiting" and job is not None:
         return f"squeue --start --jobs={job.job}; or `qurl slurm cancel {run_dir}`"

@@ -70,14 +70,14 @@ class SrunStep:
         """
         Args:
             prefix: goes before each of its messages.
-            capture: keep what the tasks print in ``output``.
+            capture: keep the tasks' output in ``output``.
         """
         self.output: list[str] = []
         self._prefix, self._final = prefix, 0
         # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
         env = {"PYTHONWARNINGS": "ignore", **os.environ}
         try:
-            # A session of its own: what is sent to the supervisor's group must not reach srun.
+            # A session of its own: signals to the supervisor's group must not reach srun.
             self._process = subprocess.Popen(
                 argv,
                 env=env,
@@ -127,7 +127,7 @@ class SrunStep:
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kill its tasks, stopped ones too: that is what ``srun`` does on SIGTERM."""
+        """Kill its tasks, stopped ones too, as ``srun`` does on SIGTERM."""
         self._process.terminate()
 
     def end_within(self, seconds: float) -> None:
@@ -301,7 +301,7 @@ class StepSupervisor:
 
 
 def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
-    """Have every rank write what all its threads are doing.
+    """Have every rank write the stacks of all its threads.
 
     Returns:
         The ranks that have written nothing.

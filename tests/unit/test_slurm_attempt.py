@@ -363,8 +363,8 @@ def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, run_dir):
 
 def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(supervise, "WATCH_S", 0.1)
-    monkeypatch.setattr(supervise, "STACKS_S", 0.2)
-    run_dir = submitted(tmp_path / "run", hung_s=1)
+    monkeypatch.setattr(supervise, "STACKS_S", 1.0)
+    run_dir = submitted(tmp_path / "run", hung_s=2)
     stack = f"{run_dir}/slurm/attempts/1/stack-0.txt"
     first, second = saves(run_dir, 3), saves(run_dir, 7)
     slurm(
@@ -384,18 +384,19 @@ def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monke
 
 @pytest.fixture
 def examined(slurm, monkeypatch):
-    """A job on node a1 whose nodes do not answer."""
+    """A job on node a1 of which all nodes are bad."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
     slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
     slurm("sbatch", "echo it would start")
-    slurm("srun", "exec sleep 60")
+    reports = [json.dumps({"node": node, "faults": ["it is ill"]}) for node in ("a1", "t1", "r1")]
+    slurm("srun", "; ".join(f"echo '{report}'" for report in reports))
     return slurm
 
 
 def test_a_run_that_is_cancelled_while_its_nodes_are_examined_ends_without_starting_ranks(
     examined, tmp_path, capfd
 ):
-    run_dir = submitted(tmp_path / "run", examine_s=2)
+    run_dir = submitted(tmp_path / "run", examine_s=180)
     examined("srun", "kill -TERM $PPID; exec sleep 60")
     assert attempt(run_dir) == STOPPED
     assert recorded(run_dir) == [("TERM", "stop")]
@@ -407,7 +408,7 @@ def test_a_run_that_is_cancelled_while_its_nodes_are_examined_ends_without_start
 def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(
     again, examined, tmp_path, capfd
 ):
-    run_dir = submitted(tmp_path / "run", again=again, examine_s=1)
+    run_dir = submitted(tmp_path / "run", again=again, examine_s=180)
     folder.write_jobs(run_dir, [5, 6])
     examined("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
     assert attempt(run_dir) == 0
@@ -415,13 +416,13 @@ def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(
     assert examined.called[-1] == f"scontrol update JobId={job} ExcNodeList=a1"
     assert ("scontrol requeue 5" in examined.called) == (again == "requeue")
     assert not any("slurm task" in line for line in examined.called)
-    assert "node a1 is bad: it did not answer within job.examine_s" in capfd.readouterr().out
+    assert "node a1 is bad: it is ill" in capfd.readouterr().out
     (record,) = folder.attempts(run_dir)
     assert (record.decision, record.code) == ("without", BAD_NODE)
 
 
 def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(examined, tmp_path, capfd):
-    run_dir = submitted(tmp_path / "run", examine_s=1)
+    run_dir = submitted(tmp_path / "run", examine_s=180)
     examined("sbatch", "echo 'Requested node configuration is not available' >&2; exit 1")
     assert attempt(run_dir) == BAD_NODE
     printed = capfd.readouterr().out
@@ -432,7 +433,7 @@ def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(examined, tmp_path
 def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
     examined, tmp_path, monkeypatch, capfd
 ):
-    run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=1)
+    run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=180)
     assert attempt(run_dir) == BAD_NODE
     assert not any("requeue" in line or "ExcNodeList" in line for line in examined.called)
     assert "attempt 1: all 2 nodes are bad, so none is excluded" in capfd.readouterr().out
@@ -443,14 +444,14 @@ def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
 def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
     examined, tmp_path, monkeypatch
 ):
-    run_dir = of_two_components(tmp_path, monkeypatch, ["r1", "r2"], examine_s=1)
+    run_dir = of_two_components(tmp_path, monkeypatch, ["r1", "r2"], examine_s=180)
     bad = {"r2": "its GPU is slow"}
     monkeypatch.setattr(examination, "judge", lambda reports, gpus: bad)
     # The engines' step is told to end with the ranks', which may be before it has begun.
     both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
     ranks = f"{both}; {saves(run_dir, 7)}"
     report = 'echo \'{"node": "t1", "faults": []}\''
-    examined("srun", f'case "$*" in *task*) {ranks};; *examine*) {report};; esac')
+    examined("srun", f'case "$*" in *"slurm task"*) {ranks};; *examine*) {report};; esac')
     assert attempt(run_dir) == 0
     called = "\n".join(examined.called)
     assert f"qurl slurm task {run_dir} --engines 1" in called
