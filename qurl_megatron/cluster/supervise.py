@@ -33,6 +33,8 @@ WATCH_S = 2.0
 LAST_S = 20.0
 """Before the time limit in which ranks that have not ended are ended: a job that runs into its
 limit is not requeued."""
+LISTEN_S = 5.0
+"""For the last lines of a step that has ended; a process that it left may hold its output open."""
 STACKS_S = 5.0
 """Time for ranks to write their stacks."""
 ENGINES_S = 30.0
@@ -119,7 +121,7 @@ class SrunStep:
         except subprocess.TimeoutExpired:
             return None
         for reader in self._readers:
-            reader.join(POLL_S)
+            reader.join(LISTEN_S)
         return self._final or (code if code >= 0 else 128 - code)
 
     def signal(self, number: int) -> None:
