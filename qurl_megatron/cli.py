@@ -265,9 +265,9 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def slurm(arguments: argparse.Namespace) -> int:
     """Turn a recipe into a batch job, and look after it."""
-    from qurl_megatron.cluster.actions import ACTIONS
+    from qurl_megatron.cluster.actions import run
 
-    return ACTIONS[arguments.action](arguments)
+    return run(arguments)
 
 
 def _parser() -> Parser:

@@ -1,1 +1,1 @@
-"""``qurl slurm``: from a recipe and a description of the cluster to a job, and what runs in it."""
+"""``qurl slurm``: from a recipe and a description of the cluster to a job, and its supervisor."""

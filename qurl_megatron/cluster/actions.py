@@ -1,145 +1,85 @@
-"""``qurl slurm ACTION``: what each action is called, takes and does; heavy imports wait."""
+"""``qurl slurm ACTION``: the actions and their options; heavy imports wait."""
 
 import argparse
 from pathlib import Path
 
-from qurl_megatron.cluster.jobs import KINDS
-
-
-def _render(arguments: argparse.Namespace) -> int:
-    """Print the job script of a recipe or a command, and check nothing else."""
-    from qurl_megatron.cluster.submit import script_of
-
-    print(script_of(arguments.kind, arguments.words, arguments.cluster), end="")
-    return 0
-
-
-def _submit(arguments: argparse.Namespace) -> int:
-    """Check all that can be known before the queue, ask sbatch --test-only, and submit."""
-    from qurl_megatron.cluster.submit import submit
-
-    return submit(arguments.kind, arguments.words, arguments.cluster, dry_run=arguments.dry_run)
-
-
-def _cancel(arguments: argparse.Namespace) -> int:
-    """Have the jobs of a run save and end."""
-    from qurl_megatron.cluster.submit import cancel
-
-    return cancel(arguments.run_dir, dry_run=arguments.dry_run)
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    """Say how a run is: queue, steps, time left, newest checkpoint, and what to do next."""
-    from qurl_megatron.cluster.status import status
-
-    return status(arguments.run_dir, as_json=arguments.json)
-
-
-def _logs(arguments: argparse.Namespace) -> int:
-    """Say what ended a run's newest attempt: the first cause, and what followed from it."""
-    from qurl_megatron.cluster.logs import logs
-
-    return logs(arguments.run_dir, arguments.attempt)
-
-
-def _hours(arguments: argparse.Namespace) -> int:
-    """Say where a run's GPU-hours went: trained, set up, saved, stalled, lost."""
-    from qurl_megatron.cluster.gpu_hours import hours
-
-    return hours(arguments.run_dir, as_json=arguments.json)
-
-
-def _attempt(arguments: argparse.Namespace) -> int:
-    """Run inside a job: start the ranks, pass on signals, requeue (called by the job script)."""
-    from qurl_megatron.cluster.attempt import attempt
-
-    return attempt(arguments.run_dir)
-
-
-def _task(arguments: argparse.Namespace) -> int:
-    """Run as one training rank inside a job (called by attempt, through srun)."""
-    from qurl_megatron.cluster.task import task
-
-    return task(arguments.run_dir, arguments.engines)
-
-
-def _examine(_: argparse.Namespace) -> int:
-    """Measure this node inside a job, before models load (called by attempt, through srun)."""
-    from qurl_megatron.cluster.measure import examine
-
-    return examine()
-
-
-def _offer(arguments: argparse.Namespace) -> int:
-    """Run the engines of one rollout node inside a job (called by attempt, through srun)."""
-    from qurl_megatron.cluster.offer import offer
-
-    return offer(arguments.run_dir, arguments.towards)
-
-
-def _cell(arguments: argparse.Namespace) -> int:
-    """Run one cell of a study inside a job array (called by the job script)."""
-    from qurl_megatron.cluster.submit import cell
-
-    return cell(arguments.study, arguments.out)
-
+from qurl_megatron.cluster.script import KINDS
 
 ACTIONS = {
-    "render": _render,
-    "submit": _submit,
-    "cancel": _cancel,
-    "status": _status,
-    "logs": _logs,
-    "hours": _hours,
-    "attempt": _attempt,
-    "examine": _examine,
-    "task": _task,
-    "offer": _offer,
-    "cell": _cell,
+    "render": "Print the job script of a recipe or a command, and check nothing else.",
+    "submit": "Check all that can be known before the queue, ask sbatch --test-only, and submit.",
+    "cancel": "Have the jobs of a run save and end.",
+    "status": "Show how a run is: queue, steps, time left, newest checkpoint, what to do next.",
+    "logs": "Show why a run's newest attempt ended: the first cause, and its consequences.",
+    "hours": "Show where a run's GPU-hours went: trained, set up, saved, stalled, lost.",
+    "attempt": "In a job: start the ranks, pass on signals, requeue (called by the job script).",
+    "examine": "In a job: measure this node before models load (called by attempt).",
+    "task": "In a job: run one training rank (called by attempt).",
+    "offer": "In a job: run the engines of one rollout node (called by attempt).",
+    "cell": "In a job array: run one cell of a study (called by the job script).",
 }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out an action."""
+    match arguments.action:
+        case "render" | "submit" | "cancel" | "cell":
+            from qurl_megatron.cluster import submit
+
+            return submit.run(arguments)
+        case "status" | "hours":
+            from qurl_megatron.cluster import status
+
+            show = status.status if arguments.action == "status" else status.hours
+            return show(arguments.run_dir, as_json=arguments.json)
+        case "logs":
+            from qurl_megatron.cluster.logs import logs
+
+            return logs(arguments.run_dir, arguments.attempt)
+        case "attempt":
+            from qurl_megatron.cluster.attempt import attempt
+
+            return attempt(arguments.run_dir)
+        case "examine":
+            from qurl_megatron.cluster.examination import measure_node
+
+            return measure_node()
+        case "task":
+            from qurl_megatron.cluster.task import task
+
+            return task(arguments.run_dir, arguments.engines)
+        case _:
+            from qurl_megatron.cluster.offer import offer
+
+            return offer(arguments.run_dir, arguments.towards)
 
 
 def add_actions(command: argparse.ArgumentParser) -> None:
     """Add the actions and their options to the command."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    added = {
-        name: actions.add_parser(name, help=run.__doc__, description=run.__doc__)
-        for name, run in ACTIONS.items()
-    }
+    parsers = {}
+    for name, text in ACTIONS.items():
+        parsers[name] = actions.add_parser(name, help=text, description=text)
     for name in ("render", "submit"):
-        action_parser = added[name]
-        action_parser.add_argument(
-            "words",
-            nargs="+",
-            metavar="WORD",
-            help="a recipe and section.key=value; with --kind, a command, behind -- where it has "
+        text = (
+            "a recipe and section.key=value; with --kind, a command, behind -- where it has "
             "options: a tool of checkpoints_tools, a benchmark, a benchmark file, or a study file "
-            "and the folder of its runs",
+            "and the folder of its runs"
         )
-        action_parser.add_argument(
-            "--cluster",
-            type=Path,
-            required=True,
-            metavar="FILE",
-            help="TOML file describing the cluster; some ship in slurm/clusters",
-        )
-        action_parser.add_argument(
-            "--kind", choices=KINDS, default="train", help="default: a training run"
-        )
-    added["submit"].add_argument(
-        "--dry-run", action="store_true", help="stop before anything is written or submitted"
-    )
+        parsers[name].add_argument("words", nargs="+", metavar="WORD", help=text)
+        text = "TOML file describing the cluster; some ship in slurm/clusters"
+        parsers[name].add_argument("--cluster", type=Path, required=True, metavar="FILE", help=text)
+        text = "default: a training run"
+        parsers[name].add_argument("--kind", choices=KINDS, default="train", help=text)
     for name in ("cancel", "status", "logs", "hours", "attempt", "task", "offer"):
-        added[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
-    added["cancel"].add_argument(
-        "--dry-run", action="store_true", help="only print what would be asked of Slurm"
-    )
+        parsers[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
+    text = "stop before anything is written or submitted"
+    parsers["submit"].add_argument("--dry-run", action="store_true", help=text)
     for name in ("status", "hours"):
-        added[name].add_argument("--json", action="store_true", help="for a program to read")
-    added["logs"].add_argument(
-        "--attempt", type=int, metavar="N", help="default: the newest; the first is 1"
-    )
-    added["offer"].add_argument("--towards", required=True, help="the trainer's first node")
-    added["task"].add_argument("--engines", type=int, help="fewer than the recipe has")
-    added["cell"].add_argument("study", type=Path, help="TOML study file")
-    added["cell"].add_argument("out", type=Path, help="folder of its runs")
+        parsers[name].add_argument("--json", action="store_true", help="for a program to read")
+    text = "default: the newest; the first is 1"
+    parsers["logs"].add_argument("--attempt", type=int, metavar="N", help=text)
+    parsers["offer"].add_argument("--towards", required=True, help="the trainer's first node")
+    parsers["task"].add_argument("--engines", type=int, help="fewer than the recipe has")
+    parsers["cell"].add_argument("study", type=Path, help="TOML study file")
+    parsers["cell"].add_argument("out", type=Path, help="folder of its runs")

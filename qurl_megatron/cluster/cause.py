@@ -1,30 +1,32 @@
-"""What ended an attempt: the first cause, told from all that only followed from it.
+"""The first cause of an attempt's end, told from all that only followed from it.
 
 When a rank dies, every other one fails too, in the collective where it waits, and says so at
-length. What counts first is therefore not the time but whether a failure can be a consequence:
+length. Time therefore counts less than whether a failure can be a consequence:
 
     1  the traceback of a rank that names a reason of its own
     2  a rank that the system killed, or a node that was lost: srun alone says so; or a run that
        hung, which the supervisor says before it ends the ranks itself
-    3  the traceback, or the death, of an engine, or of the task that has those of a rollout node,
-       or of that node, unless Slurm ended the job for it: they may die without ending the run
+    3  the traceback, or the death, of an engine, of the task that has a rollout node's engines, or
+       of that node, unless Slurm ended the job for it: they may die without ending the run
     4  a rank that found no engine left
     5  a rank that found another one gone
     6  a rank that ended without a word
 
-and within each the earliest. Times are those of the nodes' own clocks, or of the file server where
-a log tells none: two failures that are closer than the clocks agree may change places.
+and within each the earliest. Times are from the nodes' own clocks, or from the file server where a
+log tells none: two failures that are closer than the clocks agree may change places.
 """
 
+import contextlib
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
-from qurl_megatron.cluster.steps import ENGINES_SAY, EXAMINATION_SAYS
-from qurl_megatron.cluster.tracebacks import tracebacks
+from qurl_megatron.cluster.layout import ENGINES_PREFIX, EXAMINATION_PREFIX
 from qurl_megatron.observe.failures import Failure
+from qurl_megatron.observe.samples import SAID
 
 REASON, KILLED, ENGINE, NO_ENGINE, NO_PEER, SILENT = range(1, 7)
 
@@ -36,31 +38,30 @@ class Kind:
     name: str
     pattern: str  # searched in "Type: text"
     advice: str
-    weight: int | None = None  # of the list above; None: that of its source
+    weight: int | None = None  # of the list above; None: given by its source
 
 
 PEERS = (
     r"RankLost|Dist(Backend|Network|Store|)Error|NCCL|nccl[A-Z]|[Ww]atchdog|TCPStore|gloo/|"
     r"[Cc]onnection (closed|reset) by peer|Application timeout caused pair closure|Broken pipe"
 )
-AGAIN = "then submit again: the run goes on from its newest checkpoint"
 KINDS = (
     Kind(
         "GPU memory is used up",
         r"OutOfMemoryError|CUDA out of memory|Cuda failure.*out of memory|_ALLOC_FAILED",
         "lower train.max_tokens or train.micro_batch, set model.recompute=true, or raise "
-        "parallel.tensor; `qurl show RECIPE --dry-run` sums up what each rank keeps",
+        "parallel.tensor; `qurl show RECIPE --dry-run` sums up the memory of each rank",
     ),
     Kind(
         "the disk is full",
         r"No space left on device|[Qq]uota|MB are needed",
-        f"make room where train.run_dir lies, or lower checkpoint.keep; {AGAIN}",
+        "make room where train.run_dir lies, or lower checkpoint.keep",
     ),
     Kind(
         "memory of the node is used up",
         r"MemoryError|Cannot allocate memory|bad_alloc|oom.kill|Out Of Memory",
         "raise node.memory_gib in the cluster file, where 0 takes all of a node, or have fewer "
-        f"ranks and engines on one; {AGAIN}",
+        "ranks and engines on one",
     ),
     Kind(
         "numbers, or the guard, halted the run",
@@ -68,24 +69,24 @@ KINDS = (
         "report.html shows how it came to that, docs/guard.md says what each threshold means; "
         "started as it is, it would end so again",
     ),
-    Kind("a mistake in the input", r"^ConfigError", f"fix what the sentence names, {AGAIN}"),
+    Kind("a mistake in the input", r"^ConfigError", "fix what the sentence names"),
     Kind(
         "no engine is left",
         r"^EngineError",
-        f"the engines' logs, below, say why they ended; fix that, {AGAIN}",
+        "the engines' logs, below, say why they ended; fix that",
         NO_ENGINE,
     ),
     Kind(
         "a port is taken",
         r"EADDRINUSE|[Aa]ddress already in use",
-        f"another process on the node listens there, `ss -ltnp` shows which; {AGAIN}",
+        "another process on the node listens there, `ss -ltnp` shows which",
     ),
     Kind(
         "another rank is gone",
         PEERS,
         "no rank and no engine says what came first: suspect a node or the network. Look for "
         '"Node failure" in job.log and for Xid in dmesg; NCCL_DEBUG = "WARN" in site.environment '
-        f'has NCCL say more; job.extra = ["--exclude=NODE"] leaves out a node; {AGAIN}',
+        'has NCCL say more; job.extra = ["--exclude=NODE"] leaves out a node',
         NO_PEER,
     ),
     Kind(
@@ -97,36 +98,36 @@ KINDS = (
     Kind(
         "the file system fails",
         r"Stale file handle|Input/output error|Transport endpoint|Read-only file system",
-        f"look whether the shared file system is healthy on that node; {AGAIN}",
+        "look whether the shared file system is healthy on that node",
     ),
     Kind(
         "the environment lacks something",
         r"ModuleNotFoundError|ImportError|cannot open shared object",
         "site.prolog or the container of the cluster file must give each node what the ranks "
-        "import; `qurl show --env` lists what is found",
+        "import; `qurl show --env` lists what it finds",
     ),
     Kind(
         "the node is lost",
         r"[Nn]ode [Ff]ailure|NODE.FAIL|not responding",
-        f"`sinfo -R` says why, once Slurm knows; {AGAIN}",
+        "`sinfo -R` says why, once Slurm knows",
     ),
     Kind(
         "the run hung",
         r"^no new step for",
         "the stacks of the ranks, below, show where each waits; one that wrote none is stopped, or "
         "stuck in the kernel: `dmesg` on its node. Where a step may well take so long, raise "
-        f"job.hung_s in the cluster file; {AGAIN}",
+        "job.hung_s in the cluster file",
     ),
     Kind(
         "Slurm ended the job",
         r"DUE TO (TIME LIMIT|PREEMPTION)",
-        f"raise job.signal_s in the cluster file, so that saving has time; {AGAIN}",
+        "raise job.signal_s in the cluster file, so that saving has time",
     ),
     Kind(
         "it was killed",
         r"killed by SIG(KILL|TERM|INT|HUP)",
         "somebody, or Linux where memory ran out, has killed it: `dmesg -T | grep -i kill` on the "
-        f"node says so; {AGAIN}",
+        "node says so",
     ),
     Kind(
         "it crashed",
@@ -138,32 +139,29 @@ KINDS = (
         "a fault of the program", "", "the traceback, or the end of its log, says where; report it"
     ),
 )
-"""The first whose pattern is found counts."""
-FULL = next(kind for kind in KINDS if kind.name == "the disk is full")
+"""The first whose pattern matches counts."""
+FULL = KINDS[1]
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that failed."""
+    """A failure."""
 
     kind: Kind
     weight: int
-    who: str  # such as "rank 3"
-    said: str
+    source: str  # such as "rank 3"
+    message: str
     time: float | None = None
     node: str = ""
-    phase: str = ""
-    step: int | None = None
-    version: int | None = None
     traceback: str = ""
-    code: int | None = None  # exit code, where srun tells
+    failure: Failure | None = None  # a rank's own account
 
 
 @dataclass(frozen=True)
 class Log:
     """The end of a file that a rank, a rollout node or an engine has written."""
 
-    who: str
+    source: str
     text: str
     time: float  # when it was last written, Unix seconds
     path: Path
@@ -172,7 +170,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What there is to read of one attempt."""
+    """All there is to read of one attempt."""
 
     failures: Sequence[Failure] = ()
     logs: Sequence[Log] = ()
@@ -181,82 +179,65 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Cause:
-    """What came first, and what followed from it, in the order of weight and time."""
-
     first: Event
-    followed: list[Event] = field(default_factory=list)
+    followed: list[Event] = field(default_factory=list)  # in the order of weight and time
 
 
 def first_cause(evidence: Evidence) -> Cause | None:
-    """None: nothing says that anything failed."""
-    prefixes = (ENGINES_SAY, EXAMINATION_SAYS)
-    srun = [line for line in evidence.srun if not line.startswith(prefixes)]
-    engines = [
-        line.removeprefix(ENGINES_SAY) for line in evidence.srun if line.startswith(ENGINES_SAY)
-    ]
-    codes = exit_codes(srun)
-    ranks_heard = {f"rank {failure.rank}" for failure in evidence.failures}
-    events = [_of_failure(failure, codes) for failure in evidence.failures]
+    """Return the first cause and its consequences; None: nothing says that anything failed."""
+    ranks, engines = [], []
+    for line in evidence.srun:
+        if line.startswith(ENGINES_PREFIX):
+            engines.append(line.removeprefix(ENGINES_PREFIX))
+        elif not line.startswith(EXAMINATION_PREFIX):
+            ranks.append(line)
+    events = [_of_failure(failure) for failure in evidence.failures]
+    ranks_heard = {event.source for event in events}
     for log in evidence.logs:
         events += _of_slurm(log)
-        if log.who not in ranks_heard:
-            events += _of_log(log, codes)
-    events += _of_supervisor(srun)
-    ended = any("DUE TO NODE FAILURE" in line for line in srun)  # as a heterogeneous job is
-    events += _of_srun(engines, "rollout node", ENGINE, lost=KILLED if ended else ENGINE)
-    events += _of_srun(srun, "rank", KILLED, lost=KILLED)
+        if log.source not in ranks_heard:
+            events += _of_log(log)
+    events += _of_supervisor(ranks)
+    job_ended = any("DUE TO NODE FAILURE" in line for line in ranks)  # as a heterogeneous job is
+    events += _of_srun(engines, "rollout node", ENGINE, lost=KILLED if job_ended else ENGINE)
+    events += _of_srun(ranks, "rank", KILLED, lost=KILLED)
     if not events:
-        events += _silent(srun)
+        events += _silent(ranks)
+    unique = {(event.source, event.message): event for event in events}  # logs quote one another
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
-    events = sorted(_apart(events), key=lambda event: (event.weight, event.time or 0.0))
-    return Cause(events[0], events[1:]) if events else None
+    ordered = sorted(unique.values(), key=lambda event: (event.weight, event.time or 0.0))
+    return Cause(ordered[0], ordered[1:]) if ordered else None
 
 
-def kind_of(said: str) -> Kind:
-    return next(kind for kind in KINDS if re.search(kind.pattern, said))
+def kind_of(message: str) -> Kind:
+    return next(kind for kind in KINDS if re.search(kind.pattern, message))
 
 
-def exit_codes(srun: Sequence[str]) -> dict[str, int]:
-    """By task number, such as {"0": 1}."""
-    exits = ((tasks, _code(how)) for _, tasks, how in map(_ended, srun))
-    return {task: code for tasks, code in exits if code for task in tasks}
-
-
-def _of_failure(failure: Failure, codes: Mapping[str, int]) -> Event:
+def _of_failure(failure: Failure) -> Event:
     message = f"{failure.kind}: {failure.text}"
     kind = kind_of(message)
-    return Event(
-        kind,
-        kind.weight or REASON,
-        f"rank {failure.rank}",
-        message,
-        failure.time,
-        failure.node,
-        failure.phase,
-        failure.step,
-        failure.version,
-        failure.traceback,
-        codes.get(str(failure.rank)),
-    )
+    weight, source = kind.weight or REASON, f"rank {failure.rank}"
+    time, node = failure.time, failure.node
+    return Event(kind, weight, source, message, time, node, failure.traceback, failure)
 
 
-def _of_log(log: Log, codes: Mapping[str, int]) -> Iterator[Event]:
+def _of_log(log: Log) -> Iterator[Event]:
     for logged in tracebacks(log.text):
-        kind = kind_of(logged.said)
+        kind = kind_of(logged.message)
         weight = kind.weight or REASON
         if log.engine:
             weight = max(weight, ENGINE)
-        code = None if log.engine else codes.get(log.who.removeprefix("rank "))
         time = logged.time or log.time
-        yield Event(kind, weight, log.who, logged.said, time, traceback=logged.text, code=code)
+        yield Event(kind, weight, log.source, logged.message, time, traceback=logged.text)
     for line in log.text.splitlines():
         if died := re.match(r"qurl: (engine-\d+) exited with status -(\d+)", line):
-            message = f"killed by {_name(int(died[2]))}"
-            yield Event(kind_of(message), ENGINE, f"{died[1]} of {log.who}", message, log.time)
+            message = f"killed by {_signal_name(int(died[2]))}"
+            source = f"{died[1]} of {log.source}"
+            yield Event(kind_of(message), ENGINE, source, message, log.time)
 
 
 def _of_slurm(log: Log) -> Iterator[Event]:
-    """What Slurm's daemon writes into the logs of a step, of whichever task."""
+    """Yield the findings of Slurm's daemon, which writes them into any task's log."""
     for line in log.text.splitlines():
         if match := re.match(r"slurmstepd(?:-(\S+))?: error: Detected \d+ oom.kill", line):
             yield Event(kind_of(line), KILLED, "a task", line.strip(), node=match[1] or "")
@@ -270,84 +251,132 @@ SLURMS = (
 
 
 def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
-    matches = (re.match(r"qurl: rank (\d+) did not answer", line) for line in lines)
-    silent = ", ".join(match[1] for match in matches if match)
+    silent_ranks = re.findall(r"^qurl: rank (\d+) did not answer", "\n".join(lines), re.MULTILINE)
     for line in lines:
-        if line.startswith("qurl: no new step for"):
-            message, silent_ones = (
-                line.removeprefix("qurl: "),
-                f"rank {silent}" if silent else "the supervisor",
-            )
-            yield Event(kind_of(message), KILLED, silent_ones, message)
-        if line.startswith("qurl: ") and kind_of(line) is FULL:  # then ranks can keep nothing
-            yield Event(FULL, REASON, "the supervisor", line.removeprefix("qurl: "))
+        if not line.startswith("qurl: "):
+            continue
+        message = line.removeprefix("qurl: ")
+        if message.startswith("no new step for"):
+            source = f"rank {', '.join(silent_ranks)}" if silent_ranks else "the supervisor"
+            yield Event(kind_of(message), KILLED, source, message)
+        elif kind_of(line) is FULL:  # then ranks can keep nothing
+            yield Event(FULL, REASON, "the supervisor", message)
 
 
 def _of_srun(lines: Sequence[str], task: str, weight: int, *, lost: int) -> Iterator[Event]:
-    """Up to where srun itself begins to end tasks.
+    """Yield the failures that srun names before it begins to end tasks itself.
 
     Args:
         lines: of one step.
-        task: what one of its tasks is called.
-        weight: of what ended one.
-        lost: of a node of the step that was lost.
+        task: name for one of its tasks.
+        weight: of a task that was killed.
+        lost: weight of a node that was lost.
     """
     for line in lines:
         if "Terminating StepId" in line or "Job step aborted" in line:
             return
-        node, tasks, how = _ended(line)
-        if number := _signal(how):
-            message, code = f"killed by {_name(number)}", 128 + number
-            for task_number in tasks:
-                yield Event(
-                    kind_of(message), weight, f"{task} {task_number}", message, node=node, code=code
-                )
+        node, tasks, ending = _task_end(line)
+        message = line.partition("error: ")[2] or line
+        if number := _signal(ending):
+            message = f"killed by {_signal_name(number)}"
+            for index in tasks:
+                yield Event(kind_of(message), weight, f"{task} {index}", message, node=node)
         elif gone := re.search(r"Node failure on (\S+)", line):
-            message = line.partition("error: ")[2] or line
             yield Event(kind_of(line), lost, f"node {gone[1]}", message)
         elif re.search(SLURMS, line):
-            named_tasks = f"{task} {', '.join(tasks)}" if tasks else "srun"
-            yield Event(
-                kind_of(line), weight, named_tasks, line.partition("error: ")[2] or line, node=node
-            )
+            source = f"{task} {', '.join(tasks)}" if tasks else "srun"
+            yield Event(kind_of(line), weight, source, message, node=node)
 
 
 def _silent(lines: Sequence[str]) -> Iterator[Event]:
-    for node, tasks, how in map(_ended, lines):
-        if how.startswith("Exited") and (code := _code(how)):
-            message = f"e{how[1:]} and left no word"
+    for line in lines:
+        node, tasks, ending = _task_end(line)
+        if ending.startswith("Exited with exit code"):
+            message = f"e{ending[1:]} and left no word"
             for task in tasks:
-                yield Event(kind_of(message), SILENT, f"rank {task}", message, node=node, code=code)
+                yield Event(kind_of(message), SILENT, f"rank {task}", message, node=node)
 
 
-def _ended(line: str) -> tuple[str, list[str], str]:
-    """``srun: error: train1: tasks 0-1,4: Killed`` -> node, tasks, how; empty for other lines."""
+def _task_end(line: str) -> tuple[str, list[str], str]:
+    """Read ``srun: error: train1: tasks 0-1,4: Killed`` as node, tasks and ending.
+
+    Empty for other lines.
+    """
     match = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
     if not match:
         return "", [], ""
-    parts = re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", match[2])
-    tasks = [str(n) for first, last in parts for n in range(int(first), int(last or first) + 1)]
+    tasks = []
+    for first, last in re.findall(r"(\d{1,6})(?:-(\d{1,6}))?", match[2]):
+        tasks += [str(task) for task in range(int(first), int(last or first) + 1)]
     return match[1], tasks, match[3].strip()
 
 
-def _code(how: str) -> int:
-    """Exit code of a task; 0 where srun does not tell."""
-    if number := _signal(how):
-        return 128 + number
-    match = re.fullmatch(r"Exited with exit code (\d{1,3})", how)
-    return int(match[1]) if match else 0
+def _signal(ending: str) -> int:
+    """Return the signal that ended a task, by Slurm's word for it; 0: none did."""
+    word = ending.removesuffix("(core dumped)").strip()
+    for number in signal.valid_signals():
+        if word and signal.strsignal(number) == word:
+            return number
+    return 0
 
 
-def _signal(how: str) -> int:
-    """The signal that ended a task, by Slurm's word for it; 0: none did."""
-    word = how.removesuffix("(core dumped)").strip()
-    return next((n for n in signal.valid_signals() if word and signal.strsignal(n) == word), 0)
-
-
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
-def _apart(events: Sequence[Event]) -> list[Event]:
-    """Each once: logs quote one another."""
-    return list({(event.who, event.said): event for event in events}.values())
+# ---- tracebacks in logs
+
+HEAD = re.compile(r"Traceback \(most recent call last\):")
+LAST_WORDS = re.compile(r"Fatal Python error: |terminate called after throwing an instance of ")
+TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d")
+RAISED = re.compile(r"[A-Za-z_][\w.]*(: |$)")
+LEAVING = ("KeyboardInterrupt", "SystemExit", "CancelledError")
+"""Exceptions of a process that was asked to leave."""
+
+
+@dataclass(frozen=True)
+class LoggedTraceback:
+    """A traceback in a log: Python's, or the last words of the interpreter or of C++."""
+
+    message: str  # its last line, such as "RuntimeError: CUDA out of memory"
+    text: str
+    time: float | None  # Unix seconds; None where the log does not tell
+
+
+def tracebacks(log: str) -> list[LoggedTraceback]:
+    """Return them in the order of the log, but for processes that were asked to leave.
+
+    A line may begin with a time, as SGLang's do. Of chained exceptions the first comes first.
+    """
+    lines, logged, at = log.splitlines(), [], 0
+    while at < len(lines):
+        if HEAD.search(lines[at]) and not SAID.match(lines[at]):  # else a model wrote it
+            end, message = _end_of_indented(lines, at), "cut off"
+            if end < len(lines) and RAISED.match(lines[end]):
+                message = lines[end].strip()
+                end += 1
+        elif LAST_WORDS.match(lines[at]):
+            end = _end_of_indented(lines, at)
+            message = " ".join(line.strip() for line in lines[at:end][:2])
+        else:
+            at += 1
+            continue
+        if not message.rpartition(".")[2].startswith(LEAVING):
+            logged.append(LoggedTraceback(message, "\n".join(lines[at:end]), _time(lines[at])))
+        at = end
+    return logged
+
+
+def _end_of_indented(lines: list[str], at: int) -> int:
+    """Return the first line behind ``at`` that is not indented."""
+    at += 1
+    while at < len(lines) and lines[at][:1] in (" ", "\t"):
+        at += 1
+    return at
+
+
+def _time(line: str) -> float | None:
+    match = TIME.search(line)
+    with contextlib.suppress(ValueError, OverflowError):  # it looks like a time, and is none
+        return datetime.fromisoformat(match[0]).timestamp() if match else None
+    return None

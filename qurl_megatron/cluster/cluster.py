@@ -1,7 +1,6 @@
 """A cluster as data: a frozen dataclass per section of ``slurm/clusters/*.toml``.
 
-Whatever differs from one site to the next stands here, and what differs from one run to the next in
-the recipe: the job script follows from the two.
+The job script follows from this, which differs by site, and from the recipe, which differs by run.
 """
 
 import re
@@ -22,7 +21,7 @@ _WORD = re.compile(r"[^\s'\"\\]+")
 
 
 def seconds(time: str) -> int:
-    """Of a time as Slurm writes it, [days-]hours:minutes:seconds.
+    """Convert a time as Slurm writes it, [days-]hours:minutes:seconds.
 
     Raises:
         ValueError: it is something else, such as UNLIMITED.
@@ -35,7 +34,7 @@ def seconds(time: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(Section, name="job", on_resume="free"):
-    """What every job asks Slurm for, and how it goes on when its time is up."""
+    """Options of every job, and how a run goes on when its time is up."""
 
     partition: str = ""
     """Partition of the nodes; empty: the site's default."""
@@ -52,7 +51,7 @@ class JobConfig(Section, name="job", on_resume="free"):
     layout: Literal["hetjob", "split"] = "hetjob"
     """How training nodes and rollout nodes come together where a recipe has both. hetjob: one job
     of two components; split: one component that is cut in two, for sites that forbid the other, and
-    for runs that are to outlive a rollout node: Slurm ends the other with any of its nodes."""
+    for runs that are to outlive a rollout node: a hetjob ends with any of its nodes."""
 
     again: Literal["requeue", "chain"] = "requeue"
     """How a run goes on whose time is up. requeue: the same job goes back to the queue; chain: jobs
@@ -63,13 +62,12 @@ class JobConfig(Section, name="job", on_resume="free"):
 
     signal_s: int = 900
     """Seconds before the time limit in which the run finishes its step and saves. Slurm may be a
-    minute early. Once steps and checkpoints of the run are measured, what they take counts in place
-    of it, whether that is more or less."""
+    minute early. Once the run's steps and checkpoints are measured, their time counts instead."""
 
     retries: int = key(3, at_least(0))
     """Failures in a row (a rank or a node that dies, a run that hangs) on which a new attempt
     follows by itself. An attempt whose time was up, and a new submission, begin the count again.
-    Two attempts in a row without a new checkpoint end the run whatever is left of it."""
+    Two attempts in a row without a new checkpoint end the run in any case."""
 
     hung_s: int = key(1800, at_least(1))
     """Seconds without a new step after which a run counts as hung: its ranks write their stacks and
@@ -105,7 +103,7 @@ class JobConfig(Section, name="job", on_resume="free"):
         require(
             self.signal_s < self.time_limit_s,
             f"job.signal_s={self.signal_s} leaves nothing of job.time_limit={self.time_limit}; "
-            "raise the limit, or lower job.signal_s",
+            "lower it",
         )
         for option in self.extra:
             require(
@@ -120,7 +118,7 @@ class JobConfig(Section, name="job", on_resume="free"):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(Section, name="node", on_resume="free"):
-    """What one node has; nodes of a partition are alike."""
+    """One node; nodes of a partition are alike."""
 
     gpus: int = key(8, at_least(1))
     """GPUs of a node."""
@@ -156,11 +154,11 @@ class NodeConfig(Section, name="node", on_resume="free"):
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig(Section, name="container", on_resume="free"):
-    """In what the ranks run; the supervisor itself runs on the node, where Slurm's commands are."""
+    """The ranks' container; the supervisor runs on the node itself, where Slurm's commands are."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    """none: on the node, with what site.prolog activates; pyxis: srun --container-image; apptainer:
-    apptainer exec --nv."""
+    """none: on the node, after site.prolog; pyxis: srun --container-image; apptainer: apptainer
+    exec --nv."""
 
     image: str = ""
     """Image file, or with pyxis also registry#name:tag."""
@@ -173,7 +171,7 @@ class ContainerConfig(Section, name="container", on_resume="free"):
         require(
             (self.kind == "none") == (not self.image),
             f"container.kind={self.kind} and container.image={self.image!r} contradict each other; "
-            "set both, or kind to none and no image",
+            "set both or neither",
         )
         require(
             self.kind != "pyxis" or not self.image.endswith(".sqsh") or self.image[0] in "./",

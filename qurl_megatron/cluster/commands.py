@@ -1,4 +1,4 @@
-"""The one seam to Slurm's programs: arguments in, what they say parsed out.
+"""The one seam to Slurm's programs: arguments in, parsed answers out.
 
 Nothing else calls them but ``supervise``, whose ``srun`` is the run itself. A program that is
 missing or refuses is one sentence for the user, with its own words in it.
@@ -13,6 +13,11 @@ from qurl_megatron.kit.errors import ConfigError
 
 PATIENCE_S = 120.0
 """Seconds that a program may take: controllers of large clusters are slow when they are busy."""
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
+    *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+"""States that squeue --json still shows for some minutes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Queued:
 
 
 def test_only(script: str) -> str:
-    """What Slurm says of a script that it would take: when the job would start, and where.
+    """Ask Slurm when a job would start, and where.
 
     Raises:
         ConfigError: it would refuse the job.
@@ -52,40 +57,32 @@ def submit(script: str) -> int:
 
 
 def queued(jobs: list[int]) -> dict[int, Queued]:
-    """Those of the jobs that are in the queue, pending or running, by id."""
+    """Return the jobs of these that are in the queue, pending or running, by id."""
     if not jobs:
         return {}
     # Asked for one by one, an id that the controller has forgotten would be an error.
     output = _run(["squeue", "--me", "--json"]).stdout
-    try:
-        entries = sorted(json.loads(output)["jobs"], key=lambda entry: int(entry["job_id"]))
-        numbered = [(int(_number(entry.get("het_job_id"))), _queued(entry)) for entry in entries]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"squeue --json said what cannot be read: {error!r:.200}") from None
     by_job: dict[int, Queued] = {}
-    for whole_job, component in numbered:
-        if component.job in jobs and component.state not in _ENDED:
-            by_job[component.job] = component
-        elif whole_job in by_job:  # a component behind the first, whose id is the job's
-            nodes = filter(None, (by_job[whole_job].nodes, component.nodes))
-            by_job[whole_job] = replace(by_job[whole_job], nodes=",".join(nodes))
+    try:
+        for entry in sorted(json.loads(output)["jobs"], key=lambda entry: int(entry["job_id"])):
+            component, whole_job = _queued(entry), int(_number(entry.get("het_job_id")))
+            if component.job in jobs and component.state not in ENDED:
+                by_job[component.job] = component
+            elif whole_job in by_job:  # a component behind the first, whose id is the job's
+                first = by_job[whole_job]
+                nodes = filter(None, (first.nodes, component.nodes))
+                by_job[whole_job] = replace(first, nodes=",".join(nodes))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"squeue --json said what cannot be read: {error!r:.200}") from None
     return by_job
-
-
-_ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
-    *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
-)
-"""States that squeue --json still shows for some minutes."""
 
 
 def _queued(entry: dict) -> Queued:
     state = entry["job_state"]  # a word up to Slurm 23.02, a list since
-    words = [state] if isinstance(state, str) else list(state)
     reason = str(entry.get("state_reason") or "")
     return Queued(
         int(entry["job_id"]),
-        str(words[0]),
+        str(state if isinstance(state, str) else state[0]),
         "" if reason == "None" else reason,
         str(entry.get("nodes") or ""),
         _number(entry.get("start_time")),
@@ -94,7 +91,7 @@ def _queued(entry: dict) -> Queued:
 
 
 def _number(value: object) -> float:
-    """Of squeue's, such as a time: a number up to Slurm 23.02, a number in an object since."""
+    """Read a number of squeue's: a number up to Slurm 23.02, an object that holds one since."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set") and not value.get("infinite") else 0
     return float(value) if isinstance(value, int | float) else 0.0
@@ -102,21 +99,13 @@ def _number(value: object) -> float:
 
 def signal_supervisor(job: int, name: str) -> None:
     """Send a signal to the process that the job's script has become, and to nothing else."""
-    _run(signalling(job, name))
-
-
-def signalling(job: int, name: str) -> list[str]:
-    return ["scancel", "--batch", f"--signal={name}", str(job)]
+    _run(["scancel", "--batch", f"--signal={name}", str(job)])
 
 
 def cancel(jobs: list[int]) -> None:
     """Take jobs out of the queue, or end them at once where they run."""
     if jobs:
-        _run(cancelling(jobs))
-
-
-def cancelling(jobs: list[int]) -> list[str]:
-    return ["scancel", *map(str, jobs)]
+        _run(["scancel", *map(str, jobs)])
 
 
 def requeue(job: int) -> None:
@@ -130,55 +119,51 @@ def exclude(job: int, nodes: list[str]) -> None:
 
 
 def node_address(node: str) -> str:
-    """Where the controller reaches a node: an address, or a name that resolves there."""
-    output = _run(["scontrol", "--oneliner", "show", "node", node]).stdout
-    return _facts(output).get("NodeAddr", node)
+    """Return where the controller reaches a node: an address, or a name that resolves there."""
+    return _facts("node", node)[0].get("NodeAddr", node)
 
 
 def hostnames(nodes: str) -> list[str]:
-    """The names in a list such as node[1-3,7]."""
+    """Return the names in a list such as node[1-3,7]."""
     return _run(["scontrol", "show", "hostnames", nodes]).stdout.split()
 
 
 def job_facts(job: int) -> dict[str, str]:
-    """What the controller knows of a job, such as Requeue and TimeLimit, as it writes it."""
-    return _facts(_run(["scontrol", "--oneliner", "show", "job", str(job)]).stdout)
+    """Return the controller's facts of a job, such as Requeue and TimeLimit, as it writes them."""
+    return _facts("job", str(job))[0]
 
 
 def partition_facts(name: str) -> dict[str, str]:
-    """The same of a partition, such as MaxTime and GraceTime; "" is the site's default."""
-    lines = _run(["scontrol", "--oneliner", "show", "partition", name][: 4 + bool(name)]).stdout
-    partitions = [_facts(line) for line in lines.splitlines()]
-    return next(
-        (partition for partition in partitions if name or partition.get("Default") == "YES"), {}
-    )
+    """Return the controller's facts of a partition, such as MaxTime and GraceTime.
 
-
-def site_facts() -> dict[str, str]:
-    """How the site has set Slurm up, such as SlurmdTimeout, as the controller writes it."""
-    pairs = (
-        line.partition("=") for line in _run(["scontrol", "show", "config"]).stdout.splitlines()
-    )
-    return {key.strip(): value.strip() for key, equals, value in pairs if equals}
-
-
-def _facts(said: str) -> dict[str, str]:
-    """Of the first line of what scontrol says."""
-    pairs = (word.partition("=") for word in said.partition("\n")[0].split())
-    return {key: value for key, equals, value in pairs if equals}
-
-
-def _run(argv: list[str], *, text: str | None = None) -> subprocess.CompletedProcess:
+    Args:
+        name: "" is the site's default.
     """
-    Raises:
-        ConfigError: the program is missing, takes too long, or refuses.
-    """
+    for partition in _facts("partition", name):
+        if name or partition.get("Default") == "YES":
+            return partition
+    return {}
+
+
+def _facts(kind: str, name: str) -> list[dict[str, str]]:
+    """Return the facts of each line that ``scontrol show`` prints; at least of one."""
+    argv = ["scontrol", "--oneliner", "show", kind]
+    lines = _run([*argv, name] if name else argv).stdout.splitlines()
+    facts = []
+    for line in lines or [""]:
+        pairs = [word.partition("=") for word in line.split()]
+        facts.append({key: value for key, equals, value in pairs if equals})
+    return facts
+
+
+def _run(argv: list[str], *, text: str = "") -> subprocess.CompletedProcess:
+    """Run a program; ConfigError where it is missing, takes too long, or refuses."""
     program = argv[0]
     # Variables such as SBATCH_EXPORT go before the script's own lines.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     try:
         done = subprocess.run(
-            argv, input=text or "", capture_output=True, text=True, env=env, timeout=PATIENCE_S
+            argv, input=text, capture_output=True, text=True, env=env, timeout=PATIENCE_S
         )
     except FileNotFoundError:
         raise ConfigError(
@@ -189,15 +174,13 @@ def _run(argv: list[str], *, text: str | None = None) -> subprocess.CompletedPro
         raise ConfigError(f"{program} cannot be run: {error}") from None
     if done.returncode:
         lines = [_plain(line) for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise ConfigError(
-            f"{' '.join(argv[:2])} refused ({done.returncode}): "
-            f"{'; '.join(lines[-3:]) or 'no word'}"
-        )
+        message = "; ".join(lines[-3:]) or "no word"
+        raise ConfigError(f"{' '.join(argv[:2])} refused ({done.returncode}): {message}")
     return done
 
 
 def _plain(line: str) -> str:
-    """Without the program's own name and level before it."""
+    """Remove the program's own name and level before its message."""
     for word in ("sbatch: ", "squeue: ", "scancel: ", "scontrol: ", "error: ", "fatal: "):
         line = line.removeprefix(word)
     return line.strip()

@@ -1,49 +1,193 @@
-"""The nodes of an attempt are examined before its ranks start: asked, judged, and told apart.
+"""The nodes of an attempt are examined before its ranks start.
 
-A node is compared with the others of its own job, which have the same GPUs and software: how long
-a product should take need not be known. Without a bad rollout node the run goes on with fewer
-engines. Without a bad training node there is nothing to train on: the job has to go back to the
-queue, with that node excluded. Where all nodes are bad, others would be bad alike: it is what they
-share, and a person has to look.
+Each node measures itself, by a task of ``srun``: GPUs as NVIDIA's driver sees them, a matrix
+product on each, and an all-reduce among them. It is then compared with the others of its own job,
+which have the same GPUs and software: how long a product should take need not be known.
+
+Without a bad rollout node the run goes on with fewer engines. Without a bad training node it cannot
+go on: the job has to go back to the queue, with that node excluded. Where all nodes are bad, others
+would be bad alike, and a person has to look.
 """
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
-from qurl_megatron.cluster.layout import Allocation
-from qurl_megatron.cluster.measure import Report
-from qurl_megatron.cluster.steps import EXAMINATION_SAYS, examining_steps
+from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examining_steps
+from qurl_megatron.cluster.offer import own_name
+from qurl_megatron.cluster.supervise import SrunStep, say
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.kit.errors import ConfigError
 
+GIB = 1 << 30
+MOST_USED = 4 * GIB
+"""Memory in use on a GPU before the job starts; a driver takes less than 1 GiB for itself."""
+REPEATS = 20
+REDUCE_S = 60.0
+"""Time for the all-reduces, NCCL's start included, before they count as hung."""
 POLL_S = 0.1
 GRACE_S = 10.0
 MOST = 3
 """Attempts of a submitted run that may end for bad nodes: beyond, it is hardly the nodes."""
 
-GPU_SLOWER = 1.25
+PRODUCT_SLOWER = 1.25
 """Times the job's median product. Sound GPUs of a kind differ by a few per cent, by power and heat;
 one that is held back is a third slower or worse, and every other rank waits for it."""
 REDUCE_SLOWER = 1.5
 """Times the job's median all-reduce: a link with fewer lanes doubles the time."""
-CPU_SLOWER = 20.0
-"""Both without GPUs: a millisecond on a CPU that others use may well take ten."""
+
+
+# ---- a node by itself
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of one node."""
+
+    node: str
+    faults: list[str]  # sentences that make it bad, whatever the others say
+    gpus: int = 0  # that the driver shows
+    devices: int = 0  # GPUs that torch can use
+    product_ms: list[float] = field(default_factory=list)  # of each device
+    reduce_ms: float | None = None  # None: it has no two devices; inf: it hangs or fails
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def measure_node() -> int:
+    """Measure this node, and print its report."""
+    name = own_name()
+    try:
+        report = _measure(name)
+    except Exception as error:  # a sick GPU may raise anything, and that is a finding
+        first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
+        report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
+    print(report.as_json(), flush=True)
+    if report.reduce_ms == float("inf"):
+        os._exit(0)  # a thread that hangs in the driver would keep the process from leaving
+    return 0
+
+
+def _measure(name: str) -> Report:
+    nvml = _nvml()
+    indices = gpu_indices(nvml, os.environ) if nvml else []
+    faults = []
+    for index in indices:  # before torch takes memory of its own
+        faults += [f"GPU {index} {fault}" for fault in gpu_faults(nvml, index)]
+    import torch
+
+    devices = []
+    if torch.cuda.is_available():
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    product_ms = [_product_ms(device) for device in devices]
+    return Report(name, faults, len(indices), len(devices), product_ms, _reduce_ms(devices))
+
+
+def _nvml() -> Any:
+    """Return nvidia-ml-py; None where it is not installed, as on clusters without GPUs."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+def gpu_indices(nvml: Any, env: Mapping[str, str]) -> list[int]:
+    """Return the driver's numbers of this step's GPUs; none where there is no driver.
+
+    Where Slurm hides no device, CUDA_VISIBLE_DEVICES says which are ours.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no library, or no driver that answers it
+        return []
+    count = nvml.nvmlDeviceGetCount()
+    parts = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = [int(part) for part in parts if part.isdecimal()]
+    return visible if visible and len(visible) < count else list(range(count))
+
+
+def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
+    """Yield the driver's findings against a GPU."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    used = nvml.nvmlDeviceGetMemoryInfo(handle).used
+    if used > MOST_USED:
+        yield f"has {used / GIB:.1f} GiB in use already: end what holds them, or reset it"
+    with contextlib.suppress(nvml.NVMLError_NotSupported):  # some kinds do not count errors
+        uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        if nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, nvml.NVML_VOLATILE_ECC):
+            yield "has uncorrected memory errors: reset it"
+    with contextlib.suppress(nvml.NVMLError_NotSupported):
+        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+        if failed:
+            yield "has no spare rows for bad memory: have it replaced"
+        if pending:
+            yield "waits for a reset to replace a bad row of memory"
+
+
+def _product_ms(device) -> float:
+    import torch
+
+    first, second = (torch.ones(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def product() -> None:
+        torch.mm(first, second)
+        torch.cuda.synchronize(device)
+
+    return _shortest_ms(product)
+
+
+def _reduce_ms(devices: list) -> float | None:
+    """Time an all-reduce among the devices; see ``Report.reduce_ms``."""
+    if len(devices) < 2:
+        return None
+    import torch
+
+    times = []
+
+    def reduce() -> None:
+        torch.cuda.nccl.all_reduce(parts)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def measure() -> None:
+        times.append(_shortest_ms(reduce))
+
+    parts = [torch.ones(1 << 26, device=device) for device in devices]
+    thread = threading.Thread(target=measure, daemon=True)
+    thread.start()
+    thread.join(REDUCE_S)
+    return times[0] if times else float("inf")
+
+
+def _shortest_ms(body: Callable[[], None]) -> float:
+    """Time the fastest of some calls: others may use the device, and a GPU's first is slow."""
+    body()
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        body()
+        times.append(time.perf_counter() - began)
+    return 1e3 * min(times)
+
+
+# ---- beside the others
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What an examination has shown."""
+    """Which nodes are bad, and which of them the attempt can do without."""
 
     bad: dict[str, str]  # a sentence by node
     engines: tuple[str, ...] | None = None  # rollout nodes that are left; None: all there are
@@ -57,25 +201,30 @@ def examine(
     *,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Examination:
-    """Have every node of the job measure itself, and judge what they say.
-
-    Raises:
-        ConfigError: srun cannot be run.
-    """
+    """Have every node of the job measure itself, and judge their reports."""
     if not cluster.job.examine_s:
         return Examination({})
     training, rollout = nodes_of(layout, cluster, os.environ)
     command = ["qurl", "slurm", "examine"]
-    steps = examining_steps(layout, cluster, command, workdir=os.getcwd())
     began = time.monotonic()
-    reports = _ask(steps, cluster.job.examine_s, cancelled)
+    steps = [
+        SrunStep(step, EXAMINATION_PREFIX, capture=True)
+        for step in examining_steps(layout, cluster, command, workdir=os.getcwd())
+    ]
+    running = steps
+    while running and not cancelled() and time.monotonic() - began < cluster.job.examine_s:
+        running = [step for step in running if step.wait(POLL_S) is None]
+    in_time = time.monotonic() - began < cluster.job.examine_s
+    reports: dict[str, Report] = {}
+    for step in steps:
+        if step in running:
+            step.end_within(GRACE_S)
+        reports |= read_reports(step.output)
     if cancelled():
         return Examination({})
-    if not reports and time.monotonic() - began < cluster.job.examine_s:
+    if not reports and in_time:
         # All have ended without a word: it must be the examination's own fault.
-        print(
-            "qurl: the examination of the nodes failed, as said above; it is left out", flush=True
-        )
+        say("the examination of the nodes failed, as said above; it is left out")
         return Examination({})
     gpus_by_node = dict.fromkeys(training, layout.training.gpus)
     if layout.rollout:
@@ -83,89 +232,98 @@ def examine(
     return tell_apart(judge(reports, gpus_by_node), training, rollout)
 
 
+def read_reports(lines: Sequence[str]) -> dict[str, Report]:
+    """Return the reports among the lines, by node; print the others."""
+    reports = {}
+    for line in lines:
+        try:
+            report = Report(**json.loads(line))
+        except (ValueError, TypeError):  # a prolog or a container may have a word as well
+            print(line.rstrip("\n"), flush=True)
+        else:
+            reports[report.node] = report
+    return reports
+
+
 def nodes_of(
     layout: Allocation, cluster: ClusterConfig, env: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Names of the training nodes, and of the rollout nodes."""
-    if layout.rollout and cluster.job.layout == "hetjob":
-        lists = (env[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in (0, 1))
-        training, rollout = map(commands.hostnames, lists)
-        return training, rollout
+    """Return the names of the training nodes, and of the rollout nodes."""
+    if len(layout.components(cluster)) == 2:
+        training = commands.hostnames(env["SLURM_JOB_NODELIST_HET_GROUP_0"])
+        return training, commands.hostnames(env["SLURM_JOB_NODELIST_HET_GROUP_1"])
     all_nodes = commands.hostnames(env["SLURM_JOB_NODELIST"])
     return all_nodes[: layout.training.nodes], all_nodes[layout.training.nodes :]
 
 
-def judge(reports: Mapping[str, Report], wanted: Mapping[str, int]) -> dict[str, str]:
+def judge(reports: Mapping[str, Report], gpus_by_node: Mapping[str, int]) -> dict[str, str]:
     """Return a sentence for each bad node.
 
     Args:
         reports: by node; nodes that did not answer are missing.
-        wanted: GPUs that the job has on each of its nodes.
+        gpus_by_node: GPUs that the job has on each of its nodes.
     """
     peers = list(reports.values())
     bad = {}
-    for node, count in wanted.items():
+    for node, gpus in gpus_by_node.items():
         if node not in reports:
             bad[node] = "it did not answer within job.examine_s"
-        elif faults := [*reports[node].faults, *_beside(reports[node], peers, count)]:
+        elif faults := [*reports[node].faults, *_beside(reports[node], peers, gpus)]:
             bad[node] = "; ".join(faults)
     return bad
 
 
-def _beside(own: Report, peers: Sequence[Report], count: int) -> Iterator[str]:
-    """Yield what is wrong with a node beside the others of the job, itself included.
+def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
+    """Yield the faults of a node beside the others of the job, itself included.
 
-    Only like is compared: GPUs with GPUs, an all-reduce with those of as many devices.
+    GPUs are asked for only where some node has any: clusters without GPUs are for trying this out.
     """
-    if own.product_ms is None:
-        return
-    if min(own.gpus, own.devices) < count and any(peer.gpus or peer.devices for peer in peers):
+    if own.faults and not own.devices:
+        return  # it could not be measured
+    some_have_gpus = any(peer.gpus or peer.devices for peer in peers)
+    if some_have_gpus and min(own.gpus, own.devices) < gpus:
         yield (
-            f"{count} GPUs were granted, the driver shows {own.gpus} and torch can use "
-            f"{own.devices}"
+            f"{gpus} GPUs were granted, the driver shows {own.gpus} and torch can use {own.devices}"
         )
-    if not own.devices and any(peer.devices for peer in peers):
-        return  # its times are a CPU's
-    alike = [peer for peer in peers if bool(peer.devices) == bool(own.devices)]
-    usual = median_low(ms for peer in alike for ms in peer.product_ms or [])
+    products = [ms for peer in peers for ms in peer.product_ms]
     for index, ms in enumerate(own.product_ms):
-        if ms > usual * (GPU_SLOWER if own.devices else CPU_SLOWER):
-            device = f"GPU {index}" if own.devices else "its CPU"
-            yield f"a matrix product on {device} takes {ms:.3g} ms, {usual:.3g} on the job's others"
-    if own.reduce_ms is None:
-        return
-    if own.reduce_ms == float("inf"):
-        yield "an all-reduce among its own devices fails, or does not end"
-        return
-    as_many = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
-    usual = median_low(ms for ms in as_many if ms is not None)
-    if own.reduce_ms > usual * (REDUCE_SLOWER if own.devices else CPU_SLOWER):
-        yield (
-            f"an all-reduce among its own devices takes {own.reduce_ms:.3g} ms, "
-            f"{usual:.3g} on the job's others"
-        )
+        yield from _slow(f"a matrix product on GPU {index}", ms, products, PRODUCT_SLOWER)
+    if own.reduce_ms is not None:
+        alike = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
+        reduces = [ms for ms in alike if ms is not None]
+        name = "an all-reduce among its own devices"
+        yield from _slow(name, own.reduce_ms, reduces, REDUCE_SLOWER)
+
+
+def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Iterator[str]:
+    """Yield a sentence where a time is ``factor`` times the job's median, or infinite."""
+    usual_ms = median_low(job_ms)
+    if ms == float("inf"):
+        yield f"{name} fails, or does not end"
+    elif ms > factor * usual_ms:
+        yield f"{name} takes {ms:.3g} ms, {usual_ms:.3g} on the job's others"
 
 
 def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[str]) -> Examination:
-    """
+    """Tell the bad nodes that an attempt needs from those that it can do without.
+
     Args:
         training, rollout: names of the nodes of each.
     """
     nodes = [*training, *rollout]
-    if len(nodes) > 1 and all(node in bad for node in nodes):
-        return Examination(bad, needed=tuple(bad), shared=_shared(bad, nodes[0]))
-    sound_nodes = tuple(node for node in rollout if node not in bad)
-    if rollout and not sound_nodes or any(node in bad for node in training):
+    if len(nodes) > 1 and len(bad) == len(nodes):
+        shared = (
+            f"all {len(bad)} nodes are bad, so none is excluded: look at container and site.prolog "
+            f"in the cluster file; {nodes[0]}: {bad[nodes[0]]}; then `qurl slurm submit` again"
+        )
+        return Examination(bad, needed=tuple(bad), shared=shared)
+    sound = tuple(node for node in rollout if node not in bad)
+    if bad.keys() & set(training) or (rollout and not sound):
         return Examination(bad, needed=tuple(bad))
-    return Examination(bad, engines=sound_nodes if len(sound_nodes) < len(rollout) else None)
+    return Examination(bad, engines=sound if len(sound) < len(rollout) else None)
 
 
-def _shared(bad: dict[str, str], node: str) -> str:
-    return (
-        f"all {len(bad)} nodes are bad, so none is excluded: look at what they share, such as "
-        f"container and site.prolog in the cluster file; what is wrong with {node}: {bad[node]}; "
-        "once it is fixed, `qurl slurm submit`, as before, goes on"
-    )
+# ---- exclusion
 
 
 def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
@@ -175,7 +333,9 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
         ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough; or
             an attempt's record is damaged.
     """
-    before = _exclusions(run_dir)
+    jobs, before = folder.jobs(run_dir), 0
+    for attempt in folder.attempts(run_dir):
+        before += attempt.decision == Decision.WITHOUT and attempt.job in jobs
     if before >= MOST:
         raise ConfigError(
             f"nodes of this run were excluded {before} times already; {run_dir}/slurm/job.log says "
@@ -187,11 +347,7 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
 
 
 def exclude(jobs: Sequence[int], names: Sequence[str]) -> None:
-    """Keep waiting jobs off nodes; to those that were excluded before, these are added.
-
-    Raises:
-        ConfigError: Slurm refuses.
-    """
+    """Keep waiting jobs off nodes; to those that were excluded before, these are added."""
     # A requeued job is told to end: not the program that is to change it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for job in jobs:
@@ -199,7 +355,7 @@ def exclude(jobs: Sequence[int], names: Sequence[str]) -> None:
 
 
 def own_parts(env: Mapping[str, str]) -> list[int]:
-    """Ids of this job's components; a job of one kind has one."""
+    """Return the ids of this job's components; a job of one kind has one."""
     count = int(env.get("SLURM_HET_SIZE", "1"))
     if count == 1:
         return [int(env["SLURM_JOB_ID"])]
@@ -210,59 +366,3 @@ def _all_excluded(job: int, names: Sequence[str]) -> list[str]:
     before = commands.job_facts(job).get("ExcNodeList", "(null)")
     excluded = [] if before == "(null)" else commands.hostnames(before)
     return sorted({*excluded, *names})
-
-
-def _exclusions(run_dir: Path) -> int:
-    """Count the attempts of what was submitted last that ended for bad nodes."""
-    submitted = folder.submitted(run_dir)
-    jobs = submitted.jobs if submitted else []
-    attempts = folder.attempts(run_dir)
-    return sum(attempt.decision == Decision.WITHOUT and attempt.job in jobs for attempt in attempts)
-
-
-def _ask(
-    steps: list[list[str]], seconds: float, cancelled: Callable[[], bool]
-) -> dict[str, Report]:
-    """Run the steps to their end, for so long, or until it is cancelled; return nodes' reports."""
-    running = [_start(step) for step in steps]
-    reports: dict[str, Report] = {}
-    with ThreadPoolExecutor(len(steps)) as pool:
-        printed = [pool.submit(process.communicate) for process in running]
-        end = time.monotonic() + seconds
-        while any(process.poll() is None for process in running) and not cancelled():
-            if time.monotonic() > end:
-                break
-            time.sleep(POLL_S)
-        for process in running:
-            process.terminate()  # srun ends its tasks itself then
-        for process in running:
-            try:
-                process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-    for output, errors in (words.result() for words in printed):
-        for line in errors.splitlines():
-            print(f"{EXAMINATION_SAYS}{line}", file=sys.stderr, flush=True)
-        for line in output.splitlines():
-            try:
-                report = Report(**json.loads(line))
-            except (ValueError, TypeError):  # a prolog or a container may have a word as well
-                print(line, flush=True)
-            else:
-                reports[report.node] = report
-    return reports
-
-
-def _start(step: list[str]) -> subprocess.Popen:
-    try:
-        return subprocess.Popen(
-            step,
-            env={"PYTHONWARNINGS": "ignore", **os.environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise ConfigError(f"{step[0]} cannot be run: {error}") from None

@@ -1,4 +1,4 @@
-"""``RUN_DIR/slurm``: what ``submit`` leaves for the job, and the job for whoever looks at it.
+"""``RUN_DIR/slurm``: files from ``submit`` for the job, and from the job for its operator.
 
     recipe.toml      the recipe as it was given
     request.json     its overrides, and the folder it was given in
@@ -10,13 +10,15 @@
                      stack-RANK.txt if it hung, and the records of observe.attempts
     latest           link to the newest of them
 
-Whatever is read by another process is written aside and renamed.
+Each file appears whole.
 """
 
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
@@ -39,22 +41,10 @@ from qurl_megatron.observe.attempts import (
 )
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """job.json."""
-
-    jobs: list[int]  # several of a chain, in their order
-    submitted_at: str  # UTC
-
-
 def write(
     run_dir: Path, recipe: Path, overrides: list[str], cluster: ClusterConfig, script: str
 ) -> None:
-    """Leave for the job what it will read.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Write the job's input."""
     request = {"overrides": from_elsewhere(recipe, overrides), "recipe": str(recipe)}
     put(run_dir / "slurm/recipe.toml", recipe.read_text(encoding="utf-8"))
     put(run_dir / "slurm/request.json", json.dumps(request, indent=1) + "\n")
@@ -63,72 +53,60 @@ def write(
 
 
 def put(path: Path, text: str) -> None:
-    """Write a file whole: aside, and renamed.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file whole."""
     with refusing(path, key="train.run_dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
 
 
-def overrides(run_dir: Path) -> list[str]:
-    """Those of the run's recipe, its folder included.
+def recipe(run_dir: Path) -> RunConfig:
+    """Read the run's whole recipe, its overrides and folder included.
 
     Raises:
-        ConfigError: nothing was submitted there, or the file is damaged.
+        ConfigError: nothing was submitted there, or a file is damaged.
     """
-    recorded = read_record(
+    overrides = read_record(
         run_dir / "slurm/request.json",
         lambda value: [str(override) for override in value["overrides"]],
     )
-    return [*recorded, f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}"]
-
-
-def recipe(run_dir: Path) -> RunConfig:
-    """The run's whole recipe."""
-    return load(run_dir / "slurm/recipe.toml", overrides(run_dir))
+    overrides.append(f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}")
+    return load(run_dir / "slurm/recipe.toml", overrides)
 
 
 def cluster(run_dir: Path) -> ClusterConfig:
     return load_cluster(run_dir / "slurm/cluster.toml")
 
 
-def submitted(run_dir: Path) -> Submitted | None:
-    """What was submitted last for a run; None: nothing yet.
-
-    Raises:
-        ConfigError: job.json is damaged.
-    """
+def jobs(run_dir: Path) -> list[int]:
+    """Return the ids of the jobs of the last submission, of a chain in their order; [] for none."""
     path = run_dir / "slurm/job.json"
-    return read_record(path, lambda value: Submitted(**value)) if path.exists() else None
+    if not path.exists():
+        return []
+    return read_record(path, lambda value: [int(job) for job in value["jobs"]])
+
+
+def write_jobs(run_dir: Path, jobs: Sequence[int]) -> None:
+    """Record the jobs that were submitted, and when."""
+    at = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
+    record = {"jobs": jobs, "submitted_at": at}
+    put(run_dir / "slurm/job.json", json.dumps(record, indent=1) + "\n")
 
 
 def no_job(run_dir: Path) -> ConfigError:
-    """Why a folder has no job of ours to tell of."""
-    named = "name the run's, train.run_dir of its recipe"
-    if not run_dir.is_dir():
-        return ConfigError(f"{run_dir} is not a folder; {named}")
-    if (run_dir / "metrics.jsonl").exists():
-        return ConfigError(
-            f"{run_dir}: this run was never submitted to Slurm; `qurl report {run_dir}` shows how "
-            "it went"
-        )
-    return ConfigError(f"{run_dir}: nothing was submitted for this folder; {named}")
+    """Return the error that a folder has no job of ours."""
+    return ConfigError(
+        f"{run_dir}: no job was submitted for this folder; name the run's, train.run_dir of its "
+        "recipe; of a run without Slurm, `qurl report RUN_DIR` shows how it went"
+    )
 
 
 def no_attempt(run_dir: Path) -> ConfigError:
-    """Why a folder without attempts has none."""
-    if submitted(run_dir) is None:
+    """Return the error that a folder has no attempts."""
+    if not jobs(run_dir):
         return no_job(run_dir)
     return ConfigError(
         f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` says what it waits for"
     )
-
-
-def write_submitted(run_dir: Path, jobs: Submitted) -> None:
-    put(run_dir / "slurm/job.json", _text(jobs))
 
 
 def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
@@ -152,7 +130,8 @@ def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
                 break
         before = attempts / str(number - 1)
         if (before / BEGAN).exists():
-            rows = [[one.step, one.ended_at, one.seconds] for one in steps_since(run_dir, before)]
+            done = steps_since(run_dir, before)
+            rows = [[past.step, past.ended_at, past.seconds] for past in done]
             put(before / STEPS, json.dumps(rows) + "\n")
         put(attempts / str(number) / BEGAN, _text(Began(now(), gpus, step)))
         link = run_dir / "slurm/latest"
@@ -168,12 +147,12 @@ def attempt_folder(run_dir: Path, number: int) -> Path:
 
 
 def stack_file(attempt: Path, rank: int) -> Path:
-    """Where a rank that is asked to writes what its threads are doing; empty until then."""
+    """Return the file for the stacks of a rank's threads; empty until they are asked for."""
     return attempt / f"stack-{rank}.txt"
 
 
 def close_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Record its end, which is now where it has none, and beside it when and on what it began."""
+    """Record its end, by default now, beside its beginning."""
     path = attempt_folder(run_dir, attempt.number)
     began = asdict(read_began(path))
     ended_at = attempt.ended_at or now()
@@ -181,14 +160,10 @@ def close_attempt(run_dir: Path, attempt: Attempt) -> None:
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
-    """Those that have ended, oldest first.
-
-    Raises:
-        ConfigError: a record is damaged.
-    """
+    """Return the attempts that have ended, oldest first."""
     files = (run_dir / "slurm/attempts").glob(f"*/{ENDED}")
-    return sorted(map(read_attempt, files), key=lambda one: one.number)
+    return sorted(map(read_attempt, files), key=lambda attempt: attempt.number)
 
 
-def _text(record: Submitted | Attempt | Began) -> str:
+def _text(record: Attempt | Began) -> str:
     return json.dumps(asdict(record), indent=1) + "\n"

@@ -1,38 +1,48 @@
-"""Who runs where: nodes, tasks and GPUs of the training ranks and of the engines.
+"""Who runs where: nodes, tasks and GPUs of ranks and engines, and the ``srun`` that starts them.
 
 A training rank is a task with a GPU of its own. Engines on nodes of their own are a second
 component with one task per node, which starts that node's engines. Engines that take turns with the
 trainer on its GPUs, and embedded ones, are started by the leading rank: they need no component.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from qurl_megatron.cluster.cluster import NodeConfig
+from qurl_megatron.cluster.cluster import ClusterConfig, NodeConfig
 from qurl_megatron.config.keys import require
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
+
+ENGINES_PREFIX = "engines: "
+"""Before each line of job.log from the engines' srun: task 1 is no rank there."""
+EXAMINATION_PREFIX = "examine: "
+"""Before each line of job.log from the examination's srun."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes that are alike."""
+    """A number of nodes that are alike."""
 
     nodes: int
     tasks: int  # per node
     gpus: int  # per node
 
     def cpus_per_task(self, node: NodeConfig) -> int:
-        """Its share of a node's CPUs; whoever takes no GPU has the node to itself."""
-        share = node.cpus * self.gpus // node.gpus if self.gpus else node.cpus
-        return max(1, share // self.tasks)
+        """CPUs in proportion to the GPUs; a component without GPUs has whole nodes."""
+        return max(1, self._share(node.cpus, node) // self.tasks)
 
     def memory_gib(self, node: NodeConfig) -> int:
-        """Its share of a node's memory; 0: all of it."""
-        return node.memory_gib * self.gpus // node.gpus if self.gpus else node.memory_gib
+        """Memory in proportion to the GPUs; 0: all of a node's."""
+        return self._share(node.memory_gib, node)
+
+    def _share(self, total: int, node: NodeConfig) -> int:
+        if self.gpus == 0:
+            return total
+        return total * self.gpus // node.gpus
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The components of a training job."""
+    """The nodes of a training job."""
 
     training: Component
     rollout: Component | None  # None: engines, if any, are started by the leading rank
@@ -40,7 +50,7 @@ class Allocation:
 
     @property
     def whole(self) -> Component:
-        """One component with room for both, where it is to be cut in two."""
+        """One component with room for both, which is cut in two."""
         if self.rollout is None:
             return self.training
         return Component(
@@ -49,6 +59,12 @@ class Allocation:
             max(self.training.gpus, self.rollout.gpus),
         )
 
+    def components(self, cluster: ClusterConfig) -> tuple[Component, ...]:
+        """The components that the job asks for; two make a heterogeneous job."""
+        if self.rollout is not None and cluster.job.layout == "hetjob":
+            return self.training, self.rollout
+        return (self.whole,)
+
 
 def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) -> Allocation:
     """Cut a run into nodes.
@@ -56,24 +72,19 @@ def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) 
     Raises:
         ConfigError: ranks or engines do not fill nodes evenly, or have no room.
     """
-    training = _training(parallel, node)
+    ranks = parallel.world_size
+    require(
+        ranks <= node.gpus or ranks % node.gpus == 0,
+        f"parallel.tensor * pipeline * context * data = {ranks} ranks do not fill nodes of "
+        f"node.gpus={node.gpus} evenly; change one, to get a multiple of {node.gpus}",
+    )
+    nodes = max(1, ranks // node.gpus)
+    training = Component(nodes, ranks // nodes, ranks // nodes)
     if rollout.rendezvous:
         return _with_rollout_nodes(training, rollout, node)
     if rollout.kind.takes_gpus and not rollout.urls:
         return Allocation(_with_own_engines(training, rollout, node), None)
     return Allocation(training, None)
-
-
-def _training(parallel: ParallelConfig, node: NodeConfig) -> Component:
-    ranks = parallel.world_size
-    require(
-        ranks <= node.gpus or ranks % node.gpus == 0,
-        "parallel.tensor * parallel.pipeline * parallel.context * parallel.data = "
-        f"{ranks} ranks do not fill nodes of node.gpus={node.gpus} evenly; "
-        f"change one of them, e.g. parallel.data, to get a multiple of {node.gpus}",
-    )
-    nodes = max(1, ranks // node.gpus)
-    return Component(nodes, ranks // nodes, ranks // nodes)
 
 
 def _with_rollout_nodes(
@@ -82,8 +93,7 @@ def _with_rollout_nodes(
     size, count = rollout.engine_tensor, rollout.engines
     require(
         node.gpus % size == 0,
-        f"rollout.engine_tensor={size} does not divide node.gpus={node.gpus}, and an engine stays "
-        "on one node; lower it",
+        f"rollout.engine_tensor={size} does not divide node.gpus={node.gpus}; lower it",
     )
     fit = node.gpus // size
     require(
@@ -97,20 +107,155 @@ def _with_rollout_nodes(
 
 
 def _with_own_engines(training: Component, rollout: RolloutConfig, node: NodeConfig) -> Component:
-    """The training component where the leading rank's node has room for its SGLang engines too."""
-    engines = rollout.engines * rollout.engine_tensor
-    last = rollout.engine_first_gpu + engines
+    """Return the training component with room for SGLang engines on the leading rank's node."""
+    last = rollout.engine_first_gpu + rollout.engines * rollout.engine_tensor
     require(
         last <= node.gpus,
         f"rollout.engines={rollout.engines} of rollout.engine_tensor={rollout.engine_tensor} from "
-        f"rollout.engine_first_gpu={rollout.engine_first_gpu} on take GPUs up to {last}, and the "
-        f"node of the leading rank has node.gpus={node.gpus}; lower them, or set "
-        "rollout.rendezvous to a folder in the run's, for engines on nodes of their own",
+        f"rollout.engine_first_gpu={rollout.engine_first_gpu} on take GPUs up to {last} of "
+        f"node.gpus={node.gpus}; lower them, or set rollout.rendezvous for nodes of their own",
     )
     require(
         rollout.colocate or rollout.engine_first_gpu >= training.gpus,
         f"rollout.engine_first_gpu={rollout.engine_first_gpu} puts engines on GPUs of the "
-        f"{training.gpus} training ranks; set rollout.engine_first_gpu={training.gpus}, "
-        "rollout.colocate=true, or rollout.rendezvous for nodes of their own",
+        f"{training.gpus} training ranks; set it to {training.gpus}, rollout.colocate=true, or "
+        "rollout.rendezvous for nodes of their own",
     )
     return Component(training.nodes, training.tasks, max(training.gpus, last))
+
+
+# ---- command lines
+
+
+def training_step(
+    layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, folder: str, workdir: str
+) -> list[str]:
+    """Return the ``srun`` of the ranks, a task per GPU of the training component.
+
+    Args:
+        folder: gets train-RANK.log.
+        workdir: where the command starts.
+    """
+    srun = _srun("train", layout.training, cluster, folder)
+    if len(layout.components(cluster)) == 2:
+        srun.append("--het-group=0")
+    elif layout.rollout:
+        srun.append("--relative=0")
+    return [*srun, *inside(cluster, command, workdir)]
+
+
+def rollout_step(
+    layout: Allocation,
+    cluster: ClusterConfig,
+    command: Sequence[str],
+    *,
+    folder: str,
+    workdir: str,
+    nodes: Sequence[str] | None = None,
+) -> list[str]:
+    """Return the ``srun`` of the engines, a task per node of the rollout component.
+
+    A node that is lost ends its own task alone: the run goes on with the other engines.
+
+    Args:
+        nodes: names of the component's nodes to take; None takes all.
+    """
+    assert layout.rollout is not None
+    component = layout.rollout
+    if nodes is not None:
+        component = replace(component, nodes=len(nodes))
+    srun = _srun("engines", component, cluster, folder, together=False)
+    hetjob = cluster.job.layout == "hetjob"
+    if hetjob:
+        srun.append("--het-group=1")
+    if nodes is not None:
+        srun.append(f"--nodelist={','.join(nodes)}")
+    elif not hetjob:
+        srun.append(f"--relative={layout.training.nodes}")
+    return [*srun, *inside(cluster, command, workdir)]
+
+
+def examining_steps(
+    layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, workdir: str
+) -> list[list[str]]:
+    """Return an ``srun`` per component, with one task on every node; they print through it."""
+    components = layout.components(cluster)
+    steps = []
+    for group, component in enumerate(components):
+        srun = _srun("examine", replace(component, tasks=1), cluster, together=False)
+        if len(components) > 1:
+            srun.append(f"--het-group={group}")
+        steps.append([*srun, *inside(cluster, command, workdir)])
+    return steps
+
+
+def _srun(
+    name: str,
+    component: Component,
+    cluster: ClusterConfig,
+    folder: str = "",
+    *,
+    together: bool = True,
+) -> list[str]:
+    """
+    Args:
+        folder: gets the output of each task; "" has srun print it.
+        together: one task that fails ends the others.
+    """
+    # The job's own options are in srun's environment, and --exclusive is among them at some
+    # sites: each step therefore names all that it takes.
+    srun = [
+        "srun",
+        f"--job-name={name}",
+        "--export=ALL",  # the job has none of the submitter's environment, and its own is the run's
+        "--mpi=none",
+        "--input=none",
+        f"--nodes={component.nodes}",
+        f"--ntasks={component.nodes * component.tasks}",
+        f"--ntasks-per-node={component.tasks}",
+        f"--cpus-per-task={component.cpus_per_task(cluster.node)}",
+        f"--kill-on-bad-exit={int(together)}",
+    ]
+    if folder:
+        srun.append(f"--output={folder.replace('%', '%%')}/{name}-%t.log")
+    if component.gpus:
+        # Of the node, not of the task: each rank sees all GPUs, and takes that of its number.
+        srun.append(f"--gpus-per-node={gpus(component, cluster)}")
+    if not together:
+        srun.append("--no-kill")
+    return srun
+
+
+def gpus(component: Component, cluster: ClusterConfig) -> str:
+    """Return the number of GPUs as Slurm's options take it, with the site's kind of GPU."""
+    kind = cluster.node.gpu
+    return f"{kind}:{component.gpus}" if kind else str(component.gpus)
+
+
+def variables(cluster: ClusterConfig) -> dict[str, str]:
+    """Return the environment that the cluster file sets for every rank and engine."""
+    if not cluster.node.interfaces:
+        return cluster.site.environment
+    names = ",".join(cluster.node.interfaces)
+    return {"NCCL_SOCKET_IFNAME": names, "GLOO_SOCKET_IFNAME": names, **cluster.site.environment}
+
+
+def inside(cluster: ClusterConfig, command: Sequence[str], workdir: str) -> list[str]:
+    """Return the words for ``srun`` that run ``command`` in the container, from ``workdir`` on.
+
+    pyxis adds options to srun: the result follows srun's other options directly. A variable that
+    the image sets, too, keeps the image's value unless pyxis is told its name.
+    """
+    container, names = cluster.container, ",".join(variables(cluster))
+    mounts = ",".join(container.mounts)
+    if container.kind == "pyxis":
+        options = [f"--container-image={container.image}", f"--container-workdir={workdir}"]
+        if mounts:
+            options.append(f"--container-mounts={mounts}")
+        if names:
+            options.append(f"--container-env={names}")
+        return [*options, *command]
+    if container.kind == "apptainer":
+        bind = ["--bind", mounts] if mounts else []
+        return ["apptainer", "exec", "--nv", *bind, "--pwd", workdir, container.image, *command]
+    return list(command)

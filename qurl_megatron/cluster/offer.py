@@ -1,4 +1,4 @@
-"""``qurl slurm offer``: what ``srun`` starts on each rollout node, the engines of that node.
+"""``qurl slurm offer``: the engines of one rollout node, started by ``srun``.
 
 It writes an entry into ``rollout.rendezvous`` for each engine that listens, and takes it away when
 the engine is gone; the trainer adopts and drops engines as entries come and go. Ports are the
@@ -6,18 +6,19 @@ engines' own choice, so that two jobs on a node cannot meet. The key is in a fil
 entries, which only the user can read; it reaches the engines in their environment.
 """
 
+import contextlib
+import ipaddress
 import json
 import os
 import secrets
 import signal
 import socket
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
-from qurl_megatron.cluster import folder
+from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.cluster.task import stop_on_usr1
 from qurl_megatron.config import RunConfig
@@ -27,19 +28,16 @@ from qurl_megatron.kit.network import own_address
 
 KEY = "key"
 """File of the engines' key, in the rendezvous folder."""
-
 POLL_S = 0.5
 GRACE_S = 10.0
 PAUSE_S = 5.0
 """Before an engine that ended is started again; twice as long each time."""
+OUTWARD = "192.0.2.1"
+"""Reserved for documentation: the default route leads there."""
 
 
 def prepare(rendezvous: Path) -> None:
-    """Make the folder where trainer and engines meet, without entries of earlier attempts.
-
-    Raises:
-        ConfigError: it cannot be made, or is a file.
-    """
+    """Make the folder where trainer and engines meet, without entries of earlier attempts."""
     with refusing(rendezvous, key="rollout.rendezvous"):
         rendezvous.mkdir(mode=0o700, parents=True, exist_ok=True)
         for entry in rendezvous.glob("*.json"):
@@ -71,14 +69,13 @@ def offer(run_dir: Path, towards: str) -> int:
     stop_on_usr1()
     config, cluster = folder.recipe(run_dir), folder.cluster(run_dir)
     layout = lay_out(config.parallel, config.rollout, cluster.node)
-    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    host = address_towards(towards)
+    node, host = own_name(), address_towards(towards)
     rendezvous = Path(config.rollout.rendezvous)
     engines = _engines(config, run_dir / "logs" / node, layout.engines, host, rendezvous)
-    offered = [
-        Offered(process, rendezvous / f"{node}-{process.name}.json", host, config)
-        for process in engines
-    ]
+    offered = []
+    for process in engines:
+        entry = rendezvous / f"{node}-{process.name}.json"
+        offered.append(Offered(process, entry, host, config.rollout.max_restarts))
     try:
         while not ended.wait(POLL_S):
             for engine in offered:
@@ -97,41 +94,41 @@ def offer(run_dir: Path, towards: str) -> int:
 class Offered:
     """One engine, and its entry in the rendezvous."""
 
-    def __init__(self, process, entry: Path, host: str, config: RunConfig) -> None:
-        self._process, self._entry, self._host = process, entry, host
-        self._left = config.rollout.max_restarts
-        self._again_at: float | None = 0.0  # when to start it; None: it runs
+    def __init__(self, process, entry: Path, host: str, max_restarts: int) -> None:
+        self._process, self._entry = process, entry
+        self._host = f"[{host}]" if ":" in host else host
+        self._restarts_left = max_restarts
+        self._start_at: float | None = 0.0  # monotonic; None: it runs
         self._pause = PAUSE_S
 
     @property
     def given_up(self) -> bool:
-        return self._left < 0
+        return self._restarts_left < 0
 
     def look(self, now: float) -> None:
         """Start it, offer it, or take note of its end, whichever is due."""
         if self.given_up:
             return
-        if self._again_at is not None:
-            if now >= self._again_at:
+        if self._start_at is not None:
+            if now >= self._start_at:
                 self._process.start()
-                self._again_at = None
+                self._start_at = None
             return
         if (death := self._process.exited()) is not None:
             self.withdraw()
             self._process.end()
-            self._left -= 1
-            self._again_at, self._pause = now + self._pause, 2 * self._pause
+            self._restarts_left -= 1
+            self._start_at, self._pause = now + self._pause, 2 * self._pause
             print(f"qurl: {self._process.name} {death}", flush=True)
             return
         port = self._process.port()
         if port is not None and not self._entry.exists():
-            entry = {"url": f"http://{_bracketed(self._host)}:{port}", "api_key_file": KEY}
-            folder.put(self._entry, json.dumps(entry) + "\n")
-            print(f"qurl: {self._process.name} listens at {entry['url']}", flush=True)
+            url = f"http://{self._host}:{port}"
+            folder.put(self._entry, json.dumps({"url": url, "api_key_file": KEY}) + "\n")
+            print(f"qurl: {self._process.name} listens at {url}", flush=True)
 
     def withdraw(self) -> None:
-        with suppress(FileNotFoundError):
-            self._entry.unlink()
+        self._entry.unlink(missing_ok=True)
 
 
 def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: Path) -> list:
@@ -152,12 +149,16 @@ def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: P
     return [EngineProcess(name, launch, logs) for name, launch in launches_by_name.items()]
 
 
-def address_towards(towards: str) -> str:
-    """This node's address on the way to another.
+# ---- addresses: nodes' names may mean nothing to one another
 
-    Raises:
-        ConfigError: it has no such name, or no way there.
-    """
+
+def own_name() -> str:
+    """Return Slurm's name of this node."""
+    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+
+
+def address_towards(towards: str) -> str:
+    """Return this node's address on the way to another."""
     try:
         return own_address(towards)
     except OSError as error:
@@ -167,5 +168,21 @@ def address_towards(towards: str) -> str:
         ) from None
 
 
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+def address_for_others(node: str) -> str:
+    """Return an address at which other nodes reach this one.
+
+    Args:
+        node: Slurm's name of it.
+
+    Returns:
+        The controller's address of it. Where the controller has a name that this node does not
+        know, or knows as itself: the address on the default route; without one, the name.
+    """
+    name = commands.node_address(node)
+    with contextlib.suppress(OSError):  # no such name
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+        if address == name or not ipaddress.ip_address(address).is_loopback:
+            return address
+    with contextlib.suppress(OSError):  # no default route
+        return own_address(OUTWARD)
+    return name

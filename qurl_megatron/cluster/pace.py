@@ -1,16 +1,18 @@
-"""How fast a run is, by what it writes: when its ranks must be told to end, and when it is stuck.
+"""The pace of a run: when its ranks must be told to end, and when it is stuck.
 
 Everything is read from the run's folder, so the supervisor sees it without asking the ranks.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from qurl_megatron.cluster.cluster import JobConfig
+from qurl_megatron.cluster.verdict import PREEMPTED, WALL_TIME
 from qurl_megatron.training.state import latest
 
 RECENT = 50
@@ -18,10 +20,12 @@ RECENT = 50
 TAIL = 1 << 20
 """Bytes at a file's end that are read; files of long runs have many times that."""
 MARGIN_S = 30.0
-"""For what is not measured: goodbyes of ranks and engines, a busy file system."""
-SEEN_S = 10.0
-"""The most that one look at the clock adds to a run's stillness: looks are a second apart, and what
-is longer is a supervisor that was suspended together with its job."""
+"""For goodbyes of ranks and engines, and a busy file system."""
+GLANCE_S = 10.0
+"""The most that one look at the clock adds to a run's stillness. Looks are a second apart: a longer
+gap is a supervisor that was suspended together with its job."""
+EARLY_S = 60.0
+"""By which Slurm's signal may be early."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +42,64 @@ class Pace:
             return None
         return max(self.steps) + max(self.saves) + MARGIN_S
 
-    def patience_s(self, floor_s: float, factor: float) -> float:
+    def patience_s(self, limits: JobConfig) -> float:
         """Seconds without a new step after which a run is stuck."""
-        return max(floor_s, factor * median(self.steps)) if self.steps else floor_s
+        if not self.steps:
+            return limits.hung_s
+        return max(limits.hung_s, limits.hung_steps * median(self.steps))
 
-    def without_pauses(self, floor_s: float, factor: float) -> "Pace":
-        """Without what took longer than a supervisor has patience for: the job was suspended then,
-        by gang scheduling or an operator, and a night of that says nothing of the next step."""
-        longest = self.patience_s(floor_s, factor)
+    def without_pauses(self, limits: JobConfig) -> "Pace":
+        """Leave out times longer than ``patience_s``: the job was suspended meanwhile, by gang
+        scheduling or an operator, and that says nothing of the next step."""
+        longest = self.patience_s(limits)
         return Pace(
-            tuple(duration for duration in self.steps if duration <= longest),
-            tuple(duration for duration in self.saves if duration <= longest),
+            tuple(seconds for seconds in self.steps if seconds <= longest),
+            tuple(seconds for seconds in self.saves if seconds <= longest),
         )
+
+
+def measured(run_dir: Path, since: float) -> Pace:
+    """Read how long the last steps and checkpoints took.
+
+    Args:
+        since: Unix seconds at which this attempt began; between two steps of earlier ones may lie a
+            night in the queue.
+    """
+    steps, previous = [], None
+    for record in _lines(run_dir / "metrics.jsonl"):
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # ranks say so on resuming
+            seconds, at = float(record["metrics"]["time/step"]), float(record["time"])
+            if previous is not None and previous >= since:
+                # With the evaluation and the checkpoint after the step before.
+                seconds = max(seconds, at - previous)
+            steps.append(seconds)
+            previous = at
+    saves = []
+    for span in _lines(run_dir / "timeline.jsonl"):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if span["name"] == "save":
+                saves.append(float(span["end"]) - float(span["start"]))
+    return Pace(tuple(steps[-RECENT:]), tuple(saves[-RECENT:]))
+
+
+def _lines(path: Path) -> Iterator[dict]:
+    """Yield the JSON of the whole lines at a file's end."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, 2) - TAIL)
+        file.seek(start)
+        lines = file.read().split(b"\n")
+    for line in lines[bool(start) : -1]:  # the first and the last may be parts
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+def progress_mark(run_dir: Path) -> tuple[int, str]:
+    """Return a value that changes with every step and with every checkpoint."""
+    metrics, newest = run_dir / "metrics.jsonl", latest(run_dir)
+    size = metrics.stat().st_size if metrics.exists() else 0
+    return size, newest.name if newest else ""
 
 
 class Stillness:
@@ -59,52 +109,44 @@ class Stillness:
         self._clock, self._at, self._seconds = clock, clock(), 0.0
 
     def seconds(self) -> float:
-        """Up to now; to be asked more often than every ``SEEN_S``."""
+        """Count up to now; to be called more often than every ``GLANCE_S``."""
         before, self._at = self._at, self._clock()
-        self._seconds += min(self._at - before, SEEN_S)
+        self._seconds += min(self._at - before, GLANCE_S)
         return self._seconds
 
     def moved(self) -> None:
-        """It has, by what was seen last."""
+        """Begin again at the last look."""
         self._seconds = 0.0
 
 
-def measured(run_dir: Path, since: float) -> Pace:
-    """
+def due(
+    at: float,
+    received: str,
+    *,
+    end: float | None,
+    stop_s: float | None,
+    signal_s: float,
+    preempted: bool = False,
+) -> str:
+    """Return why the ranks must be told to end now; "" where they need not yet.
+
+    Slurm's signal before the time limit is put off where less time is needed. One that comes
+    at another time is somebody's, and is heeded at once.
+
     Args:
-        since: Unix seconds at which this attempt began; what lies between two steps of earlier ones
-            may be a night in the queue.
+        at: now, Unix seconds.
+        received: name of the newest signal.
+        end: when the job's time is up, Unix seconds; None: not known.
+        stop_s: seconds for a step, a save and goodbyes; None: not measured.
+        signal_s: seconds before the end at which Slurm sends its signal.
     """
-    steps, previous = [], None
-    for record in _lines(run_dir / "metrics.jsonl"):
-        with suppress(KeyError, TypeError, ValueError):  # edited by hand; ranks say so on resuming
-            seconds, at = float(record["metrics"]["time/step"]), float(record["time"])
-            if previous is not None and previous >= since:
-                # With the evaluation and the checkpoint after the step before.
-                seconds = max(seconds, at - previous)
-            steps.append(seconds)
-            previous = at
-    saves = []
-    for span in _lines(run_dir / "timeline.jsonl"):
-        with suppress(KeyError, TypeError, ValueError):
-            if span["name"] == "save":
-                saves.append(float(span["end"]) - float(span["start"]))
-    return Pace(tuple(steps[-RECENT:]), tuple(saves[-RECENT:]))
-
-
-def mark(run_dir: Path) -> tuple[int, str]:
-    """What changes with every step that is done, and with every checkpoint."""
-    metrics, newest = run_dir / "metrics.jsonl", latest(run_dir)
-    size = metrics.stat().st_size if metrics.exists() else 0
-    return size, newest.name if newest else ""
-
-
-def _lines(path: Path) -> Iterator[dict]:
-    """The whole lines at a file's end that are JSON."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        start = max(0, file.seek(0, 2) - TAIL)
-        file.seek(start)
-        lines = file.read().split(b"\n")
-        for line in lines[bool(start) : -1]:  # the first and the last may be parts
-            with suppress(ValueError):
-                yield json.loads(line)
+    if preempted:
+        return PREEMPTED
+    if received and received != WALL_TIME:
+        return received
+    if end is None or stop_s is None:
+        return received
+    if at >= end - stop_s:
+        return WALL_TIME
+    from_slurm = at >= end - signal_s - EARLY_S
+    return "" if from_slurm else received

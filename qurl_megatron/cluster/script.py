@@ -1,64 +1,153 @@
 """The job script as a pure function: options of sbatch, the site's lines, and one call.
 
 The same recipe and cluster file give the same text, on every machine and day. Nothing is decided in
-shell; what has to be decided in the job, ``qurl slurm attempt`` does.
+shell: ``qurl slurm attempt`` decides in the job. A training run has that
+supervisor; every other kind of job is one command on one node.
 """
 
+import hashlib
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from qurl_megatron.bench.options import BENCHMARKS
 from qurl_megatron.cluster.cluster import ClusterConfig
-from qurl_megatron.cluster.layout import Component
-from qurl_megatron.cluster.steps import gpus, variables
+from qurl_megatron.cluster.layout import Component, gpus, inside, lay_out, variables
+from qurl_megatron.config import RunConfig
 from qurl_megatron.config.keys import require
+from qurl_megatron.kit.errors import ConfigError
 
 HEADER = "# Written by `qurl slurm`: change the recipe or the cluster file instead."
+LOGS = "runs/slurm"
+"""Folder of the logs of jobs that have no run folder."""
 
 HERE = "\0"
 """In a command, at the end of a word: the folder in which the job was submitted. No word that a
 user gives holds it."""
 
+TOOLS = {
+    "convert": ("python", "checkpoints_tools/{}.py"),
+    "bench": ("qurl", "bench", "{}"),
+    "eval": ("qurl", "eval", "{}"),
+    "study": ("qurl", "slurm", "cell", "{}"),
+}
+"""How the command of a kind of job begins; {} stands for the user's first word."""
+KINDS = ("train", *TOOLS)
+
 
 @dataclass(frozen=True)
 class Script:
-    """What one script asks for and runs."""
+    """A job script's resources and command."""
 
     name: str
-    output: str  # file of what it prints; Slurm's patterns such as %j stand for themselves
-    components: tuple[Component, ...]  # several make a heterogeneous job
+    output: str  # file of its output; may hold Slurm's patterns such as %j
+    components: tuple[Component, ...]  # two make a heterogeneous job
     command: tuple[str, ...]
     tasks: int = 1  # of an array; 1 is no array
     saves: bool = False  # it wants a signal before its time is up, and goes on in another job
-    outlives: bool = False  # a node that fails: it goes on with those that are left
+    outlives: bool = False  # it goes on when a node fails
+
+
+def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
+    """Describe the job of a training run."""
+    layout = lay_out(config.parallel, config.rollout, cluster.node)
+    components = layout.components(cluster)
+    run_dir = Path(config.train.run_dir)
+    name = run_dir.name
+    if cluster.job.again == "chain":
+        # Jobs of a chain wait for every job of their name: folders of two runs may be called alike.
+        name += f"-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
+    return Script(
+        name=name,
+        output=f"{run_dir}/slurm/job.log".replace("%", "%%"),
+        components=components,
+        command=("qurl", "slurm", "attempt", str(run_dir)),
+        saves=True,
+        # Slurm ends a heterogeneous job with any of its nodes, whatever it is asked.
+        outlives=layout.rollout is not None and len(components) == 1,
+    )
+
+
+def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: int = 1) -> Script:
+    """Describe the job of a command.
+
+    Args:
+        kind: a key of ``TOOLS``.
+        words: name of the tool, benchmark or study, and its own options.
+        tasks: of an array.
+    """
+    if not words:
+        raise ConfigError(f"--kind {kind} needs a tool, benchmark or file, and then its options")
+    first, *options = words
+    tools = _tools(kind)
+    if tools:
+        first = first.removesuffix(".py")
+        if first not in tools:
+            raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(tools)}")
+    node_gpus = cluster.node.gpus if _takes_gpus(kind, first, options) else 0
+    component = Component(nodes=1, tasks=1, gpus=node_gpus)
+    command = [part.format(first) for part in TOOLS[kind]] + options
+    step = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--ntasks=1"]
+    step.append(f"--cpus-per-task={component.cpus_per_task(cluster.node)}")
+    return Script(
+        name=f"{kind}-{Path(first).stem}",
+        output=f"{LOGS}/%x-{'%A_%a' if tasks > 1 else '%j'}.log",
+        components=(component,),
+        command=(*step, *inside(cluster, command, HERE)),
+        tasks=tasks,
+    )
+
+
+def _tools(kind: str) -> list[str]:
+    """Return the choices for the first word; [] where it is a file."""
+    if kind == "bench":
+        return list(BENCHMARKS)
+    if kind == "convert":
+        folder = Path(__file__).parents[2] / "checkpoints_tools"
+        return sorted(path.stem for path in folder.glob("[a-z]*.py"))
+    return []
+
+
+def _takes_gpus(kind: str, first: str, options: Sequence[str]) -> bool:
+    if kind == "convert":
+        return "te" in options  # quantize --backend te
+    if kind == "eval":
+        return "--url" not in options
+    if kind == "bench":
+        on_cuda = any(word.endswith("cuda") for word in options)  # --device cuda, --device=cuda
+        return on_cuda or first in ("loss", "publish", "rollout")
+    return True  # a study trains
 
 
 def render(job: Script, cluster: ClusterConfig) -> str:
-    """The text of the script.
-
-    Raises:
-        ConfigError: a name that #SBATCH lines cannot carry.
-    """
+    """Return the text of the script."""
     require(
         re.search(r"[\s'\"\\]", job.output) is None,
-        f"train.run_dir: Slurm takes no log at {job.output!r}; set it to a folder without white "
-        "space, quotes and backslashes",
+        f"train.run_dir: Slurm takes no log at {job.output!r}; use no white space, quotes or \\",
     )
     lines = ["#!/bin/bash", HEADER]
     options = _job_options(job, cluster)
     for component in job.components:
-        lines += [f"#SBATCH {option}" for option in options + _nodes(component, cluster)]
+        lines += [f"#SBATCH {option}" for option in options + _node_options(component, cluster)]
         lines.append("#SBATCH hetjob")
         options = []
     lines[-1] = ""
-    if body := [*_exports(cluster), *cluster.site.prolog]:
+    body = []
+    for name, value in variables(cluster).items():
+        body.append(f"export {name}={shlex.quote(value)}")
+        if cluster.container.kind == "apptainer":  # an image's own go before those without prefix
+            body.append(f"export APPTAINERENV_{name}={shlex.quote(value)}")
+    body += cluster.site.prolog
+    if body:
         lines += ["set -e", *body, ""]
     lines.append(f"exec {_shell(job.command)}")
     return "\n".join(lines) + "\n"
 
 
 def _job_options(job: Script, cluster: ClusterConfig) -> list[str]:
-    """Those that stand once, whatever the number of components."""
+    """Return the options that stand once, whatever the number of components."""
     chained = job.saves and cluster.job.again == "chain"
     options = [
         f"--job-name={job.name}",
@@ -79,12 +168,12 @@ def _job_options(job: Script, cluster: ClusterConfig) -> list[str]:
     return options
 
 
-def _nodes(component: Component, cluster: ClusterConfig) -> list[str]:
-    """Those of one component, which inherits little from the first."""
+def _node_options(component: Component, cluster: ClusterConfig) -> list[str]:
+    """Return one component's options; it inherits little from the first."""
     site, node = cluster.job, cluster.node
     named = {"partition": site.partition, "account": site.account, "qos": site.qos}
-    memory = component.memory_gib(node)
     options = [f"--{key}={value}" for key, value in named.items() if value]
+    memory = component.memory_gib(node)
     options += [
         f"--time={site.time_limit}",
         f"--nodes={component.nodes}",
@@ -97,21 +186,13 @@ def _nodes(component: Component, cluster: ClusterConfig) -> list[str]:
     return [*options, *site.extra]
 
 
-def _exports(cluster: ClusterConfig) -> list[str]:
-    """For the steps; apptainer lets the image's own go before all that have not its prefix."""
-    prefixes = ("", "APPTAINERENV_") if cluster.container.kind == "apptainer" else ("",)
-    return [
-        f"export {prefix}{name}={shlex.quote(value)}"
-        for name, value in variables(cluster).items()
-        for prefix in prefixes
-    ]
-
-
-def _shell(command: tuple[str, ...]) -> str:
-    """The words as the shell reads them back, with its own folder for ``HERE``."""
+def _shell(command: Sequence[str]) -> str:
+    """Quote the words for the shell, with its own folder in place of ``HERE``."""
     words = []
     for word in command:
-        before, mark, _ = word.partition(HERE)
-        quoted = shlex.quote(before) if before or not mark else ""
-        words.append(f'{quoted}"$PWD"' if mark else quoted)
+        if not word.endswith(HERE):
+            words.append(shlex.quote(word))
+            continue
+        before = word.removesuffix(HERE)
+        words.append((shlex.quote(before) if before else "") + '"$PWD"')
     return " ".join(words)

@@ -1,85 +1,114 @@
 """From a recipe or a command to a job in the queue, by way of all that can be checked before."""
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig, load_cluster
-from qurl_megatron.cluster.jobs import LOGS, tool_job, training_job
-from qurl_megatron.cluster.pace import measured
-from qurl_megatron.cluster.script import Script, render
-from qurl_megatron.config import RunConfig, load
-from qurl_megatron.kit.clock import now
+from qurl_megatron.cluster.script import LOGS, Script, render, tool_job, training_job
+from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusing
 
 
-def script_of(kind: str, words: Sequence[str], cluster_file: Path) -> str:
-    """The script of a job of any kind.
-
-    Args:
-        kind: of ``jobs.KINDS``.
-        words: a recipe and its overrides, or a command.
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out render, submit, cancel or cell.
 
     Raises:
-        ConfigError: a mistake in one of the files, or a run that does not divide over nodes.
+        ConfigError: a mistake in a file, or something that stands in the way of a job.
     """
-    cluster = load_cluster(cluster_file)
-    return render(_job(kind, words, cluster), cluster)
-
-
-def submit(kind: str, words: Sequence[str], cluster_file: Path, *, dry_run: bool = False) -> int:
-    """Check, ask Slurm, and submit.
-
-    Args:
-        dry_run: stop before anything is written or submitted.
-
-    Raises:
-        ConfigError: what stands in the way.
-    """
-    cluster = load_cluster(cluster_file)
+    if arguments.action == "cell":
+        return run_cell(arguments.study, arguments.out)
+    if arguments.action == "cancel":
+        cancel(arguments.run_dir)
+        return 0
+    kind, words = arguments.kind, arguments.words
+    cluster = load_cluster(arguments.cluster)
+    if arguments.action == "render":
+        if kind == "train":
+            job = training_job(load(Path(words[0]), words[1:]), cluster)
+        else:
+            job = command_job(kind, words, cluster)
+        print(render(job, cluster), end="")
+        return 0
     if kind == "train":
-        return _submit_training(Path(words[0]), list(words[1:]), cluster, dry_run=dry_run)
+        submit_training(Path(words[0]), words[1:], cluster, dry_run=arguments.dry_run)
+    else:
+        submit_command(command_job(kind, words, cluster), cluster, dry_run=arguments.dry_run)
+    if arguments.dry_run:
+        print("--dry-run: nothing was submitted")
+    return 0
+
+
+def submit_training(
+    recipe: Path, overrides: list[str], cluster: ClusterConfig, *, dry_run: bool
+) -> None:
+    """Check a training run, ask Slurm, and submit it."""
+    from qurl_megatron.cluster.checks import check, check_limits
+
+    config = load(recipe, overrides)
+    run_dir = Path(config.train.run_dir)
+    for job, entry in commands.queued(folder.jobs(run_dir)).items():
+        raise ConfigError(
+            f"{run_dir} has job {job} in the queue ({entry.state}); let it end, or "
+            f"`qurl slurm cancel {run_dir}`"
+        )
+    for line in check(config, cluster):
+        print(line)
+    script = render(training_job(config, cluster), cluster)
+    print(f"Slurm: {commands.test_only(script)}")
+    partition = commands.partition_facts(cluster.job.partition.partition(",")[0])
+    if line := check_limits(cluster.job, partition):
+        print(line)
+    if dry_run:
+        return
+    folder.write(run_dir, recipe, overrides, cluster, script)
+    jobs: list[int] = []
+    for _ in range(cluster.job.chain if cluster.job.again == "chain" else 1):
+        # Each is noted before the next, so that none is unknown where Slurm refuses.
+        jobs.append(commands.submit(script))
+        folder.write_jobs(run_dir, jobs)
+    print(f"job {', '.join(map(str, jobs))}; run folder {run_dir}")
+    print(f"follow it: tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log")
+
+
+def submit_command(job: Script, cluster: ClusterConfig, *, dry_run: bool) -> None:
+    """Check a command's container and script, ask Slurm, and submit it."""
     from qurl_megatron.cluster.checks import check_container, check_script
 
-    job = _job(kind, words, cluster)
     check_container(cluster)
     check_script(job.command)
     script = render(job, cluster)
     print(f"Slurm: {commands.test_only(script)}")
     if dry_run:
-        return _nothing_submitted()
+        return
     with refusing(Path(LOGS), key="the working folder"):
         Path(LOGS).mkdir(parents=True, exist_ok=True)
     number = commands.submit(script)
     print(f"job {number}; its log is {LOGS}/{job.name}-{number}{'_*' * (job.tasks > 1)}.log")
-    return 0
 
 
-def cancel(run_dir: Path, *, dry_run: bool = False) -> int:
-    """Have the jobs of a run save and end; those that wait leave the queue.
+def command_job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Script:
+    if kind != "study":
+        return tool_job(kind, words, cluster)
+    if len(words) != 2:
+        raise ConfigError("--kind study needs a study file, and the folder for its runs and tables")
+    from qurl_megatron.evaluation import plan
 
-    Args:
-        dry_run: only print what would be asked of Slurm.
+    return tool_job(kind, words, cluster, tasks=len(plan.read_study(words[0]).cells))
 
-    Raises:
-        ConfigError: nothing was submitted for the run.
-    """
-    submission = folder.submitted(run_dir)
-    if submission is None:
+
+def cancel(run_dir: Path) -> None:
+    """Have the jobs of a run save and end; jobs that wait leave the queue."""
+    jobs = folder.jobs(run_dir)
+    if not jobs:
         raise folder.no_job(run_dir)
-    queued = commands.queued(submission.jobs)
+    queued = commands.queued(jobs)
     running = [job for job, entry in queued.items() if entry.state == "RUNNING"]
     waiting = [job for job in queued if job not in running]
-    if dry_run:
-        to_send = [commands.cancelling(waiting)] if waiting else []
-        for words in [*to_send, *(commands.signalling(job, "TERM") for job in running)]:
-            print(" ".join(words))
-        print("--dry-run: nothing was asked of Slurm")
-        return 0
     # The waiting first: the end of a running one lets the next of its chain begin.
     commands.cancel(waiting)
     for job in waiting:
@@ -89,16 +118,10 @@ def cancel(run_dir: Path, *, dry_run: bool = False) -> int:
         print(f"job {job} saves and ends; `scancel {job}` ends it without a checkpoint")
     if not queued:
         print(f"{run_dir}: none of its jobs is in the queue")
-    return 0
 
 
-def cell(study_file: Path, out: Path) -> int:
-    """Run the cell of a study that this task of a job array stands for; ``qurl study --status``
-    shows all of them.
-
-    Raises:
-        ConfigError: this is no task of an array.
-    """
+def run_cell(study_file: Path, out: Path) -> int:
+    """Run the study's cell of this task of a job array; ``qurl study --status`` shows all cells."""
     index = os.environ.get("SLURM_ARRAY_TASK_ID")
     if index is None:
         raise ConfigError(
@@ -111,78 +134,3 @@ def cell(study_file: Path, out: Path) -> int:
     command = runner.command(study, study.cells[int(index)], out)
     print(" ".join(command), flush=True)
     os.execv(sys.executable, command)
-
-
-def _job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Script:
-    if kind == "train":
-        return training_job(load(Path(words[0]), words[1:]), cluster)
-    if kind != "study":
-        return tool_job(kind, words, cluster)
-    if len(words) != 2:
-        raise ConfigError("--kind study needs a study file, and the folder for its runs and tables")
-    from qurl_megatron.evaluation import plan
-
-    return tool_job(kind, words, cluster, tasks=len(plan.read_study(words[0]).cells))
-
-
-def _submit_training(
-    recipe: Path, overrides: list[str], cluster: ClusterConfig, *, dry_run: bool
-) -> int:
-    config = load(recipe, overrides)
-    run_dir = Path(config.train.run_dir)
-    _refuse_queued(run_dir)
-    from qurl_megatron.cluster.checks import check, check_limits, silent_nodes
-
-    for line in check(config, cluster):
-        print(line)
-    script = render(training_job(config, cluster), cluster)
-    print(f"Slurm: {commands.test_only(script)}")
-    partition = commands.partition_facts(cluster.job.partition.partition(",")[0])
-    if line := check_limits(cluster.job, partition, measured(run_dir, now())):
-        print(line)
-    for line in silent_nodes(cluster.job, _site_facts()):
-        print(line)
-    if dry_run:
-        return _nothing_submitted()
-    folder.write(run_dir, recipe, overrides, cluster, script)
-    jobs = _queue(run_dir, script, cluster.job.chain if cluster.job.again == "chain" else 1)
-    print(f"job {', '.join(map(str, jobs))}; run folder {run_dir}")
-    print(f"follow it: tail -F {_followed(config)}")
-    return 0
-
-
-def _site_facts() -> dict[str, str]:
-    """Nothing where the site does not show them: only advice rests on them."""
-    try:
-        return commands.site_facts()
-    except ConfigError:
-        return {}
-
-
-def _queue(run_dir: Path, script: str, count: int) -> list[int]:
-    """Submit jobs; each is noted before the next, so that none is unknown where Slurm refuses."""
-    jobs: list[int] = []
-    at = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
-    for _ in range(count):
-        jobs.append(commands.submit(script))
-        folder.write_submitted(run_dir, folder.Submitted(list(jobs), at))
-    return jobs
-
-
-def _refuse_queued(run_dir: Path) -> None:
-    submission = folder.submitted(run_dir)
-    for job, entry in commands.queued(submission.jobs if submission else []).items():
-        raise ConfigError(
-            f"{run_dir} has job {job} in the queue ({entry.state}); let it end, or "
-            f"`qurl slurm cancel {run_dir}`"
-        )
-
-
-def _followed(config: RunConfig) -> str:
-    run_dir = config.train.run_dir
-    return f"{run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log"
-
-
-def _nothing_submitted() -> int:
-    print("--dry-run: nothing was submitted")
-    return 0

@@ -1,4 +1,4 @@
-"""``qurl slurm task``: what ``srun`` starts, one training rank.
+"""``qurl slurm task``: one training rank, started by ``srun``.
 
 Of the signals that srun passes on, SIGTERM ends the step at once, and some clusters give a signal
 to all that a task has started, engines included. So the supervisor sends SIGUSR1, which is blocked
@@ -15,16 +15,14 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
 from qurl_megatron.cluster import folder
+from qurl_megatron.cluster.verdict import STOPPED
 from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.observe.failures import FOLDER, kept
-
-STOPPED = 128 + signal.SIGTERM
-"""What a run returns after a clean stop."""
 
 
 def task(run_dir: Path, engines: int | None = None) -> int:
@@ -39,7 +37,12 @@ def task(run_dir: Path, engines: int | None = None) -> int:
     Raises:
         ConfigError: nothing was submitted there, or what ``qurl train`` raises.
     """
-    stop_on_usr1(_stacks(os.environ))
+    attempt = os.environ.get(FOLDER)
+    if attempt:
+        rank = int(os.environ.get("SLURM_PROCID", "0"))
+        stop_on_usr1(folder.stack_file(Path(attempt), rank))
+    else:
+        stop_on_usr1()
     forget_hook(os.environ)
     with kept():
         config = folder.recipe(run_dir)
@@ -52,14 +55,11 @@ def task(run_dir: Path, engines: int | None = None) -> int:
 
 
 def stop_on_usr1(stacks: Path | None = None) -> None:
-    """From here on SIGUSR1 is SIGTERM to this process, and neither it nor SIGUSR2 is anything to
-    its children.
+    """Take SIGUSR1 as SIGTERM from here on, and hide it and SIGUSR2 from all children.
 
     Args:
-        stacks: made, and given the stacks of all threads on SIGUSR2; None: nobody will ask.
-
-    Raises:
-        ConfigError: the file cannot be made.
+        stacks: file that is made, and gets the stacks of all threads on SIGUSR2; None: nobody will
+            ask.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     if stacks is not None:
@@ -68,15 +68,15 @@ def stop_on_usr1(stacks: Path | None = None) -> None:
             options = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_SYNC
             file = os.open(stacks, options, 0o644)
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
-    threading.Thread(target=_wait, args=(stacks is not None,), name="signals", daemon=True).start()
 
+    def wait_for_usr1() -> None:
+        if stacks is not None:  # the one thread to which the system can deliver it
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+        signal.sigwait({signal.SIGUSR1})
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
 
-def _wait(asked: bool) -> None:
-    if asked:  # the one thread to which the system can deliver it
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
-    signal.sigwait({signal.SIGUSR1})
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait()
+    threading.Thread(target=wait_for_usr1, name="signals", daemon=True).start()
 
 
 def forget_hook(env: MutableMapping[str, str]) -> None:
@@ -89,9 +89,3 @@ def forget_hook(env: MutableMapping[str, str]) -> None:
     if "RANK" in env:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             env.pop(name, None)
-
-
-def _stacks(env: Mapping[str, str]) -> Path | None:
-    if not env.get(FOLDER):
-        return None
-    return folder.stack_file(Path(env[FOLDER]), int(env.get("SLURM_PROCID", "0")))

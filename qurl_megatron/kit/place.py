@@ -74,7 +74,9 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Of a rank that a shell started, the group may be a pipeline, with more than this rank in it.
     placed = os.getsid(0) == os.getpid() or "SLURM_PROCID" in os.environ
-    if placed and os.getpgrp() == os.getpid():
+    # srun puts its tasks on a node into the first one's group, which may end before the others.
+    alone = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0] == "1"
+    if placed and alone and os.getpgrp() == os.getpid():
         bury(os.getpid())
 
 

@@ -22,7 +22,6 @@ from qurl_megatron.training.state import latest
 from qurl_megatron.training.warmstart import warmstart
 from tests.nodes.network import CannotMake, Node, network
 from tests.runs import RECIPE
-from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
@@ -259,15 +258,3 @@ def test_torchrun_with_one_store_for_all_attempts_is_refused(nodes, recipe):
     run.start(1, {})
     assert 0 not in run.codes()
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run.output()
-
-
-def test_nothing_is_left_of_a_network(tmp_path):
-    """Also where what went on in it failed."""
-    try:
-        with network(tmp_path, "left1", "left2") as made, pytest.raises(ZeroDivisionError):
-            busy = subprocess.Popen(made[0].command("sleep", "1000"))
-            1 / 0  # noqa: B018
-    except CannotMake as error:
-        pytest.skip(f"no network namespaces can be made here ({error}); they need root on Linux")
-    assert busy.wait(PATIENCE_S) and not Path(f"/proc/{made[0].pid}").exists()
-    assert "left1" not in Path("/etc/hosts").read_text()

@@ -80,7 +80,7 @@ def test_a_rank_that_is_killed_is_the_first_cause_and_another_attempt_follows_in
     text = user.told("logs", run_dir, "--attempt", 1)
     head, followed = text.split("followed from it")
     assert "First cause: it was killed: rank 1 on " in head, text
-    assert "exit code 137" in head and "killed by SIGKILL" in head
+    assert "ended with 137" in head and "killed by SIGKILL" in head
     assert "rank 0 on " in followed and "another rank is gone" in followed
     assert list(run_dir.glob(".meet-*")) == []
     assert user.footprint.left(run_dir) == []

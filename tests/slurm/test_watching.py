@@ -21,7 +21,7 @@ def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User
     assert user.slurm.facts(job)["ExitCode"] == "3:0"
     text = user.told("logs", run_dir)
     assert "First cause: numbers, or the guard, halted the run: rank " in text
-    assert "train of step 2 with weights 1, exit code 3" in text
+    assert "train of step 2 with weights 1" in text
     assert "Collapse: step 2 broke the policy" in text and "NotFinite" in text
     ended = json.loads(user.told("status", run_dir, "--json"))
     assert (ended["state"], ended["job"]) == ("ended", job)

@@ -1,3 +1,5 @@
+"""The supervisor of a job, whose Slurm is a few shell scripts."""
+
 import json
 import os
 import re
@@ -9,88 +11,51 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.cluster import examination, folder
+from qurl_megatron.cluster import examination, folder, supervise
 from qurl_megatron.cluster.attempt import attempt
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
-from qurl_megatron.cluster.ready import ROOT
 from qurl_megatron.cluster.supervise import Received
-from qurl_megatron.cluster.task import STOPPED
-from qurl_megatron.cluster.verdict import BAD_NODE, NO_PROGRESS
+from qurl_megatron.cluster.verdict import BAD_NODE, NO_PROGRESS, STOPPED
 from qurl_megatron.config import to_toml
 from qurl_megatron.kit.errors import ConfigError
 from tests.programs import Programs
+from tests.support.slurm_scripts import ROOT
 from tests.waiting import PATIENCE_S
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 
 
-def test_the_supervisor_needs_neither_torch_nor_megatron():
-    looks = "import sys, qurl_megatron.cli\nfrom qurl_megatron.cluster import attempt, submit\n"
-    heavy = "sorted({'torch', 'megatron', 'numpy', 'psutil'} & set(sys.modules))"
-    command = [sys.executable, "-c", f"{looks}print({heavy})"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
-
-
-def test_a_cancelled_run_does_not_wait_until_its_time_is_up():
-    with Received() as received:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert received.newest == "TERM"
-
-
-def test_what_slurm_sends_after_the_ranks_were_told_changes_nothing(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
-    told = f"told() {{ kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
-    slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
-    assert attempt(run_dir) == 0
-    assert [(one.signal, one.decision) for one in folder.attempts(run_dir)] == [("USR1", "again")]
-
-
-def test_a_run_that_is_cancelled_while_it_saves_does_not_go_on(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
-    told = f"told() {{ kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
-    slurm("srun", f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done")
-    slurm("scontrol", "echo EndTime=2099-01-01T00:00:00")
-    assert attempt(run_dir) == STOPPED
-    assert [(one.signal, one.decision) for one in folder.attempts(run_dir)] == [("TERM", "stop")]
-    assert "requeue" not in (tmp_path / "called").read_text()
-
-
-def test_a_run_that_is_done_is_done_though_the_queue_does_not_answer(slurm, tmp_path, capfd):
-    run_dir = submitted(tmp_path / "run", again="chain")
-    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
-    slurm("squeue", "exit 1")
-    slurm("srun", saves(run_dir, 7))
-    assert attempt(run_dir) == 0
-    assert "squeue" in capfd.readouterr().out
-
-
-def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set: `qurl slurm attempt` runs"):
-        attempt(tmp_path)
-
-
-def test_a_folder_for_which_nothing_was_submitted_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_JOB_ID", "5")
-    with pytest.raises(ConfigError, match="request.json does not exist; `qurl slurm submit` makes"):
-        attempt(tmp_path)
-
-
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
+def slurm(tmp_path, monkeypatch) -> Programs:
     """A job of its own in which ``slurm(program, body)`` makes Slurm's programs."""
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("QURL_ATTEMPT", "")  # an attempt sets it for its ranks
+    monkeypatch.setattr("qurl_megatron.cluster.attempt.LINGER_S", 0.0)  # then Slurm kills it
+    monkeypatch.setattr(supervise, "POLL_S", 0.05)
     make = Programs(tmp_path, monkeypatch)
     make("squeue", "echo '{\"jobs\": []}'")
     make("scontrol", "")
+    make("scancel", "")
     return make
 
 
 def submitted(run_dir: Path, **job) -> Path:
     cluster = ClusterConfig(job=JobConfig(**{"examine_s": 0, **job}))
     folder.write(run_dir, QUICK, ["train.steps=7"], cluster, "")
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(slurm, tmp_path) -> Path:
+    return submitted(tmp_path / "run")
+
+
+@pytest.fixture
+def chain(slurm, tmp_path) -> Path:
+    """A run whose next job, 6, waits behind this one."""
+    run_dir = submitted(tmp_path / "run", again="chain")
+    folder.write_jobs(run_dir, [5, 6])
+    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
     return run_dir
 
 
@@ -111,90 +76,131 @@ def saves(run_dir: Path, step: int) -> str:
     return f"mkdir -p {checkpoint}; echo '{{\"step\": {step}}}' > {checkpoint}/state.json"
 
 
-def test_a_run_that_ends_well_is_recorded_and_its_chain_cancelled(slurm, tmp_path, capfd):
-    run_dir = submitted(tmp_path / "run", again="chain")
-    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
-    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
-    slurm("scancel", "")
-    slurm("srun", saves(run_dir, 7))
-    assert attempt(run_dir) == 0
-    (record,) = folder.attempts(run_dir)
+def ranks_that_save(
+    run_dir: Path, step: int, first: str = "kill -USR1 $PPID", told: str = ":"
+) -> str:
+    """Ranks that save once they are told to end.
+
+    Args:
+        first: what they do before; by default they send the supervisor Slurm's signal.
+        told: what they do once they are told, before they save.
+    """
+    trap = f"told() {{ {told}; {saves(run_dir, step)}; exit 0; }}; trap told USR1"
+    return f"{trap}; {first}; while :; do sleep 0.02; done"
+
+
+ENDED_BY_SLURM = "trap '' USR1; kill -TERM $PPID; sleep 0.1"
+
+
+def recorded(run_dir: Path) -> list[tuple]:
+    return [(record.signal, record.decision) for record in folder.attempts(run_dir)]
+
+
+def decisions(run_dir: Path) -> list[str]:
+    return [record.decision for record in folder.attempts(run_dir)]
+
+
+def test_the_supervisor_needs_neither_torch_nor_megatron():
+    looks = "import sys, qurl_megatron.cli\nfrom qurl_megatron.cluster import attempt, submit\n"
+    heavy = "sorted({'torch', 'megatron', 'numpy', 'psutil'} & set(sys.modules))"
+    command = [sys.executable, "-c", f"{looks}print({heavy})"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set: `qurl slurm attempt` runs"):
+        attempt(tmp_path)
+
+
+def test_a_folder_for_which_nothing_was_submitted_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    with pytest.raises(ConfigError, match="request.json does not exist; `qurl slurm submit` makes"):
+        attempt(tmp_path)
+
+
+# ---- the run ends, or its time is up
+
+
+def test_a_run_that_ends_well_is_recorded_and_its_chain_cancelled(slurm, chain, capfd):
+    slurm("srun", saves(chain, 7))
+    assert attempt(chain) == 0
+    (record,) = folder.attempts(chain)
     assert (record.step_before, record.step_after, record.decision) == (0, 7, "done")
-    called = (tmp_path / "called").read_text()
-    assert "scancel 6" in called
-    assert f"qurl slurm task {run_dir}" in called
+    assert "scancel 6" in slurm.called
+    assert any(f"qurl slurm task {chain}" in line for line in slurm.called)
     assert "all 7 steps are done" in capfd.readouterr().out
-    assert os.readlink(run_dir / "slurm/latest") == "attempts/1"
+    assert os.readlink(chain / "slurm/latest") == "attempts/1"
 
 
-def test_a_run_that_has_all_its_steps_starts_nothing(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
-    checkpoint = run_dir / "checkpoints/step_000007"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text('{"step": 7}')
+def test_a_run_that_is_done_is_done_though_the_queue_does_not_answer(slurm, chain, capfd):
+    slurm("squeue", "exit 1")
+    slurm("srun", saves(chain, 7))
+    assert attempt(chain) == 0
+    assert "squeue" in capfd.readouterr().out
+
+
+def test_a_run_that_has_all_its_steps_starts_nothing(slurm, run_dir):
+    subprocess.run(["sh", "-c", saves(run_dir, 7)], check=True)
     assert attempt(run_dir) == 0
-    assert folder.attempts(run_dir) == []
-    assert not (tmp_path / "called").exists()
+    assert folder.attempts(run_dir) == [] and slurm.called == []
 
 
-def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
-
-    def ranks(step: int) -> str:  # they ask for the signal, and save when it has come
-        told = f"told() {{ {saves(run_dir, step)}; exit 0; }}; trap told USR1"
-        return f"{told}; kill -USR1 $PPID; while :; do sleep 0.02; done"
-
-    slurm("srun", ranks(3))
+def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, run_dir):
+    slurm("srun", ranks_that_save(run_dir, 3))
     assert attempt(run_dir) == 0
-    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+    assert "scontrol requeue 5" in slurm.called
     slurm("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
-    slurm("srun", ranks(4))
+    slurm("srun", ranks_that_save(run_dir, 4))
     with pytest.raises(ConfigError, match='presently disabled; .*job.again = "chain"'):
         attempt(run_dir)
 
 
-def test_a_mistake_ends_the_job_whatever_becomes_of_the_other_ranks(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
+def test_what_slurm_sends_after_the_ranks_were_told_changes_nothing(slurm, run_dir):
+    slurm("srun", ranks_that_save(run_dir, 3, told=ENDED_BY_SLURM))
+    assert attempt(run_dir) == 0
+    assert recorded(run_dir) == [("USR1", "again")]
+
+
+def test_a_run_that_is_cancelled_while_it_saves_does_not_go_on(slurm, run_dir):
+    slurm("srun", ranks_that_save(run_dir, 3, told=ENDED_BY_SLURM))
+    slurm("scontrol", "echo EndTime=2099-01-01T00:00:00")
+    assert attempt(run_dir) == STOPPED
+    assert recorded(run_dir) == [("TERM", "stop")]
+    assert not any("requeue" in line for line in slurm.called)
+
+
+def test_a_mistake_ends_the_job_whatever_becomes_of_the_other_ranks(slurm, run_dir):
     # As srun says and ends where one rank ends with 3, and it ends the other one.
     slurm("srun", "echo 'srun: error: n1: task 0: Exited with exit code 3' >&2; exit 143")
     assert attempt(run_dir) == 3
-    assert [one.decision for one in folder.attempts(run_dir)] == ["stop"]
+    assert decisions(run_dir) == ["stop"]
+
+
+def test_a_cancelled_run_does_not_wait_until_its_time_is_up():
+    with Received() as received:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert received.newest == "TERM"
+
+
+def test_where_ranks_that_were_killed_had_met_is_not_left_in_the_runs_folder(slurm, run_dir):
+    (run_dir / ".meet-5-0-0-1.json").write_text("of a supervisor that was killed itself")
+    seen = f"ls {run_dir}/.meet* >> {run_dir}/seen"
+    slurm("srun", f"{seen}; echo {{}} > {run_dir}/.meet-5-1.json; false")
+    assert attempt(run_dir) == NO_PROGRESS
+    assert list(run_dir.glob(".meet-*")) == []
+    assert (run_dir / "seen").read_text() == ""
 
 
 @pytest.fixture
-def measured_run(slurm, tmp_path) -> Path:
+def measured_run(run_dir) -> Path:
     """A run that has shown that its steps take 40 s, and its checkpoints 5."""
-    run_dir = submitted(tmp_path / "run")
     record = {"step": 1, "time": 1000.0, "metrics": {"time/step": 40.0}}
     (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     save = {"lane": "trainer", "name": "save", "step": 1, "start": 1000.0, "end": 1005.0}
     (run_dir / "timeline.jsonl").write_text(json.dumps(save) + "\n")
     return run_dir
-
-
-def test_a_run_that_is_cancelled_while_its_nodes_are_examined_ends_without_starting_ranks(
-    slurm, tmp_path, monkeypatch, capfd
-):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
-    run_dir = submitted(tmp_path / "run", examine_s=2)
-    slurm("scontrol", '[ "$2" = hostnames ] && echo a1; exit 0')
-    slurm("srun", "kill -TERM $PPID; exec sleep 60")
-    assert attempt(run_dir) == STOPPED
-    assert [(one.signal, one.decision) for one in folder.attempts(run_dir)] == [("TERM", "stop")]
-    assert "slurm task" not in (tmp_path / "called").read_text()
-    assert "bad" not in capfd.readouterr().out
-
-
-def test_where_ranks_that_were_killed_had_met_is_not_left_in_the_runs_folder(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
-    (run_dir / ".meet-5-0-0-1.json").write_text("of a supervisor that was killed itself")
-    slurm(
-        "srun",
-        f"ls {run_dir}/.meet* >> {tmp_path}/seen; echo {{}} > {run_dir}/.meet-5-1.json; false",
-    )
-    assert attempt(run_dir) == NO_PROGRESS
-    assert list(run_dir.glob(".meet-*")) == []
-    assert (tmp_path / "seen").read_text() == ""
 
 
 def ends_in(slurm, seconds: float) -> datetime:
@@ -206,10 +212,9 @@ def ends_in(slurm, seconds: float) -> datetime:
 
 def test_a_run_whose_steps_are_long_is_told_before_slurms_signal(slurm, measured_run, capfd):
     ends_in(slurm, 74)  # 40 and 5 for a step and a save, and 30 to spare
-    told = f"told() {{ {saves(measured_run, 3)}; exit 0; }}; trap told USR1"
-    slurm("srun", f"{told}; while :; do sleep 0.02; done")
+    slurm("srun", ranks_that_save(measured_run, 3, ":"))
     assert attempt(measured_run) == 0
-    assert [one.signal for one in folder.attempts(measured_run)] == ["USR1"]
+    assert recorded(measured_run) == [("USR1", "again")]
     assert "qurl: time is up: the ranks save and end" in capfd.readouterr().out
 
 
@@ -220,9 +225,9 @@ def test_slurms_signal_is_put_off_where_less_time_is_needed(slurm, measured_run,
     heard = f"before={asked}; kill -USR1 $PPID; until [ {asked} -gt $before ]; do sleep 0.02; done"
     slurm("srun", f"{told}; {heard}; sleep 0.2; {saves(measured_run, 7)}")
     assert attempt(measured_run) == 0
-    assert [one.decision for one in folder.attempts(measured_run)] == ["done"]
-    said = capfd.readouterr().out
-    assert re.search(r"SIGUSR1 \d+ s before the end; 75 are needed, it goes on", said)
+    assert decisions(measured_run) == ["done"]
+    printed = capfd.readouterr().out
+    assert re.search(r"SIGUSR1 \d+ s before the end; 75 are needed, it goes on", printed)
 
 
 def test_engines_that_do_not_leave_in_time_do_not_keep_the_job_from_the_queue(
@@ -230,35 +235,32 @@ def test_engines_that_do_not_leave_in_time_do_not_keep_the_job_from_the_queue(
 ):
     run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=0)
     end = ends_in(slurm, 11)
-    told = f"told() {{ {saves(run_dir, 3)}; exit 0; }}; trap told USR1"
     both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
-    ranks = f"{told}; {both}; kill -USR1 $PPID; while :; do sleep 0.02; done"
+    ranks = ranks_that_save(run_dir, 3, f"{both}; kill -USR1 $PPID")
     engines = "trap '' USR1; exec sleep 60"
     slurm("srun", f'case "$*" in *offer*) {engines};; *) {ranks};; esac')
     assert attempt(run_dir) == 0
-    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+    assert "scontrol requeue 5" in slurm.called
     assert datetime.now() < end
 
 
-def test_a_failed_attempt_is_followed_by_another_in_the_same_job(slurm, tmp_path, capfd):
-    run_dir = submitted(tmp_path / "run")
+# ---- failures
+
+
+def test_a_failed_attempt_is_followed_by_another_in_the_same_job(slurm, run_dir, capfd):
     first, second = saves(run_dir, 3), saves(run_dir, 7)
     slurm("srun", f"if [ -e {run_dir}/checkpoints ]; then {second}; else {first}; exit 137; fi")
     assert attempt(run_dir) == 0
-    records = folder.attempts(run_dir)
-    assert [(a.step_before, a.step_after, a.decision) for a in records] == [
-        (0, 3, "retry"),
-        (3, 7, "done"),
-    ]
-    assert "requeue" not in (tmp_path / "called").read_text()
+    steps = [(record.step_before, record.step_after) for record in folder.attempts(run_dir)]
+    assert steps == [(0, 3), (3, 7)] and decisions(run_dir) == ["retry", "done"]
+    assert not any("requeue" in line for line in slurm.called)
     assert "the training step ended with 137; step 3 is saved; failure 1" in capfd.readouterr().out
 
 
-def test_two_failures_in_a_row_without_a_checkpoint_end_the_job_with_no_progress(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
+def test_two_failures_in_a_row_without_a_checkpoint_end_the_job_with_no_progress(slurm, run_dir):
     slurm("srun", "exit 1")
     assert attempt(run_dir) == NO_PROGRESS
-    assert [one.decision for one in folder.attempts(run_dir)] == ["retry", "stop"]
+    assert decisions(run_dir) == ["retry", "stop"]
 
 
 def test_with_a_node_lost_the_next_attempt_is_in_another_job(slurm, tmp_path, capfd):
@@ -266,9 +268,9 @@ def test_with_a_node_lost_the_next_attempt_is_in_another_job(slurm, tmp_path, ca
     slurm("scontrol", "echo JobId=5 NumNodes=0 EndTime=Unknown PreemptTime=None")
     slurm("srun", f"{saves(run_dir, 3)}; exit 137")
     attempt(run_dir)
-    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+    assert "scontrol requeue 5" in slurm.called
     assert "job 5 has 0 of its 1 nodes left" in capfd.readouterr().out
-    assert len(folder.attempts(run_dir)) == 1
+    assert decisions(run_dir) == ["retry"]
 
 
 def back_in_the_queue(restarts: int) -> str:
@@ -278,108 +280,91 @@ def back_in_the_queue(restarts: int) -> str:
 
 
 def test_a_job_that_slurm_has_put_back_itself_has_failed_and_was_not_cancelled(
-    slurm, tmp_path, monkeypatch, capfd
+    slurm, run_dir, capfd
 ):
-    monkeypatch.setattr("qurl_megatron.cluster.attempt.LINGER_S", 0.0)  # then Slurm kills it
-    run_dir = submitted(tmp_path / "run")
     slurm("scontrol", back_in_the_queue(restarts=1))
-    slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 143")
+    slurm("srun", f"{ENDED_BY_SLURM}; {saves(run_dir, 3)}; exit 143")
     attempt(run_dir)
-    (record,) = folder.attempts(run_dir)
-    assert (record.signal, record.decision, record.step_after) == ("", "retry", 3)
-    called = (tmp_path / "called").read_text()
-    assert "scontrol requeue" not in called and "scancel" not in called
-    said = capfd.readouterr().out
-    assert "Slurm has ended the job, as where a node is lost; step 3 is" in said
+    assert recorded(run_dir) == [("", "retry")]
+    assert not any("requeue" in line or "scancel" in line for line in slurm.called)
+    assert "Slurm has ended the job, as where a node is lost" in capfd.readouterr().out
 
 
 def test_a_job_that_slurm_puts_back_time_and_again_without_a_checkpoint_is_ended(
-    slurm, tmp_path, monkeypatch
+    slurm, run_dir, monkeypatch
 ):
-    monkeypatch.setattr("qurl_megatron.cluster.attempt.LINGER_S", 0.0)
-    run_dir = submitted(tmp_path / "run")
-    slurm("srun", "kill -TERM $PPID; sleep 0.1; exit 143")
-    slurm("scancel", "")
+    slurm("srun", f"{ENDED_BY_SLURM}; exit 143")
     for restarts in (0, 1):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         slurm("scontrol", back_in_the_queue(restarts + 1))
         code = attempt(run_dir)
     assert code == NO_PROGRESS
-    assert [one.decision for one in folder.attempts(run_dir)] == ["retry", "stop"]
-    assert (tmp_path / "called").read_text().splitlines()[-1] == "scancel 5"
+    assert decisions(run_dir) == ["retry", "stop"]
+    assert slurm.called[-1] == "scancel 5"
 
 
-def test_a_chain_goes_on_behind_a_job_that_slurm_has_ended_for_a_lost_node(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run", again="chain")
-    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
-    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
+def test_a_chain_goes_on_behind_a_job_that_slurm_has_ended_for_a_lost_node(slurm, chain):
     slurm("scontrol", "echo JobId=5 JobState=COMPLETING Reason=NodeDown Requeue=0 Restarts=0")
-    slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}; exit 143")
-    attempt(run_dir)
-    assert [one.decision for one in folder.attempts(run_dir)] == ["retry"]
-    assert "scancel" not in (tmp_path / "called").read_text()
+    slurm("srun", f"{ENDED_BY_SLURM}; {saves(chain, 3)}; exit 143")
+    attempt(chain)
+    assert decisions(chain) == ["retry"]
+    assert not any("scancel" in line for line in slurm.called)
 
 
 def test_a_cancelled_job_that_slurm_has_started_anew_before_was_cancelled(
-    slurm, tmp_path, monkeypatch
+    slurm, run_dir, monkeypatch
 ):
-    run_dir = submitted(tmp_path / "run")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     slurm("scontrol", "echo JobId=5 JobState=RUNNING Restarts=1 NumNodes=1")
-    slurm("srun", f"kill -TERM $PPID; sleep 0.1; {saves(run_dir, 3)}")
+    slurm("srun", f"{ENDED_BY_SLURM}; {saves(run_dir, 3)}")
     assert attempt(run_dir) == STOPPED
 
 
-def test_a_preempted_run_goes_on_in_another_job_though_only_its_ranks_were_told(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
+def test_a_preempted_run_goes_on_in_another_job_though_only_its_ranks_were_told(slurm, run_dir):
     slurm("scontrol", "echo JobId=5 NumNodes=1 PreemptTime=2026-11-22T09:34:46")
     slurm("srun", saves(run_dir, 3))
     assert attempt(run_dir) == 0
-    (record,) = folder.attempts(run_dir)
-    assert (record.signal, record.decision) == ("preempted", "again")
-    assert "scontrol requeue 5" in (tmp_path / "called").read_text()
+    assert recorded(run_dir) == [("preempted", "again")]
+    assert "scontrol requeue 5" in slurm.called
 
 
 def test_an_attempt_that_was_lost_with_its_node_counts_once_the_job_is_back(
-    slurm, tmp_path, monkeypatch
+    slurm, run_dir, monkeypatch
 ):
-    run_dir = submitted(tmp_path / "run")
     assert folder.open_attempt(run_dir) == 1
     for file in folder.attempt_folder(run_dir, 1).iterdir():
         os.utime(file, (1e9, 1e9))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     slurm("srun", "exit 1")
     assert attempt(run_dir) == NO_PROGRESS
-    records = folder.attempts(run_dir)
-    assert records[0].ended_at == 1e9  # its last sign: what came then was the queue
-    assert [(one.number, one.decision) for one in records] == [(1, "retry"), (2, "stop")]
+    assert (
+        folder.attempts(run_dir)[0].ended_at == 1e9
+    )  # its last sign: what came then was the queue
+    assert decisions(run_dir) == ["retry", "stop"]
 
 
 def test_a_node_that_takes_a_run_along_twice_ends_it_though_nobody_could_record_it(
-    slurm, tmp_path, monkeypatch
+    slurm, run_dir, monkeypatch
 ):
-    run_dir = submitted(tmp_path / "run")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     lost = folder.Attempt(folder.open_attempt(run_dir), 5, 0, 0, 0, "", 1, "retry")
     folder.close_attempt(run_dir, lost)
     folder.open_attempt(run_dir)
     assert attempt(run_dir) == NO_PROGRESS
-    assert [one.number for one in folder.attempts(run_dir)] == [1, 2]
+    assert decisions(run_dir) == ["retry", "stop"]
 
 
-def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, tmp_path):
-    run_dir = submitted(tmp_path / "run")
+def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, run_dir):
     folder.open_attempt(run_dir)
     slurm("srun", saves(run_dir, 7))
     assert attempt(run_dir) == 0
-    assert [one.number for one in folder.attempts(run_dir)] == [2]
+    assert [record.number for record in folder.attempts(run_dir)] == [2]
 
 
 def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("qurl_megatron.cluster.supervise.WATCH_S", 0.1)
-    monkeypatch.setattr("qurl_megatron.cluster.supervise.POLL_S", 0.05)
-    monkeypatch.setattr("qurl_megatron.cluster.supervise.STACKS_S", 0.2)
-    run_dir = submitted(tmp_path / "run", hung_s=1)
+    monkeypatch.setattr(supervise, "WATCH_S", 0.1)
+    monkeypatch.setattr(supervise, "STACKS_S", 1.0)
+    run_dir = submitted(tmp_path / "run", hung_s=2)
     stack = f"{run_dir}/slurm/attempts/1/stack-0.txt"
     first, second = saves(run_dir, 3), saves(run_dir, 7)
     slurm(
@@ -388,11 +373,89 @@ def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monke
         f"; trap 'echo here > {stack}' USR2; trap 'exit 137' TERM; while :; do sleep 0.02; done",
     )
     assert attempt(run_dir) == 0
-    assert [one.decision for one in folder.attempts(run_dir)] == ["retry", "done"]
-    said = capfd.readouterr().out
-    assert "rank 1 did not answer: it is stopped, or stuck in the kernel" in said
-    assert "rank 0 did not" not in said
-    assert re.search(r"attempt 1: hung: no new step for \d+ s; step 3 is saved", said)
+    assert decisions(run_dir) == ["retry", "done"]
+    printed = capfd.readouterr().out
+    assert re.findall(r"rank (\d) did not answer", printed) == ["1"]
+    assert re.search(r"attempt 1: hung: no new step for \d+ s; step 3 is saved", printed)
+
+
+# ---- bad nodes
+
+
+@pytest.fixture
+def examined(slurm, monkeypatch):
+    """A job on node a1 of which all nodes are bad."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
+    slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
+    slurm("sbatch", "echo it would start")
+    reports = [json.dumps({"node": node, "faults": ["it is ill"]}) for node in ("a1", "t1", "r1")]
+    slurm("srun", "; ".join(f"echo '{report}'" for report in reports))
+    return slurm
+
+
+def test_a_run_that_is_cancelled_while_its_nodes_are_examined_ends_without_starting_ranks(
+    examined, tmp_path, capfd
+):
+    run_dir = submitted(tmp_path / "run", examine_s=180)
+    examined("srun", "kill -TERM $PPID; exec sleep 60")
+    assert attempt(run_dir) == STOPPED
+    assert recorded(run_dir) == [("TERM", "stop")]
+    assert not any("slurm task" in line for line in examined.called)
+    assert "bad" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("again", ["requeue", "chain"])
+def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(
+    again, examined, tmp_path, capfd
+):
+    run_dir = submitted(tmp_path / "run", again=again, examine_s=180)
+    folder.write_jobs(run_dir, [5, 6])
+    examined("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
+    assert attempt(run_dir) == 0
+    job = {"requeue": 5, "chain": 6}[again]
+    assert examined.called[-1] == f"scontrol update JobId={job} ExcNodeList=a1"
+    assert ("scontrol requeue 5" in examined.called) == (again == "requeue")
+    assert not any("slurm task" in line for line in examined.called)
+    assert "node a1 is bad: it is ill" in capfd.readouterr().out
+    (record,) = folder.attempts(run_dir)
+    assert (record.decision, record.code) == ("without", BAD_NODE)
+
+
+def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(examined, tmp_path, capfd):
+    run_dir = submitted(tmp_path / "run", examine_s=180)
+    examined("sbatch", "echo 'Requested node configuration is not available' >&2; exit 1")
+    assert attempt(run_dir) == BAD_NODE
+    printed = capfd.readouterr().out
+    assert "a1 cannot be excluded (sbatch --test-only refused (1): Requested node" in printed
+    assert not any("requeue" in line for line in examined.called)
+
+
+def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
+    examined, tmp_path, monkeypatch, capfd
+):
+    run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=180)
+    assert attempt(run_dir) == BAD_NODE
+    assert not any("requeue" in line or "ExcNodeList" in line for line in examined.called)
+    assert "attempt 1: all 2 nodes are bad, so none is excluded" in capfd.readouterr().out
+    (record,) = folder.attempts(run_dir)
+    assert (record.decision, record.code) == ("stop", BAD_NODE)
+
+
+def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
+    examined, tmp_path, monkeypatch
+):
+    run_dir = of_two_components(tmp_path, monkeypatch, ["r1", "r2"], examine_s=180)
+    bad = {"r2": "its GPU is slow"}
+    monkeypatch.setattr(examination, "judge", lambda reports, gpus: bad)
+    # The engines' step is told to end with the ranks', which may be before it has begun.
+    both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
+    ranks = f"{both}; {saves(run_dir, 7)}"
+    report = 'echo \'{"node": "t1", "faults": []}\''
+    examined("srun", f'case "$*" in *"slurm task"*) {ranks};; *examine*) {report};; esac')
+    assert attempt(run_dir) == 0
+    called = "\n".join(examined.called)
+    assert f"qurl slurm task {run_dir} --engines 1" in called
+    assert "--nodes=1 --ntasks=1 " in called and "--nodelist=r1 qurl slurm offer" in called
 
 
 # ---- the run's folder
@@ -413,11 +476,11 @@ def test_attempts_are_numbered_on(tmp_path):
     assert os.readlink(tmp_path / "slurm/latest") == "attempts/3"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": [1]}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 1}', "\0"])
 def test_a_damaged_record_is_named(text, tmp_path):
     folder.put(tmp_path / "slurm/job.json", text)
     with pytest.raises(ConfigError, match=r"slurm/job.json is damaged .*submit the run again"):
-        folder.submitted(tmp_path)
+        folder.jobs(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
@@ -448,70 +511,5 @@ def test_usr1_stops_a_rank_and_leaves_alone_what_it_has_started():
     child = int(rank.stdout.readline())
     for pid in (child, rank.pid):  # as clusters do that signal all descendants of a task
         os.kill(pid, signal.SIGUSR1)
-    said, _ = rank.communicate(timeout=PATIENCE_S)
-    assert (rank.returncode, said) == (5, "lives\n")
-
-
-@pytest.mark.parametrize("again", ["requeue", "chain"])
-def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(
-    again, slurm, tmp_path, monkeypatch, capfd
-):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
-    run_dir = submitted(tmp_path / "run", again=again, examine_s=1)
-    folder.write_submitted(run_dir, folder.Submitted([5, 6], ""))
-    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
-    slurm("scontrol", '[ "$2" = hostnames ] && echo a1; exit 0')
-    slurm("sbatch", "echo it would start")
-    slurm("srun", "exec sleep 60")
-    assert attempt(run_dir) == 0
-    called = (tmp_path / "called").read_text().splitlines()
-    job = {"requeue": 5, "chain": 6}[again]
-    assert called[-1] == f"scontrol update JobId={job} ExcNodeList=a1"
-    assert ("scontrol requeue 5" in called) == (again == "requeue")
-    assert not any("slurm task" in line for line in called)
-    assert "node a1 is bad: it did not answer within job.examine_s" in capfd.readouterr().out
-    (record,) = folder.attempts(run_dir)
-    assert (record.decision, record.code) == ("without", BAD_NODE)
-
-
-def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(slurm, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1")
-    run_dir = submitted(tmp_path / "run", examine_s=1)
-    slurm("scontrol", '[ "$2" = hostnames ] && echo a1; exit 0')
-    slurm("sbatch", "echo 'Requested node configuration is not available' >&2; exit 1")
-    slurm("srun", "exec sleep 60")
-    assert attempt(run_dir) == BAD_NODE
-    said = capfd.readouterr().out
-    assert "a1 cannot be excluded (sbatch --test-only refused (1): Requested node" in said
-    assert "requeue" not in (tmp_path / "called").read_text()
-
-
-def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
-    slurm, tmp_path, monkeypatch, capfd
-):
-    run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=1)
-    slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
-    slurm("sbatch", "echo it would start")
-    slurm("srun", "exec sleep 60")
-    assert attempt(run_dir) == BAD_NODE
-    called = (tmp_path / "called").read_text()
-    assert "requeue" not in called and "ExcNodeList" not in called
-    assert "attempt 1: all 2 nodes are bad, so none is excluded" in capfd.readouterr().out
-    (record,) = folder.attempts(run_dir)
-    assert (record.decision, record.code) == ("stop", BAD_NODE)
-
-
-def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
-    slurm, tmp_path, monkeypatch
-):
-    run_dir = of_two_components(tmp_path, monkeypatch, ["r1", "r2"], examine_s=1)
-    bad = {"r2": "its GPU is slow"}
-    monkeypatch.setattr(examination, "judge", lambda reports, wanted: bad)
-    slurm("scontrol", '[ "$2" = hostnames ] && echo "$3" | tr , "\\n"; exit 0')
-    # The engines' step is told to end with the ranks', which may be before it has begun.
-    both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
-    slurm("srun", f'case "$*" in *task*) {both};; esac; {saves(run_dir, 7)}')
-    assert attempt(run_dir) == 0
-    called = (tmp_path / "called").read_text()
-    assert f"qurl slurm task {run_dir} --engines 1" in called
-    assert "--nodes=1 --ntasks=1 " in called and "--nodelist=r1 qurl slurm offer" in called
+    printed, _ = rank.communicate(timeout=PATIENCE_S)
+    assert (rank.returncode, printed) == (5, "lives\n")

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.cluster.cluster import JobConfig, load_cluster
-from qurl_megatron.cluster.ready import FOLDER
 from qurl_megatron.config import to_toml
 from qurl_megatron.kit.errors import ConfigError
+from tests.support.slurm_scripts import FOLDER
 
 
 def written(path: Path, text: str) -> Path:

@@ -1,26 +1,21 @@
 """Slurm's programs are small scripts here, which say what the real ones do."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from qurl_megatron.cluster import commands
 from qurl_megatron.kit.errors import ConfigError
+from tests.programs import Programs
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``program(name, says)`` puts a shell script in front of PATH."""
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+def program(tmp_path, monkeypatch) -> Programs:
+    return Programs(tmp_path, monkeypatch)
 
-    def make(name: str, body: str) -> None:
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
 
-    return make
+def queue(program: Programs, *jobs: dict) -> None:
+    program("squeue", f"echo '{json.dumps({'jobs': jobs})}'")
 
 
 def test_without_slurm_it_is_said_that_sbatch_was_not_found(tmp_path, monkeypatch):
@@ -67,35 +62,30 @@ def test_variables_of_the_shell_do_not_overrule_the_script(program, monkeypatch)
 
 
 @pytest.mark.parametrize("state", ["RUNNING", ["RUNNING"]], ids=["a word", "a list"])
-def test_the_queue_of_old_and_new_slurms(state, program, tmp_path):
-    jobs = [
+def test_the_queue_of_old_and_new_slurms(state, program):
+    queue(
+        program,
         {"job_id": 5, "job_state": state, "nodes": "n[1-2]", "state_reason": "None"},
         {"job_id": 6, "job_state": "COMPLETED"},
         {"job_id": 7, "job_state": "PENDING"},
-    ]
-    (tmp_path / "queue.json").write_text(json.dumps({"jobs": jobs}))
-    program("squeue", f"cat {tmp_path}/queue.json")
-    found = commands.queued([5, 6, 8])
-    assert found == {5: commands.Queued(5, "RUNNING", "", "n[1-2]")}
+    )
+    assert commands.queued([5, 6, 8]) == {5: commands.Queued(5, "RUNNING", "", "n[1-2]")}
 
 
 @pytest.mark.parametrize("number", [int, lambda n: {"set": True, "number": n}], ids=["22", "23"])
-def test_the_components_of_a_heterogeneous_job_are_one_job_on_all_of_their_nodes(
-    number, program, tmp_path
-):
-    jobs = [
+def test_the_components_of_a_heterogeneous_job_are_one_job_on_all_of_their_nodes(number, program):
+    queue(
+        program,
         {"job_id": 6, "job_state": "RUNNING", "nodes": "b[1-2]", "het_job_id": number(5)},
         {"job_id": 5, "job_state": "RUNNING", "nodes": "a1", "het_job_id": number(5)},
         {"job_id": 7, "job_state": "RUNNING", "nodes": "c1", "het_job_id": number(0)},
-    ]
-    (tmp_path / "queue.json").write_text(json.dumps({"jobs": jobs}))
-    program("squeue", f"cat {tmp_path}/queue.json")
-    found = commands.queued([5, 7])
-    assert {job: one.nodes for job, one in found.items()} == {5: "a1,b[1-2]", 7: "c1"}
+    )
+    queued = commands.queued([5, 7])
+    assert {job: entry.nodes for job, entry in queued.items()} == {5: "a1,b[1-2]", 7: "c1"}
 
 
 @pytest.mark.parametrize(
-    ("told", "seconds"),
+    ("time", "seconds"),
     [
         (90, 90.0),
         ({"set": True, "number": 90}, 90.0),
@@ -103,12 +93,10 @@ def test_the_components_of_a_heterogeneous_job_are_one_job_on_all_of_their_nodes
         (None, 0),
     ],
 )
-def test_times_of_the_queue_of_old_and_new_slurms(told, seconds, program, tmp_path):
-    job = {"job_id": 5, "job_state": "RUNNING", "start_time": told, "end_time": told}
-    (tmp_path / "queue.json").write_text(json.dumps({"jobs": [job]}))
-    program("squeue", f"cat {tmp_path}/queue.json")
-    found = commands.queued([5])[5]
-    assert (found.starts, found.ends) == (seconds, seconds)
+def test_times_of_the_queue_of_old_and_new_slurms(time, seconds, program):
+    queue(program, {"job_id": 5, "job_state": "RUNNING", "start_time": time, "end_time": time})
+    entry = commands.queued([5])[5]
+    assert (entry.starts, entry.ends) == (seconds, seconds)
 
 
 @pytest.mark.parametrize("said", ["", "[]", '{"jobs": [{}]}', "squeue: unrecognized option"])
@@ -127,12 +115,6 @@ def test_no_jobs_are_not_asked_for(monkeypatch):
 def test_facts_of_a_job(program):
     program("scontrol", "echo 'JobId=12 Requeue=1 TimeLimit=00:20:00 Comment=(null)'")
     assert commands.job_facts(12)["TimeLimit"] == "00:20:00"
-
-
-def test_the_facts_of_the_site_are_a_line_each(program):
-    said = "Configuration data as of 2026-11-22T06:57:45\nSlurmdTimeout           = 300 sec\n\nUp"
-    program("scontrol", f'[ "$*" = "show config" ] && printf "{said}"')
-    assert commands.site_facts()["SlurmdTimeout"] == "300 sec"
 
 
 def test_the_facts_of_a_partition_are_those_of_the_default_one_where_none_is_named(program):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.cluster.folder import Attempt, close_attempt, open_attempt
-from qurl_megatron.cluster.ready import ROOT
+from tests.support.slurm_scripts import ROOT
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 SIZES = {
@@ -60,14 +60,8 @@ def here(tmp_path_factory) -> Path:
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
         (folder / "bin" / name).chmod(0o755)
     (folder / "cluster.toml").write_text(f'[site]\nshared = ["{folder}"]\n')
-    words = (
-        QUICK,
-        f"model.path={described(folder, 'qwen2')}",
-        "train.run_dir=run",
-        "--cluster",
-        "cluster.toml",
-    )
-    assert called(folder, "slurm", "submit", *words) == "0"
+    words = [QUICK, f"model.path={described(folder, 'qwen2')}", "train.run_dir=run"]
+    assert called(folder, "slurm", "submit", *words, "--cluster", "cluster.toml") == "0"
     run = folder / "run"
     number = open_attempt(run, gpus=2, step=0)
     (run / f"slurm/attempts/{number}/train-0.log").write_text(
@@ -102,10 +96,3 @@ def test_submit_knows_the_memory_of_a_critic_and_what_no_engine_serves_without_t
     words = (QUICK, f"model.path={model}", f"train.run_dir={family}", "algo.advantage=gae")
     asked = (*words, "--cluster", "cluster.toml", "--dry-run")
     assert called(here, "slurm", "submit", *asked) == code
-
-
-def test_the_planner_imports_neither_torch_nor_megatron():
-    looks = "import sys, qurl_megatron.plan.command"
-    heavy = "sorted({'torch', 'megatron'} & set(sys.modules))"
-    command = [sys.executable, "-c", f"{looks}; print({heavy})"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"

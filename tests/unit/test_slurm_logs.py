@@ -1,4 +1,4 @@
-"""The first cause of an attempt's end, from what ranks, engines and srun have left."""
+"""The first cause of an attempt's end, from the traces of ranks, engines and srun."""
 
 import json
 import os
@@ -10,9 +10,8 @@ from hypothesis import given
 
 from qurl_megatron.cli import main
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.cause import KINDS, Evidence, Log, exit_codes, first_cause, kind_of
+from qurl_megatron.cluster.cause import KINDS, Evidence, Log, first_cause, kind_of, tracebacks
 from qurl_megatron.cluster.logs import section
-from qurl_megatron.cluster.tracebacks import tracebacks
 from qurl_megatron.observe.failures import Failure, read_failures
 from tests.fuzz import damaged, damaged_bytes, examples
 
@@ -31,120 +30,9 @@ KILLED = (
     "srun: error: roll1: task 2: Killed",
     "srun: Force Terminated StepId=2.0",
 )
-OUT_OF_MEMORY = """[2026-11-22 09:30:01 TP0] Scheduler failed: Traceback (most recent call last):
-  File "scheduler.py", line 10, in run
-    forward()
-torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
-
-[2026-11-22 09:30:02] Received sigquit from a child process.
-"""
-
-
-def failed(rank: int, kind: str, text: str, time: float = 100.0, **where) -> Failure:
-    where = {"node": f"train{rank}", "phase": "train", "step": 7, "version": 6, **where}
-    return Failure(time=time, rank=rank, kind=kind, text=text, traceback=f"... {text}", **where)
-
-
-def engine(text: str, time: float = 90.0, who: str = "engine-0 on roll1") -> Log:
-    return Log(who, text, time, Path("engine-0.log"), engine=True)
-
-
-def test_a_reason_of_its_own_comes_before_collectives_that_failed_earlier():
-    cause = first_cause(
-        Evidence(
-            [
-                failed(0, "RuntimeError", GLOO, 99.9),
-                failed(2, "DistBackendError", NCCL, 99.8),
-                failed(3, "OutOfMemoryError", "CUDA out of memory.", 100.0),
-            ]
-        )
-    )
-    assert (cause.first.who, cause.first.node) == ("rank 3", "train3")
-    assert cause.first.kind.name == "GPU memory is used up"
-    assert [one.who for one in cause.followed] == ["rank 2", "rank 0"]
-
-
-def test_the_earliest_of_several_reasons_is_the_cause():
-    failures = [failed(0, "ValueError", "b", 5.0), failed(1, "ValueError", "a", 4.0)]
-    assert first_cause(Evidence(failures)).first.who == "rank 1"
-
-
-def test_a_rank_that_was_killed_comes_before_those_that_lost_it():
-    cause = first_cause(Evidence([failed(0, "RuntimeError", GLOO)], (), KILLED))
-    assert (cause.first.who, cause.first.node, cause.first.code) == ("rank 1", "roll1", 137)
-    assert cause.first.said == "killed by SIGKILL"
-    assert [(one.who, one.code) for one in cause.followed] == [("rank 0", 1)]
-
-
-def test_memory_that_ran_out_is_the_cause_of_a_kill_whoever_had_the_line_in_its_log():
-    line = "slurmstepd-roll1: error: Detected 1 oom_kill event in StepId=2.0. Some of the step"
-    log = Log("rank 0", f"step 1/7\n{line}\n", 101.0, Path())
-    cause = first_cause(Evidence([failed(0, "RuntimeError", GLOO)], [log], KILLED))
-    assert cause.first.kind.name == "memory of the node is used up"
-    assert (cause.first.who, cause.first.node) == ("a task", "roll1")
-    assert [one.who for one in cause.followed] == ["rank 1", "rank 0"]
-
-
-def test_a_task_of_the_rollout_nodes_that_was_killed_is_not_called_a_rank():
-    lines = (
-        "engines: srun: error: roll1: task 1: Killed",
-        "srun: error: train1: task 1: Exited with exit code 1",
-    )
-    cause = first_cause(Evidence([failed(1, "EngineError", "no engine is left")], (), lines))
-    assert (cause.first.who, cause.first.node, cause.first.code) == ("rollout node 1", "roll1", 137)
-    assert cause.first.kind.name == "it was killed"
-    assert [one.kind.name for one in cause.followed] == ["no engine is left"]
-    assert exit_codes(lines) == {"1": 1}
-
-
-def test_of_a_heterogeneous_job_the_node_that_was_lost_is_named_not_the_one_that_tells():
-    lines = (
-        "engines: srun: error: Node failure on train1",
-        "slurmstepd-roll1: error: *** JOB 3 ON roll1 CANCELLED AT 2026 DUE TO NODE FAILURE ***",
-        "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
-        "srun: error: roll1: task 0: Terminated",
-    )
-    cause = first_cause(Evidence(srun=lines))
-    assert (cause.first.who, cause.first.kind.name) == ("node train1", "the node is lost")
-
-
-@pytest.mark.parametrize(
-    ("line", "who"),
-    [
-        ("srun: error: Node failure on roll2", "node roll2"),
-        ("srun: error: roll2: task 1: Killed", "rank 1"),
-    ],
-)
-def test_a_rollout_node_that_was_lost_before_is_not_what_ended_a_run_that_went_on(line, who):
-    before = "engines: srun: error: Node failure on train2"
-    cause = first_cause(Evidence(srun=(before, line)))
-    assert cause.first.who == who
-    assert [one.who for one in cause.followed] == ["node train2"]
-
-
-def test_a_rank_that_was_killed_is_the_cause_though_a_rollout_task_was_too():
-    lines = ("engines: srun: error: roll1: task 0: Killed", KILLED[1])
-    assert first_cause(Evidence(srun=lines)).first.who == "rank 1"
-
-
-def test_engines_that_srun_has_ended_hide_no_rank_that_was_killed_later():
-    ended = "engines: srun: launch/slurm: _step_signal: Terminating StepId=2.1"
-    assert first_cause(Evidence(srun=(ended, KILLED[1]))).first.who == "rank 1"
-
-
-@pytest.mark.parametrize("who", ["engines: ", "examine: "])
-def test_a_step_beside_the_ranks_that_was_aborted_hides_no_rank_that_was_killed_later(who):
-    aborted = f"{who}srun: Job step aborted: Waiting up to 7 seconds for job step to finish."
-    assert first_cause(Evidence(srun=(aborted, KILLED[1]))).first.who == "rank 1"
-
-
-def test_ranks_that_srun_itself_has_killed_are_no_cause():
-    lines = ("srun: launch/slurm: _step_signal: Terminating StepId=2.0", KILLED[1])
-    assert first_cause(Evidence(srun=lines)) is None
-
-
+RANK_KILLED = KILLED[1]
 HUNG = (
-    "qurl: attempt 1, job 2, from step 0; the ranks write run/slurm/attempts/1/train-RANK.log",
+    KILLED[0],
     "qurl: no new step for 46 s, where 45 are allowed (job.hung_s)",
     "qurl: the stacks of the ranks are in run/slurm/attempts/1/stack-RANK.txt",
     "qurl: rank 1 did not answer: it is stopped, or stuck in the kernel",
@@ -154,115 +42,209 @@ HUNG = (
     "srun: launch/slurm: _step_signal: Terminating StepId=2.0",
     "srun: error: roll1: task 0: Killed",
 )
+OUT_OF_MEMORY = """[2026-11-22 09:30:01 TP0] Scheduler failed: Traceback (most recent call last):
+  File "scheduler.py", line 10, in run
+    forward()
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
+
+[2026-11-22 09:30:02] Received sigquit from a child process.
+"""
+OOM_KILL = "slurmstepd-roll1: error: Detected 1 oom_kill event in StepId=2.0. Some of the step"
+DISK = "qurl: attempt.json cannot be written (No space left on device): 0.0 MB are free"
 
 
-def test_ranks_that_the_supervisor_ended_for_a_hang_were_not_killed_by_somebody():
-    cause = first_cause(Evidence(srun=HUNG))
-    assert (cause.first.kind.name, cause.first.who) == ("the run hung", "rank 1")
-    assert cause.first.said == "no new step for 46 s, where 45 are allowed (job.hung_s)"
-    assert cause.followed == []
+def failed(rank: int, kind: str, text: str, time: float = 100.0, **where) -> Failure:
+    where = {"node": f"train{rank}", "phase": "train", "step": 7, "version": 6, **where}
+    return Failure(time=time, rank=rank, kind=kind, text=text, traceback=f"... {text}", **where)
 
 
-def test_where_all_ranks_wrote_their_stacks_a_hang_is_nobodys():
-    lines = [line for line in HUNG if "did not answer" not in line]
-    assert first_cause(Evidence(srun=lines)).first.who == "the supervisor"
+def engine(text: str, time: float = 90.0) -> Log:
+    return Log("engine-0 on roll1", text, time, Path("engine-0.log"), engine=True)
 
 
-def test_a_killed_rank_is_no_cause_where_another_says_why():
-    failures = [failed(0, "ValueError", "the reason")]
-    assert first_cause(Evidence(failures, (), KILLED)).first.said == "ValueError: the reason"
+def rank_log(number: int, text: str) -> Log:
+    return Log(f"rank {number}", text, 101.0, Path())
 
 
-def test_what_ended_the_last_engine_is_the_cause_of_a_run_without_engines():
-    lost = failed(0, "EngineError", "no engine is left", phase="rollout")
-    cause = first_cause(Evidence([lost], [engine(OUT_OF_MEMORY)]))
-    assert cause.first.who == "engine-0 on roll1"
-    assert cause.first.kind.name == "GPU memory is used up"
-    assert [one.kind.name for one in cause.followed] == ["no engine is left"]
+LOST_PEER = failed(0, "RuntimeError", GLOO)
+NO_ENGINE = failed(0, "EngineError", "no engine is left", phase="rollout")
+MEMORY, KILL = "memory of the node is used up", "it was killed"
 
 
-def test_an_engine_that_died_and_was_replaced_is_not_the_cause_of_a_ranks_own_failure():
-    cause = first_cause(Evidence([failed(0, "KeyError", "'x'")], [engine(OUT_OF_MEMORY)]))
-    assert (cause.first.who, cause.first.kind.name) == ("rank 0", "a fault of the program")
+def srun(*lines: str) -> Evidence:
+    return Evidence(srun=lines)
 
 
-def test_only_collectives_failed_so_the_nodes_are_suspected():
-    cause = first_cause(Evidence([failed(1, "RuntimeError", GLOO, 2.0), failed(0, "E", NCCL, 1.0)]))
-    assert (cause.first.who, cause.first.kind.name) == ("rank 0", "another rank is gone")
-
-
-def test_a_rank_that_could_keep_nothing_is_read_from_its_log():
-    log = Log(
-        "rank 2", "Traceback (most recent call last):\n  File x\nImportError: no x\n", 5.0, Path()
-    )
-    cause = first_cause(
-        Evidence(logs=[log], srun=["srun: error: t1: tasks 0,2-3: Exited with exit code 1"])
-    )
-    assert (cause.first.who, cause.first.said, cause.first.code) == (
-        "rank 2",
-        "ImportError: no x",
-        1,
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "who", "kind"),
-    [
-        ("srun: error: t1: task 3: Out Of Memory", "rank 3", "memory of the node is used up"),
-        (
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.",
-            "srun",
-            "memory of the node is used up",
-        ),
-        ("srun: error: t1: task 0: Segmentation fault (core dumped)", "rank 0", "it crashed"),
-        ("srun: error: Node failure on train2", "node train2", "the node is lost"),
-        (
-            "slurmstepd: error: *** STEP 5.0 ON t1 CANCELLED AT 2026-11-22 DUE TO TIME LIMIT ***",
-            "srun",
-            "Slurm ended the job",
-        ),
-    ],
+COLLECTIVES = [
+    failed(0, "RuntimeError", GLOO, 99.9),
+    failed(2, "DistBackendError", NCCL, 99.8),
+    failed(3, "OutOfMemoryError", "CUDA out of memory.", 100.0),
+]
+HETJOB = (
+    "engines: srun: error: Node failure on train1",
+    "slurmstepd-roll1: error: *** JOB 3 ON roll1 CANCELLED AT 2026 DUE TO NODE FAILURE ***",
+    "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
+    "srun: error: roll1: task 0: Terminated",
 )
-def test_what_only_srun_says_is_understood(line, who, kind):
-    cause = first_cause(Evidence(srun=[line]))
-    assert (cause.first.who, cause.first.kind.name) == (who, kind)
-
-
-def test_a_job_that_goes_back_to_the_queue_has_not_failed():
-    line = "slurmstepd-roll1: error: *** JOB 4 ON roll1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***"
-    assert first_cause(Evidence(srun=[line])) is None
-
-
-def test_a_step_that_slurm_cancels_because_a_rank_failed_is_no_cause():
-    log = Log(
+ALL_ANSWERED = [line for line in HUNG if "did not answer" not in line]
+ENGINE_TASK = "engines: srun: error: roll1: task 0: Killed"
+ENGINES_ENDED = "engines: srun: _step_signal: Terminating StepId=2.1"
+EXAMINED = "examine: srun: Job step aborted: Waiting up to 7 seconds"
+FAULT, NODE_LOST = "a fault of the program", "the node is lost"
+TWO = [failed(0, "ValueError", "b", 5.0), failed(1, "ValueError", "a", 4.0)]
+UNKEPT = rank_log(2, "Traceback (most recent call last):\n  x\nImportError: y")
+CASES = {
+    "a reason of its own before collectives that failed earlier": (
+        Evidence(COLLECTIVES),
+        "rank 3",
+        "GPU memory is used up",
+        ["rank 2", "rank 0"],
+    ),
+    "the earliest of several reasons": (Evidence(TWO), "rank 1", FAULT, ["rank 0"]),
+    "a killed rank before those that lost it, and none that srun killed": (
+        Evidence([LOST_PEER], (), KILLED),
+        "rank 1",
+        KILL,
+        ["rank 0"],
+    ),
+    "memory before the kill, in whichever log": (
+        Evidence([LOST_PEER], [rank_log(0, f"step 1/7\n{OOM_KILL}\n")], KILLED),
+        "a task",
+        MEMORY,
+        ["rank 1", "rank 0"],
+    ),
+    "a reason before a killed rank": (
+        Evidence([failed(0, "ValueError", "x")], (), KILLED),
         "rank 0",
-        "slurmstepd-roll1: error: *** STEP 4.0 ON roll1 CANCELLED AT 2026 ***\n",
-        1.0,
-        Path(),
-    )
-    assert first_cause(Evidence(logs=[log])) is None
+        FAULT,
+        ["rank 1"],
+    ),
+    "a task of the rollout nodes before ranks without engines": (
+        Evidence([NO_ENGINE], (), [ENGINE_TASK]),
+        "rollout node 0",
+        KILL,
+        ["rank 0"],
+    ),
+    "a killed rank before a killed rollout task": (
+        srun(ENGINE_TASK, RANK_KILLED),
+        "rank 1",
+        KILL,
+        ["rollout node 0"],
+    ),
+    "of a heterogeneous job the node that was lost, not the one that tells": (
+        srun(*HETJOB),
+        "node train1",
+        NODE_LOST,
+        ["srun"],
+    ),
+    "a rollout node that was lost before did not end the run": (
+        srun(HETJOB[0], "srun: error: roll2: task 1: Killed"),
+        "rank 1",
+        KILL,
+        ["node train1"],
+    ),
+    "engines that srun has ended hide no rank": (
+        srun(ENGINES_ENDED, RANK_KILLED),
+        "rank 1",
+        KILL,
+        [],
+    ),
+    "an examination that was aborted hides no rank": (
+        srun(EXAMINED, RANK_KILLED),
+        "rank 1",
+        KILL,
+        [],
+    ),
+    "hung, and nobody killed it": (srun(*HUNG), "rank 1", "the run hung", []),
+    "hung, all answered": (srun(*ALL_ANSWERED), "the supervisor", "the run hung", []),
+    "the end of the last engine": (
+        Evidence([NO_ENGINE], [engine(OUT_OF_MEMORY)]),
+        "engine-0 on roll1",
+        "GPU memory is used up",
+        ["rank 0"],
+    ),
+    "an engine that was replaced is not the cause": (
+        Evidence([failed(0, "KeyError", "'x'")], [engine(OUT_OF_MEMORY)]),
+        "rank 0",
+        FAULT,
+        ["engine-0 on roll1"],
+    ),
+    "collectives alone": (
+        Evidence(COLLECTIVES[:2]),
+        "rank 2",
+        "another rank is gone",
+        ["rank 0"],
+    ),
+    "a rank that could keep nothing is read from its log": (
+        Evidence(logs=[UNKEPT]),
+        "rank 2",
+        "the environment lacks something",
+        [],
+    ),
+    "out of memory by srun": (
+        srun("srun: error: t1: task 3: Out Of Memory"),
+        "rank 3",
+        MEMORY,
+        [],
+    ),
+    "oom_kill by srun": (srun(OOM_KILL), "srun", MEMORY, []),
+    "a crash": (
+        srun("srun: error: t1: tasks 0,2-3: Segmentation fault (core dumped)"),
+        "rank 0",
+        "it crashed",
+        ["rank 2", "rank 3"],
+    ),
+    "the time limit": (
+        srun("slurmstepd: error: *** STEP 5.0 CANCELLED DUE TO TIME LIMIT ***"),
+        "srun",
+        "Slurm ended the job",
+        [],
+    ),
+    "a disk so full that ranks could keep nothing": (
+        srun("srun: error: r1: task 1: Exited with exit code 120", DISK),
+        "the supervisor",
+        "the disk is full",
+        [],
+    ),
+    "a rank without a word": (
+        srun("srun: error: t1: task 2: Exited with exit code 7"),
+        "rank 2",
+        FAULT,
+        [],
+    ),
+}
 
 
-def test_a_disk_so_full_that_ranks_could_keep_nothing_is_told_by_the_supervisor():
-    line = "qurl: attempt.json cannot be written (No space left on device): 0.0 MB are free"
-    ended = "srun: error: roll1: task 1: Exited with exit code 120"
-    cause = first_cause(Evidence(srun=[ended, line]))
-    assert (cause.first.who, cause.first.kind.name) == ("the supervisor", "the disk is full")
+@pytest.mark.parametrize(("evidence", "source", "kind", "followed"), CASES.values(), ids=CASES)
+def test_the_first_cause_is_told_from_what_followed(evidence, source, kind, followed):
+    cause = first_cause(evidence)
+    assert (cause.first.source, cause.first.kind.name) == (source, kind)
+    assert [event.source for event in cause.followed] == followed
 
 
-def test_a_rank_that_ended_without_a_word_is_named_with_its_exit_code():
-    cause = first_cause(Evidence(srun=["srun: error: t1: task 2: Exited with exit code 7"]))
-    assert (cause.first.who, cause.first.code) == ("rank 2", 7)
-    assert cause.first.said == "exited with exit code 7 and left no word"
+def test_the_node_is_that_of_the_rank_or_of_the_line():
+    assert first_cause(Evidence(COLLECTIVES)).first.node == "train3"
+    assert first_cause(srun(RANK_KILLED)).first.node == "roll1"
+    assert first_cause(Evidence(logs=[rank_log(0, OOM_KILL)])).first.node == "roll1"
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    "evidence",
     [
-        (
-            "ConfigError: run cannot be written (No space left on device): 1.0 MB are needed",
-            "the disk is full",
-        ),
+        srun(KILLED[2], RANK_KILLED),
+        srun("slurmstepd-r1: error: *** JOB 4 ON r1 CANCELLED DUE TO JOB REQUEUE"),
+        Evidence(logs=[rank_log(0, "slurmstepd-r1: error: *** STEP 4.0 ON r1 CANCELLED AT 2")]),
+    ],
+    ids=["ranks that srun has killed", "a requeue", "a step that is cancelled for a failed rank"],
+)
+def test_what_only_follows_is_no_cause(evidence):
+    assert first_cause(evidence) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("ConfigError: run cannot be written (No space left on device): 1 MB", "the disk is full"),
         ("ConfigError: NCCL_IB_HCA is not set", "a mistake in the input"),
         ("Collapse: step 2 broke the policy", "numbers, or the guard, halted the run"),
         ("DistBackendError: NCCL error ... Cuda failure 'out of memory'", "GPU memory is used up"),
@@ -272,56 +254,41 @@ def test_a_rank_that_ended_without_a_word_is_named_with_its_exit_code():
         ("AssertionError: ", "a fault of the program"),
     ],
 )
-def test_each_kind_of_failure_has_its_own_advice(said, kind):
-    assert kind_of(said).name == kind
-    assert len({one.advice for one in KINDS}) == len(KINDS)
-
-
-def test_tasks_are_counted_one_by_one():
-    lines = [
-        "srun: error: t1: tasks 0-1,4: Exited with exit code 3",
-        "srun: error: t2: task 5: Killed",
-    ]
-    assert exit_codes(lines) == {"0": 3, "1": 3, "4": 3, "5": 137}
+def test_each_kind_of_failure_has_its_own_advice(message, kind):
+    assert kind_of(message).name == kind
+    assert len({kind.advice for kind in KINDS}) == len(KINDS)
 
 
 # ---- tracebacks
 
 
-def test_a_traceback_of_sglang_is_found_behind_its_time():
-    (found,) = tracebacks("x\n" + OUT_OF_MEMORY)
-    assert found.said.startswith("torch.OutOfMemoryError: CUDA out of memory.")
-    assert found.text.endswith("2.00 GiB")
-    assert found.time is not None
-
-
-def test_chained_exceptions_are_one_traceback_and_the_last_is_what_was_raised():
-    log = (
-        "Traceback (most recent call last):\n  File a\nOSError: first\n\n"
-        "The above exception was the direct cause of the following exception:\n\n"
-        "Traceback (most recent call last):\n  File b\nRuntimeError: second\nafter\n"
-    )
-    (found,) = tracebacks(log)
-    assert found.said == "RuntimeError: second"
-    assert found.text.startswith("Traceback") and "OSError: first" in found.text
-    assert not found.text.endswith("after")
+@pytest.mark.parametrize(
+    ("log", "message", "end"),
+    [
+        pytest.param(
+            "x\n" + OUT_OF_MEMORY,
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+            "2.00 GiB",
+            id="SGLang's",
+        ),
+        pytest.param(f"{'Traceback (most recent call last)'}:\n", "cut off", "):", id="cut off"),
+        pytest.param(
+            "terminate called after throwing an instance of 'c10::Error'\n  what():  misaligned\n",
+            "terminate called after throwing an instance of 'c10::Error' what():  misaligned",
+            "misaligned",
+            id="native code",
+        ),
+    ],
+)
+def test_a_traceback_is_found_in_a_log(log, message, end):
+    (logged,) = tracebacks(log)
+    assert logged.message == message and logged.text.endswith(end)
+    assert (logged.time is not None) == ("2026" in log)
 
 
 @pytest.mark.parametrize("name", ["KeyboardInterrupt", "asyncio.exceptions.CancelledError: x"])
 def test_processes_that_were_asked_to_leave_did_not_fail(name):
     assert tracebacks(f"Traceback (most recent call last):\n  File a\n{name}\n") == []
-
-
-@pytest.mark.parametrize("end", ["", "  File a", "\n\n"])
-def test_a_traceback_that_is_cut_off_is_one_all_the_same(end):
-    (found,) = tracebacks(f"Traceback (most recent call last):\n{end}")
-    assert found.said == "cut off"
-
-
-def test_the_last_words_of_native_code_are_found():
-    log = "terminate called after throwing an instance of 'c10::Error'\n  what():  misaligned\n"
-    (found,) = tracebacks(log)
-    assert "c10::Error" in found.said and "misaligned" in found.said
 
 
 # ---- the command
@@ -341,65 +308,63 @@ def attempted(run_dir: Path, srun: tuple[str, ...] = KILLED, **ended) -> Path:
     return where
 
 
+def logs_of(run_dir: Path, capsys, *options: str) -> str:
+    assert main(["slurm", "logs", str(run_dir), *options]) == 0
+    return capsys.readouterr().out
+
+
 def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, capsys):
     outcome = "qurl: attempt 1: the training step ended with 137"
     where = attempted(tmp_path, (*KILLED, outcome), code=137, decision="stop")
     (where / "stack-0.txt").write_text("")  # made in advance, for a rank that is asked
     (where / "stack-1.txt").write_text("Thread 0x00007f (most recent call first):\n")
-    (where / "failure-0.json").write_text(json.dumps(asdict(failed(0, "RuntimeError", GLOO))))
-    assert main(["slurm", "logs", str(tmp_path)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("attempt 1, job 2: ended with 137 (stop); steps 0 to 4 are saved")
-    assert said[1] == "The supervisor says: the training step ended with 137"
-    assert said[3] == (
-        "First cause: it was killed: rank 1 on roll1, while rank 0 was in train of step 7, "
-        "exit code 137"
+    (where / "failure-0.json").write_text(json.dumps(asdict(LOST_PEER)))
+    lines = logs_of(tmp_path, capsys).splitlines()
+    assert lines[0].endswith("attempt 1, job 2: ended with 137 (stop); steps 0 to 4 are saved")
+    assert lines[1] == "The supervisor says: the training step ended with 137"
+    assert lines[3] == (
+        "First cause: it was killed: rank 1 on roll1, while rank 0 was in train of step 7"
     )
-    assert said[4] == "  killed by SIGKILL"
-    assert said[5].startswith("What to do: somebody, or Linux where memory ran out")
-    assert "1 followed from it, or came later" in said
-    assert any(line.endswith("train-0.log  rank 0") for line in said)
-    assert any(line.endswith("stack-1.txt  what a rank was doing") for line in said)
-    assert not any("stack-0.txt" in line for line in said)
+    assert lines[4] == "  killed by SIGKILL"
+    assert lines[5].startswith("What to do: somebody, or Linux where memory ran out")
+    assert "1 followed from it, or came later" in lines
+    assert any(line.endswith("train-0.log  rank 0") for line in lines)
+    assert [line for line in lines if "stack-" in line] == [
+        f"  {where}/stack-1.txt  what a rank was doing"
+    ]
 
 
-@pytest.mark.parametrize(("decision", "follows"), [("retry", True), ("stop", False)])
-def test_who_need_not_submit_again_is_not_told_to(decision, follows, tmp_path, capsys):
+@pytest.mark.parametrize(("decision", "goes_on"), [("retry", True), ("stop", False)])
+def test_who_need_not_submit_again_is_not_told_to(decision, goes_on, tmp_path, capsys):
     attempted(tmp_path, code=137, decision=decision)
-    assert main(["slurm", "logs", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert ("on the node says so; the run goes on by itself" in said) == follows
-    assert ("submit again" in said) != follows
+    text = logs_of(tmp_path, capsys)
+    assert ("the run goes on by itself" in text) == goes_on
+    assert ("`qurl slurm submit`, as before, goes on" in text) != goes_on
 
 
 def test_what_failed_when_slurm_took_the_nodes_back_is_not_called_the_cause(tmp_path, capsys):
     where = attempted(tmp_path, KILLED[:1], code=1, decision="again", signal="preempted")
-    lost = failed(1, "EngineError", "no engine came back", phase="publish")
-    (where / "failure-1.json").write_text(json.dumps(asdict(lost)))
-    assert main(["slurm", "logs", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "First cause" not in said
-    assert "Failed while it ended: no engine is left: rank 1 on train1" in said
+    (where / "failure-0.json").write_text(json.dumps(asdict(NO_ENGINE)))
+    text = logs_of(tmp_path, capsys)
+    assert "First cause" not in text
+    assert "Failed while it ended: no engine is left: rank 0 on train0" in text
 
 
 def test_what_a_log_holds_does_not_steer_the_operators_terminal(tmp_path, capsys):
     where = attempted(tmp_path, KILLED[:1], code=1, decision="stop")
     broken = failed(0, "ValueError", "odd \x1b[2J\x1b]0;title\x07")
     (where / "failure-0.json").write_text(json.dumps(asdict(broken)))
-    assert main(["slurm", "logs", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "odd ?[2J?]0;title?" in said and "\x1b" not in said
+    text = logs_of(tmp_path, capsys)
+    assert "odd ?[2J?]0;title?" in text and "\x1b" not in text
 
 
 def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, capsys):
     attempted(tmp_path, code=137, decision="stop")
     attempted(tmp_path, KILLED[:1], code=0, decision="done")
-    assert main(["slurm", "logs", str(tmp_path), "--attempt", "1"]) == 0
-    assert "First cause: it was killed" in capsys.readouterr().out
-    assert main(["slurm", "logs", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "no rank and no engine has failed" in said
-    assert f"The attempt before it: `qurl slurm logs {tmp_path} --attempt 1`" in said
+    assert "First cause: it was killed" in logs_of(tmp_path, capsys, "--attempt", "1")
+    text = logs_of(tmp_path, capsys)
+    assert "no rank and no engine has failed" in text
+    assert f"`qurl slurm logs {tmp_path} --attempt 1`" in text
     assert main(["slurm", "logs", str(tmp_path), "--attempt", "3"]) == 2
     assert "--attempt 3: " in capsys.readouterr().err
 
@@ -409,12 +374,10 @@ def test_engines_logs_of_a_later_attempt_are_not_read_for_an_earlier_one(tmp_pat
     log = tmp_path / "logs/engine-0.log"
     log.parent.mkdir()
     log.write_text(OUT_OF_MEMORY)
-    assert main(["slurm", "logs", str(tmp_path)]) == 0
-    assert "GPU memory is used up: engine-0" in capsys.readouterr().out
+    assert "GPU memory is used up: engine-0" in logs_of(tmp_path, capsys)
     later = log.stat().st_mtime + 1000
     os.utime(log, (later, later))
-    assert main(["slurm", "logs", str(tmp_path)]) == 0
-    assert "no rank and no engine has failed" in capsys.readouterr().out
+    assert "no rank and no engine has failed" in logs_of(tmp_path, capsys)
 
 
 def test_lines_of_job_log_belong_to_the_attempt_that_said_so_before():
@@ -425,19 +388,18 @@ def test_lines_of_job_log_belong_to_the_attempt_that_said_so_before():
 
 # ---- any bytes at all
 
-LEFT = asdict(failed(0, "RuntimeError", GLOO))
 JOB_LOG = "\n".join((*KILLED, "srun: error: t1: tasks 0-1,4: Exited with exit code 3")).encode()
 
 
-@given(content=damaged(LEFT))
+@given(content=damaged(asdict(LOST_PEER)))
 @examples(60)
 def test_a_damaged_failure_is_left_out_and_hides_no_other(content, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("attempt")
-    (folder / "failure-0.json").write_bytes(content)
-    (folder / "failure-1.json").write_text(json.dumps({**LEFT, "rank": 1}))
-    found = read_failures(folder)
-    assert 1 in [one.rank for one in found]
-    assert first_cause(Evidence(found)) is not None
+    where = tmp_path_factory.mktemp("attempt")
+    (where / "failure-0.json").write_bytes(content)
+    (where / "failure-1.json").write_text(json.dumps({**asdict(LOST_PEER), "rank": 1}))
+    failures = read_failures(where)
+    assert 1 in [failure.rank for failure in failures]
+    assert first_cause(Evidence(failures)) is not None
 
 
 @given(job_log=damaged_bytes(JOB_LOG), log=damaged_bytes(OUT_OF_MEMORY.encode()))
@@ -445,4 +407,4 @@ def test_a_damaged_failure_is_left_out_and_hides_no_other(content, tmp_path_fact
 def test_whatever_a_log_holds_there_is_a_cause_or_none(job_log, log):
     lines = job_log.decode("utf-8", "replace").splitlines()
     cause = first_cause(Evidence((), [engine(log.decode("utf-8", "replace"))], lines))
-    assert cause is None or cause.first.said
+    assert cause is None or cause.first.message

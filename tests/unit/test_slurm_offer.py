@@ -1,20 +1,15 @@
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qurl_megatron.cluster.offer import PAUSE_S, Offered, address_towards, prepare
-from qurl_megatron.cluster.ready import ROOT
-from qurl_megatron.config import load
 from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet.membership import Member, read_members
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.kit.errors import ConfigError
 from tests.waiting import PATIENCE_S
-
-QUICK = ROOT / "launch/recipes/quickstart.toml"
 
 
 def test_where_trainer_and_engines_meet_only_the_user_can_read(tmp_path):
@@ -60,9 +55,7 @@ def engine(tmp_path):
 
 
 def offered(process: EngineProcess, folder: Path, *, restarts: int = 3, host="10.0.0.7") -> Offered:
-    config = load(QUICK)
-    config = replace(config, rollout=replace(config.rollout, max_restarts=restarts))
-    return Offered(process, folder / "node-engine-0.json", host, config)
+    return Offered(process, folder / "node-engine-0.json", host, restarts)
 
 
 def look_until(one: Offered, condition) -> None:

@@ -16,46 +16,15 @@ from qurl_megatron.cluster.supervise import (
     REQUEUE_S,
     WATCH_S,
     SrunStep,
-    Times,
     beside,
     end_of,
     final_code,
     preempted,
     spare_s,
 )
+from qurl_megatron.cluster.task import forget_hook
+from qurl_megatron.kit import place
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
-
-END = 10_000.0
-
-
-@pytest.mark.parametrize(
-    ("left", "stop_s", "received", "due"),
-    [
-        pytest.param(5000, 100, "", "", id="nothing yet"),
-        pytest.param(101, 100, "", "", id="just before"),
-        pytest.param(100, 100, "", "USR1", id="just in time, without a signal"),
-        pytest.param(2000, 2000, "", "USR1", id="long steps: before Slurm's signal"),
-        pytest.param(900, 100, "USR1", "", id="short steps: Slurm's signal is put off"),
-        pytest.param(950, 100, "USR1", "", id="also where it is early"),
-        pytest.param(100, 100, "USR1", "USR1", id="until they must"),
-        pytest.param(900, None, "USR1", "USR1", id="nothing measured: Slurm's signal counts"),
-        pytest.param(10, None, "", "", id="nothing measured, no signal"),
-        pytest.param(5000, 100, "USR1", "USR1", id="a signal at another time is somebody's"),
-        pytest.param(5000, 100, "TERM", "TERM", id="cancelled"),
-        pytest.param(900, 100, "TERM", "TERM", id="cancelled in the last minutes"),
-    ],
-)
-def test_when_the_ranks_are_told_to_end(left, stop_s, received, due):
-    assert Times(END, stop_s, signal_s=900).due(END - left, received) == due
-
-
-def test_preemption_does_not_wait():
-    assert Times(END, 100, signal_s=900).due(END - 900, "USR1", preempted=True) == "preempted"
-
-
-def test_where_slurm_does_not_say_when_the_job_ends_its_signal_counts():
-    assert Times(None, 100, signal_s=900).due(0.0, "USR1") == "USR1"
-    assert Times(None, 100, signal_s=900).due(0.0, "") == ""
 
 
 def test_the_end_of_a_job_is_in_local_time():
@@ -122,7 +91,36 @@ def test_engines_that_do_not_leave_are_killed_once_their_time_is_over():
     assert time.monotonic() - began < ENGINES_S
 
 
-# ---- a rank's stacks
+# ---- a rank
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "61007"}, {}),
+        ({"MASTER_ADDR": "10.0.0.1"}, {"MASTER_ADDR": "10.0.0.1"}),
+    ],
+    ids=["enroot's hook", "the site"],
+)
+def test_ranks_of_srun_do_not_meet_where_enroots_hook_for_pytorch_says(given, left):
+    env = {"PATH": "/bin", **given}
+    forget_hook(env)
+    assert env == {"PATH": "/bin", **left}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "buried"), [("1", True), ("1(x2)", True), ("2", False), ("8(x2)", False)]
+)
+def test_a_rank_takes_its_group_along_only_where_no_other_rank_is_in_it(tasks, buried, monkeypatch):
+    groups = []
+    monkeypatch.setattr(place, "bury", groups.append)
+    monkeypatch.setattr(os, "getpgrp", os.getpid)  # srun's first task of a node leads them all
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    place.end_with_launcher()
+    assert groups == [os.getpid()] * buried
+
 
 RANK = """
 import subprocess, sys, time

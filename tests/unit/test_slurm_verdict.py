@@ -1,17 +1,20 @@
 import pytest
 
 from qurl_megatron.cluster.folder import Attempt
-from qurl_megatron.cluster.task import STOPPED
-from qurl_megatron.cluster.verdict import NO_PROGRESS, Before, Decision, before, decide
+from qurl_megatron.cluster.verdict import NO_PROGRESS, STOPPED, Decision, History, decide, history
 
 AGAIN, DONE, RETRY, STOP = Decision.AGAIN, Decision.DONE, Decision.RETRY, Decision.STOP
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "steps", "earlier", "decision", "ends_with"),
+    ("code", "stop_reason", "steps", "earlier", "decision", "ends_with"),
     [
         pytest.param(0, "", (0, 40), (), DONE, 0, id="all steps"),
         pytest.param(0, "USR1", (20, 40), (), DONE, 0, id="all steps in the last minute"),
+        pytest.param(
+            143, "", (20, 40), (), DONE, 0, id="all steps, and a rank died in its goodbye"
+        ),
+        pytest.param(3, "", (20, 40), (), STOP, 3, id="all steps, and the guard"),
         pytest.param(0, "USR1", (0, 12), (), AGAIN, 0, id="time is up"),
         pytest.param(137, "USR1", (8, 12), (), AGAIN, 0, id="time is up in the last save"),
         pytest.param(0, "USR1", (12, 12), (), STOP, NO_PROGRESS, id="time is up, no new step"),
@@ -37,48 +40,46 @@ AGAIN, DONE, RETRY, STOP = Decision.AGAIN, Decision.DONE, Decision.RETRY, Decisi
         pytest.param(2, "preempted", (8, 9), (), STOP, 2, id="a mistake while preempted"),
     ],
 )
-def test_what_follows_on_an_attempt(code, told, steps, earlier, decision, ends_with):
-    outcome = decide(code, told, *steps, Before(*earlier), steps=40, retries=3)
+def test_what_follows_on_an_attempt(code, stop_reason, steps, earlier, decision, ends_with):
+    outcome = decide(code, stop_reason, *steps, History(*earlier), steps=40, retries=3)
     assert (outcome.decision, outcome.code) == (decision, ends_with)
 
 
 def test_time_that_is_up_soon_after_a_failure_says_nothing_of_a_whole_job():
-    again = decide(0, "USR1", 8, 8, Before(1, False), steps=40, retries=3, late=True)
+    again = decide(0, "USR1", 8, 8, History(1, False), steps=40, retries=3, late=True)
     assert (again.decision, again.code) == (AGAIN, 0)
-    stuck = decide(0, "USR1", 8, 8, Before(1, True), steps=40, retries=3, late=True)
+    stuck = decide(0, "USR1", 8, 8, History(1, True), steps=40, retries=3, late=True)
     assert (stuck.decision, stuck.code) == (STOP, NO_PROGRESS)
 
 
 def test_without_retries_the_first_failure_ends_the_job():
-    outcome = decide(137, "", 0, 8, Before(), steps=40, retries=0)
+    outcome = decide(137, "", 0, 8, History(), steps=40, retries=0)
     assert outcome.decision is STOP
-    assert "job.retries=0 allows no further attempt; step 8 is saved" in outcome.why
+    assert "job.retries=0 allows no further attempt; step 8 is saved" in outcome.reason
 
 
 def test_two_attempts_without_a_checkpoint_are_one_sentence_with_the_mend():
-    outcome = decide(137, "", 8, 8, Before(1, True), steps=40, retries=3, failed="hung")
-    assert outcome.why == (
-        "hung, the second attempt in a row without a new checkpoint; step 8 is saved; fix the "
-        "cause, then `qurl slurm submit`, as before, goes on"
-    )
+    outcome = decide(137, "", 8, 8, History(1, True), steps=40, retries=3, failure="hung")
+    assert outcome.reason.startswith("hung, the second attempt in a row without a new checkpoint")
+    assert "step 8 is saved" in outcome.reason and "`qurl slurm submit`" in outcome.reason
 
 
 @pytest.mark.parametrize(
-    ("attempts", "found"),
+    ("attempts", "expected"),
     [
-        ([], Before(0, False)),
-        ([("retry", 0, 8)], Before(1, False)),
-        ([("retry", 0, 0)], Before(1, True)),
-        ([("retry", 0, 8), ("retry", 8, 16), ("retry", 16, 16)], Before(3, True)),
-        ([("retry", 0, 8), ("again", 8, 16)], Before(0, False)),
-        ([("retry", 0, 8), ("again", 8, 8)], Before(0, True)),
-        ([("retry", 0, 0), ("stop", 0, 0)], Before(0, False)),
-        ([("retry", 0, 8), ("again", 8, 16), ("retry", 16, 17)], Before(1, False)),
+        ([], History(0, False)),
+        ([("retry", 0, 8)], History(1, False)),
+        ([("retry", 0, 0)], History(1, True)),
+        ([("retry", 0, 8), ("retry", 8, 16), ("retry", 16, 16)], History(3, True)),
+        ([("retry", 0, 8), ("again", 8, 16)], History(0, False)),
+        ([("retry", 0, 8), ("again", 8, 8)], History(0, True)),
+        ([("retry", 0, 0), ("stop", 0, 0)], History(0, False)),
+        ([("retry", 0, 8), ("again", 8, 16), ("retry", 16, 17)], History(1, False)),
     ],
 )
-def test_failures_count_from_the_last_attempt_that_ended_otherwise(attempts, found):
+def test_failures_count_from_the_last_attempt_that_ended_otherwise(attempts, expected):
     records = [
         Attempt(n, 5, 0, first, last, "", 137, decision)
         for n, (decision, first, last) in enumerate(attempts, 1)
     ]
-    assert before(records) == found
+    assert history(records) == expected

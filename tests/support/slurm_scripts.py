@@ -1,0 +1,41 @@
+"""The scripts that ship in slurm/: 14B and 32B on nodes of 8 x H100, one for each kind of job.
+
+``python -m tests.support.slurm_scripts`` writes them again; a test compares with ``rendered``.
+"""
+
+from pathlib import Path
+
+from qurl_megatron.cluster.cluster import load_cluster
+from qurl_megatron.cluster.script import render, tool_job, training_job
+from qurl_megatron.config import load
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "slurm"
+CONVERT = "convert hf_to_megatron --hf models/{0} --out models/{0}-s1.5 --uaq-scale 1.5 --tensor 8"
+READY = {
+    "train_14b.sbatch": "train launch/recipes/grpo_qwen2.5_14b.toml",
+    "train_32b.sbatch": "train launch/recipes/grpo_qwen2.5_32b.toml",
+    "convert_14b.sbatch": CONVERT.format("Qwen2.5-14B"),
+    "convert_32b.sbatch": CONVERT.format("Qwen2.5-32B"),
+    "bench_14b.sbatch": "bench loss --device cuda --tokens 20480 --vocab 152064 --tensor 2 4 8 "
+    "--out runs/bench/loss_14b",
+    "bench_32b.sbatch": "bench rollout --model 32B --engine sglang --tensor 8 --schemes int8 "
+    "--prompts 64 --samples 8 --mean 2000 --max 16384 --publish-every half "
+    "--out runs/bench/rollout_32b",
+}
+"""Kind and words of each: a recipe, or a command."""
+
+
+def rendered(name: str) -> str:
+    """Return the text of one of ``READY``."""
+    kind, *words = READY[name].split()
+    cluster = load_cluster(FOLDER / "clusters/h100.toml")
+    if kind == "train":
+        return render(training_job(load(ROOT / words[0]), cluster), cluster)
+    return render(tool_job(kind, words, cluster), cluster)
+
+
+if __name__ == "__main__":
+    for script in READY:
+        (FOLDER / script).write_text(rendered(script), encoding="utf-8")
+        print(f"slurm/{script}")
