@@ -16,10 +16,17 @@ from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import SLOTS
+from qurl_megatron.wire.files import FilesSender
+from qurl_megatron.wire.group import GroupSender
+from qurl_megatron.wire.shared_memory import MemorySender
 from qurl_megatron.wire.transport import Sender, Site
-from qurl_megatron.wire.transports import TRANSPORTS
 
 MIB = 2**20
+SENDERS: dict[str, type[Sender]] = {
+    "memory": MemorySender,
+    "files": FilesSender,
+    "group": GroupSender,
+}
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
@@ -37,8 +44,8 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     bucket = min(int(sync.bucket_mb * MIB), 4 * parameters)
     room = ranks.device.type == "cuda" or _shm_free() > SLOTS * ranks.world_size * bucket
     # Stages differ in size: one rank's answer holds for all.
-    transport = TRANSPORTS[choose(sync, one_machine=one_machine, room=shared(room))]
-    return transport.open_sender(
+    sender = SENDERS[choose(sync, one_machine=one_machine, room=shared(room))]
+    return sender.open(
         Site(
             rank=ranks.rank,
             size=ranks.world_size,
@@ -69,7 +76,7 @@ def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
     """
     if sync.transport == "auto":
         return sync.on_one_machine if one_machine and room else "files"
-    if TRANSPORTS[sync.transport].one_machine and not one_machine:
+    if SENDERS[sync.transport].one_machine and not one_machine:
         raise ConfigError(
             f"sync.transport={sync.transport} needs trainer and engines on one machine, and "
             "engines that the run starts itself; use group, or files with sync.dir on a shared "

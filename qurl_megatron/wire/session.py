@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -24,16 +24,41 @@ from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
+from qurl_megatron.wire.files import FilesReceiver
+from qurl_megatron.wire.group import GroupReceiver
 from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, checksum, piece_of
+from qurl_megatron.wire.shared_memory import MemoryReceiver
 from qurl_megatron.wire.transport import Receiver
-from qurl_megatron.wire.transports import open_receiver
 
 logger = logging.getLogger(__name__)
 
 Open = Callable[[dict, int], Receiver]
 """Opens this rank's end of ``Message.transport``."""
 
+RECEIVERS: dict[str, Open] = {
+    "memory": MemoryReceiver,
+    "files": FilesReceiver,
+    "group": GroupReceiver,
+}
 _NAMED = 3  # tensors named in one error; a shard that is missing lacks hundreds
+
+
+def open_receiver(transport: dict[str, Any], rank: int) -> Receiver:
+    """Open the engine's end of the transport that ``Sender.describe`` describes.
+
+    Args:
+        rank: this engine's tensor-parallel rank.
+
+    Raises:
+        ConfigError: no such transport, or its other end cannot be reached in time.
+    """
+    kind = transport.get("kind")
+    if kind not in RECEIVERS:
+        raise ConfigError(f"transport {kind!r} is unknown; this engine has {', '.join(RECEIVERS)}")
+    try:
+        return RECEIVERS[kind](transport, rank)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"the description of transport {kind} is malformed: {error!r}") from None
 
 
 class LiveWeights(Protocol):
@@ -223,6 +248,7 @@ class UpdateEnd:
         if message.index in session.buckets:
             session.fail(f"bucket {message.index} came twice")
         session.buckets.add(message.index)
+        assert isinstance(message.blobs, tuple), "a message that came is decoded"
         for blob in message.blobs:
             data = self._fetch(session, blob)
             if data is None:

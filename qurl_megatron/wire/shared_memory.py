@@ -27,7 +27,7 @@ from qurl_megatron.wire.facts import check, own_facts
 from qurl_megatron.wire.files import RECEIPTS, mapped, must_be_ours, private_folder
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
 from qurl_megatron.wire.receipts import collect, leave
-from qurl_megatron.wire.transport import AtOnce, Rank, Site
+from qurl_megatron.wire.transport import Rank, Sender, Site
 
 refusing = functools.partial(filesystem.refusing, key="sync.transport=files and sync.dir")
 
@@ -36,10 +36,9 @@ def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:
     return root / f"qurl-{token}"
 
 
-class MemorySender(AtOnce):
+class MemorySender(Sender):
     kind = "memory"
-    cut = False
-    lasting = False
+    one_machine = True
 
     def __init__(
         self,
@@ -92,9 +91,6 @@ class MemorySender(AtOnce):
             "facts": self._facts,
         }
 
-    def begin(self, version: int) -> None:
-        pass  # its first buckets overwrite whatever is there
-
     def room(self, index: int, size: int) -> Tensor | None:
         try:
             return self._slots[index % SLOTS].of(size)
@@ -109,9 +105,6 @@ class MemorySender(AtOnce):
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         return collect(self.folder / RECEIPTS, session, ranks, self.receipt_wait_s)
-
-    def finish(self, *, keep: int) -> None:
-        pass
 
     def close(self) -> None:
         for slot in self._slots:

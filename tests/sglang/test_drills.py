@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
@@ -263,7 +263,7 @@ def test_an_engine_that_reads_a_damaged_file_names_the_tensor_and_stays_out(dril
         shutil.copy(blob.where["path"], copy)
         damage(copy, blob.where["offset"] + piece.offset)
         where = {**blob.where, "path": str(copy)}
-        return [replace(b, where=where) if b is blob else b for b in blobs]
+        return [msgspec.structs.replace(b, where=where) if b is blob else b for b in blobs]
 
     drill.publish(1, sees=sees)
     assert drill.fleet.serving() == [other] and drill.correct(other, 1)

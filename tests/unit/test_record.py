@@ -7,7 +7,7 @@ import pytest
 from qurl_megatron.kit.record import Count, Malformed, Record, Seconds, convert, decode
 
 
-class Answer(Record):
+class Answer(Record, frozen=True):
     tokens: Count
     took_s: Seconds = 0.0
     label: str | None = None

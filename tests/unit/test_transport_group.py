@@ -13,10 +13,10 @@ import torch
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import facts
 from qurl_megatron.wire.group import GroupSender, host_store, join_store
-from qurl_megatron.wire.meeting import Hello, still_open
+from qurl_megatron.wire.link import Hello, still_open
 from qurl_megatron.wire.message import Receipt, checksum, piece_of
+from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.transport import Site
-from qurl_megatron.wire.transports import open_receiver
 from tests.shards import shard
 from tests.unit.remote import Remote, together
 from tests.waiting import PATIENCE_S

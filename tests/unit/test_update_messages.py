@@ -1,7 +1,6 @@
 """What goes to many engines is made JSON once, and says the same as if it were made for each."""
 
 import json
-from dataclasses import asdict
 from types import SimpleNamespace
 
 from qurl_megatron.publish.publisher import _blobs_for
@@ -23,7 +22,7 @@ def test_a_message_says_the_same_whether_its_blobs_were_json_already():
     text = message(encoded(BLOBS)).to_json()
     assert Message.from_json(text) == message(BLOBS)
     assert text == message(BLOBS).to_json()
-    assert json.loads(text) == json.loads(json.dumps({"format": FORMAT, **asdict(message(BLOBS))}))
+    assert json.loads(text)["format"] == FORMAT
 
 
 def engine(tp: int):
