@@ -1,8 +1,6 @@
-"""Which way a run's weights take, and this rank's end of it."""
+"""The transport of a run's weights, and this rank's end of it."""
 
-import hashlib
 import os
-import secrets
 import shutil
 import socket
 from functools import partial
@@ -13,11 +11,11 @@ import torch.distributed as dist
 from qurl_megatron.actor.megatron import share
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import RolloutConfig, SyncConfig
-from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.group import GroupSender
+from qurl_megatron.wire.lease import Owner
 from qurl_megatron.wire.shared_memory import MemorySender
 from qurl_megatron.wire.transport import Sender, Site
 
@@ -30,7 +28,7 @@ SENDERS: dict[str, type[Sender]] = {
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
-    """This rank's end of the transport that ``sync`` asks for; all ranks call it together.
+    """Open this rank's end of the transport that ``sync`` asks for; all ranks call it together.
 
     Raises:
         ConfigError: the transport cannot reach these engines; names the key and the fix.
@@ -43,6 +41,10 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     parameters = sum(p.numel() for p in policy.gpt.parameters())
     bucket = min(int(sync.bucket_mb * MIB), 4 * parameters)
     room = ranks.device.type == "cuda" or _shm_free() > SLOTS * ranks.world_size * bucket
+    token = None
+    if ranks.leads:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        token = Owner.of(run_dir).token
     # Stages differ in size: one rank's answer holds for all.
     sender = SENDERS[choose(sync, one_machine=one_machine, room=shared(room))]
     return sender.open(
@@ -53,7 +55,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
             device=ranks.device,
             name=f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-copy{ranks.copies.rank}",
             run_dir=run_dir,
-            token=shared(run_token(run_dir) if ranks.leads else None),
+            token=shared(token),
             one_machine=one_machine,
             bytes=4 * parameters * ranks.tensor.size * ranks.pipeline.size * (sync.keep + 1),
             share=shared,
@@ -66,13 +68,13 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
 
 
 def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
-    """The transport for engines here, or elsewhere; where ``sync.dir`` is set, files.
+    """Return the name of the transport for engines here, or elsewhere.
 
     Args:
         room: the machine's shared memory has room for the buckets of all ranks.
 
     Raises:
-        ConfigError: the one that is asked for cannot reach them.
+        ConfigError: the requested one cannot reach them.
     """
     if sync.transport == "auto":
         return sync.on_one_machine if one_machine and room else "files"
@@ -88,14 +90,3 @@ def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
 def _shm_free() -> int:
     """Bytes free in /dev/shm; containers often have 64 MB."""
     return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-
-
-def run_token(run_dir: Path) -> str:
-    """Names what a run shares with its engines, the same after a restart and no other run's: a copy
-    of its folder is another run."""
-    file = run_dir / ".token"
-    if not file.is_file():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(file, secrets.token_hex(6), private=True)
-    identity = f"{file.read_text(encoding='utf-8')}{run_dir.resolve()}"
-    return hashlib.blake2b(os.fsencode(identity), digest_size=6).hexdigest()

@@ -96,7 +96,6 @@ class GroupSender(Sender):
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s or CONNECT_S[self.device.type]
         self.receipt_wait_s = receipt_wait_s
-        self.opened = 0  # links so far
         self._run = secrets.token_hex(4)  # sent to engines by the leading rank alone
         self._updates = 0  # begun; all ranks count alike, so it makes names that all know
         self._links: dict[str, Link] = {}
@@ -149,7 +148,6 @@ class GroupSender(Sender):
                 links = list(pool.map(self._connect, engines.keys(), engines.values()))
             for engine, link in zip(engines, links, strict=True):
                 if isinstance(link, Link):
-                    self.opened += link is not self._links.get(engine)
                     self._links[engine] = link
                 else:
                     self._failures[engine] = link

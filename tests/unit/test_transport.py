@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import os
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 from qurl_megatron.config import SyncConfig
 from qurl_megatron.kit import undertaker
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.publish.senders import run_token
 from qurl_megatron.wire import facts
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import manifest_of
@@ -495,10 +493,3 @@ def test_the_sum_of_words_shows_any_changed_byte_and_any_exchanged_words():
     exchanged[0:8], exchanged[80:88] = data[80:88], data[0:8]
     assert word_sum(exchanged) != whole
     assert word_sum(torch.cat([data.new_zeros(3), data])[3:]) == whole  # wherever it lies
-
-
-def test_a_copy_of_a_run_shares_nothing_with_it(tmp_path):
-    name = run_token(tmp_path / "run")
-    assert run_token(tmp_path / "run") == name
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    assert run_token(tmp_path / "copy") != name
