@@ -13,18 +13,11 @@ from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.group import GroupSender
 from qurl_megatron.wire.lease import Owner
-from qurl_megatron.wire.shared_memory import MemorySender
+from qurl_megatron.wire.session import TRANSPORTS
 from qurl_megatron.wire.transport import Sender, Site
 
 MIB = 2**20
-SENDERS: dict[str, type[Sender]] = {
-    "memory": MemorySender,
-    "files": FilesSender,
-    "group": GroupSender,
-}
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
@@ -46,8 +39,8 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
         run_dir.mkdir(parents=True, exist_ok=True)
         token = Owner.of(run_dir).token
     # Stages differ in size: one rank's answer holds for all.
-    sender = SENDERS[choose(sync, one_machine=one_machine, room=shared(room))]
-    return sender.open(
+    transport = TRANSPORTS[choose(sync, one_machine=one_machine, room=shared(room))]
+    return transport.sender.open(
         Site(
             rank=ranks.rank,
             size=ranks.world_size,
@@ -78,7 +71,7 @@ def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
     """
     if sync.transport == "auto":
         return sync.on_one_machine if one_machine and room else "files"
-    if SENDERS[sync.transport].one_machine and not one_machine:
+    if TRANSPORTS[sync.transport].sender.one_machine and not one_machine:
         raise ConfigError(
             f"sync.transport={sync.transport} needs trainer and engines on one machine, and "
             "engines that the run starts itself; use group, or files with sync.dir on a shared "

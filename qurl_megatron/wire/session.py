@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -24,21 +24,29 @@ from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
-from qurl_megatron.wire.files import FilesReceiver
-from qurl_megatron.wire.group import GroupReceiver
+from qurl_megatron.wire.files import FilesReceiver, FilesSender
+from qurl_megatron.wire.group import GroupReceiver, GroupSender
 from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, checksum, piece_of
-from qurl_megatron.wire.shared_memory import MemoryReceiver
-from qurl_megatron.wire.transport import Receiver
+from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender
+from qurl_megatron.wire.transport import Receiver, Sender
 
 logger = logging.getLogger(__name__)
 
 Open = Callable[[dict, int], Receiver]
 """Opens this rank's end of ``Message.transport``."""
 
-RECEIVERS: dict[str, Open] = {
-    "memory": MemoryReceiver,
-    "files": FilesReceiver,
-    "group": GroupReceiver,
+
+class Transport(NamedTuple):
+    """Both ends of one way for the bytes."""
+
+    sender: type[Sender]
+    receiver: Open
+
+
+TRANSPORTS = {
+    "memory": Transport(MemorySender, MemoryReceiver),
+    "files": Transport(FilesSender, FilesReceiver),
+    "group": Transport(GroupSender, GroupReceiver),
 }
 _NAMED = 3  # tensors named in one error; a shard that is missing lacks hundreds
 
@@ -53,10 +61,10 @@ def open_receiver(transport: dict[str, Any], rank: int) -> Receiver:
         ConfigError: no such transport, or its other end cannot be reached in time.
     """
     kind = transport.get("kind")
-    if kind not in RECEIVERS:
-        raise ConfigError(f"transport {kind!r} is unknown; this engine has {', '.join(RECEIVERS)}")
+    if kind not in TRANSPORTS:
+        raise ConfigError(f"transport {kind!r} is unknown; this engine has {', '.join(TRANSPORTS)}")
     try:
-        return RECEIVERS[kind](transport, rank)
+        return TRANSPORTS[kind].receiver(transport, rank)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"the description of transport {kind} is malformed: {error!r}") from None
 

@@ -4,8 +4,8 @@
     memory   two buckets of memory that both processes map: one machine
     group    point to point over gloo or NCCL: several machines, nothing but the network
 
-Each is a module with both ends: a sender lives in a training rank (``publish.senders.SENDERS``), a
-receiver in an engine rank (``wire.session.RECEIVERS``). Neither knows Megatron or SGLang.
+Each is a module with both ends, and a row of ``wire.session.TRANSPORTS``: a sender lives in a
+training rank, a receiver in an engine rank. Neither knows Megatron or SGLang.
 
 One publication, for every kind alike (``L`` on the leading rank alone, the rest on all)::
 

@@ -11,24 +11,8 @@ from qurl_megatron.publish.shards import buckets, engine_part
 from qurl_megatron.tensors.arch import Arch, Experts
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
+from tests.support.archs import BASE
 
-BASE = Arch(
-    family="qwen2",
-    num_layers=8,
-    hidden=24,
-    heads=8,
-    kv_heads=2,
-    head_dim=4,
-    intermediate=64,
-    vocab=256,
-    rms_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position=128,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=False,
-)
 ARCHS = {
     "2 kv heads, biases": replace(BASE, qkv_bias=True),
     "1 kv head, tied": replace(BASE, kv_heads=1, tied=True),

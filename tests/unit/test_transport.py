@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qurl_megatron.config import SyncConfig
 from qurl_megatron.kit import undertaker
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import facts
@@ -128,21 +127,16 @@ def test_no_room_for_a_bucket_is_said_by_put(tmp_path, monkeypatch):
 
 def test_what_is_put_is_fetched(sender):
     sender.begin(1)
-    receiver = None
+    receiver, before = None, None
     for index, rows in enumerate([6, 3, 40, 5, 4000, 5]):  # slots grow and are used again
-        blob = sender.put(index, parts(index, rows))
-        message = over_the_wire(sender, blob)
+        message = over_the_wire(sender, sender.put(index, parts(index, rows)))
         receiver = receiver or open_receiver(message.transport, 0)
-        check(receiver.fetch(message.blobs[0]), message.blobs[0], parts(index, rows))
+        sent = message.blobs[0], parts(index, rows)
+        check(receiver.fetch(sent[0]), *sent)
+        if before:  # the bucket before is whole while the next is put
+            check(receiver.fetch(before[0]), *before)
+        before = sent
     receiver.close()
-
-
-def test_the_bucket_before_is_whole_while_the_next_is_put(sender):
-    sender.begin(1)
-    receiver = open_receiver(sender.describe("a"), 0)
-    first = sender.put(0, parts(0))
-    sender.put(1, parts(1))
-    check(receiver.fetch(first), first, parts(0))
 
 
 class Engine:
@@ -249,13 +243,6 @@ def test_a_receipt_is_found_where_listings_and_absences_are_remembered(
     (receipt,) = collect(folder, "v2", 1, PATIENCE_S)
     assert receipt.error is None
     thread.join()
-
-
-def test_files_wait_for_receipts_longer_than_nfs_remembers_a_folder(tmp_path):
-    assert FilesSender(tmp_path / "v", "r", leads=True).receipt_wait_s > 60
-    assert SyncConfig().receipt_wait_s > 60
-    with pytest.raises(ConfigError, match="sync.receipt_wait_s must be positive, got 0"):
-        SyncConfig(receipt_wait_s=0.0)
 
 
 def test_an_unknown_transport_is_refused():

@@ -171,6 +171,9 @@ def test_every_engine_rank_gets_the_bytes_that_are_its_own(cast):
         together(engine, "report", f"v{version}")
         receipts = trainers[0].call("receipts", f"v{version}", 2)
         assert [(r.rank, r.error, r.bytes) for r in receipts] == [(0, None, 7), (1, None, 7)]
+        engine[1].call("report", "again")
+        lost, there = trainers[0].call("receipts", "again", 2)
+        assert "rank 0 left no receipt" in lost.error and there.error is None
         together(trainers, "finish")
         together(engine, "close")
 
@@ -290,34 +293,25 @@ SAME = {
 @pytest.mark.parametrize(
     "kind,changes,expected",
     [
-        ("nccl", {}, None),
         ("nccl", {"torch": "2.14.1", "cuda": "13.0"}, None),
-        (
-            "nccl",
-            {"torch": "2.14.1", "nccl": "2.28.3"},
-            "the trainer has nccl 2.27.5 (torch 2.13.0), the engine nccl 2.28.3 (torch 2.14.1), "
-            "and NCCL only connects equal versions; install one NCCL (nvidia-nccl) in both "
-            "environments, or set sync.transport=files",
-        ),
+        ("nccl", {"torch": "2.14.1", "nccl": "2.28.3"}, r"nccl 2.27.5 .* nccl 2.28.3 .*transport"),
         (
             "nccl",
             {"NCCL_CUMEM_ENABLE": "unset"},
-            "the trainer has NCCL_CUMEM_ENABLE 0 (torch 2.13.0), the engine NCCL_CUMEM_ENABLE "
-            "unset (torch 2.13.0), and all ends of a communicator need the same value; start both "
-            "with the same NCCL_CUMEM_ENABLE, or set sync.transport=files",
+            "NCCL_CUMEM_ENABLE 0 .*ENABLE unset .*start",
         ),
         ("nccl", {"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE"),
         ("gloo", {"nccl": "2.28.3", "NCCL_CUMEM_ENABLE": "1", "torch": "2.14.1"}, None),
         ("memory", {"nccl": "2.28.3", "torch": "2.14.1"}, None),
-        ("memory", {"protocol": "0"}, "protocol"),
+        ("memory", {"protocol": "0"}, "protocol 1 .*protocol 0 .*install the same version"),
     ],
 )
 def test_two_ends_must_agree_in_what_their_transport_needs(kind, changes, expected):
-    found = facts.disagreement(kind, SAME, {**SAME, **changes})
-    if expected is None or " " in expected:
-        assert found == expected
+    reason = facts.disagreement(kind, SAME, {**SAME, **changes})
+    if expected is None:
+        assert reason is None
     else:
-        assert f"the trainer has {expected} " in found
+        assert re.match(f"the trainer has {expected}", reason)
 
 
 def test_the_trainer_takes_sglangs_settings_of_nccl_unless_it_has_its_own(monkeypatch):
@@ -342,14 +336,6 @@ def test_the_trainer_takes_sglangs_settings_of_nccl_unless_it_has_its_own(monkey
 def test_a_link_stays_open_where_all_hold_it_and_nothing_is_left_in_it(links, sent, come, expected):
     ends = zip(links, [*sent, come], strict=True)
     assert still_open([Hello(link, moved, {}) for link, moved in ends], senders=2) == expected
-
-
-def test_a_receipt_that_nobody_left_is_an_error_in_its_place(cast):
-    trainers, engine = cast.trainers(), [cast(Engine, rank) for rank in range(2)]
-    connect(trainers, {"a": engine})
-    engine[1].call("report", "v1")
-    lost, there = trainers[0].call("receipts", "v1", 2)
-    assert "rank 0 left no receipt" in lost.error and there.error is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
@@ -386,22 +372,6 @@ def test_a_bucket_that_is_still_on_its_way_is_not_overwritten(cast):
     time.sleep(0.5)
     engine.call("fetch", blob)  # compares the checksum
     trainers[0].result()
-
-
-def test_an_engine_started_anew_takes_part_in_the_next_version(cast):
-    trainers, first = cast.trainers(), cast(Engine, 0)
-    connect(trainers, {"a": [first]})
-    first.signal(signal.SIGKILL)
-    together(trainers, "put", 0, 1, LARGE)
-    together(trainers, "deliver", 0)
-    assert all("a" in failures for failures in together(trainers, "settle"))
-    second = cast(Engine, 0)
-    connect(trainers, {"a": [second]})
-    blobs = together(trainers, "put", 0, 1, LARGE)
-    together(trainers, "deliver", 0)
-    for blob in blobs:
-        second.call("fetch", blob[0])
-    assert together(trainers, "settle") == [{}, {}]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
