@@ -102,7 +102,7 @@ class Publisher:
         """Quantize, send and load ``version`` everywhere; all ranks call it together.
 
         Returns:
-            This rank's metrics of the quantization, and of the time and bytes it took.
+            This rank's metrics: quantization, time and bytes.
 
         Raises:
             EngineError: no engine confirmed the version; none serves a part of it.

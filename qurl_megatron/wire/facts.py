@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-import qurl_megatron
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.message import FORMAT, SAME_PACKAGE
 
@@ -57,7 +56,6 @@ def own_facts() -> dict[str, str]:
     if torch.distributed.is_nccl_available() and torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
-        "package": qurl_megatron.__version__,
         "protocol": FORMAT,
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "none",

@@ -113,7 +113,7 @@ class FilesSender(Sender):
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that nobody else can enter, where everybody may make folders.
+    """Make a folder that nobody else can enter.
 
     Raises:
         ConfigError: it cannot be made, or is another user's.
@@ -129,7 +129,7 @@ def must_be_ours(path: Path, found: os.stat_result, is_kind) -> None:
 
 
 def versions_root(site: Site) -> Path:
-    """Where versions go: the recipe's folder, else memory if they fit, else the run directory."""
+    """Return the recipe's folder, else one in memory if versions fit, else the run's."""
     name = f"qurl-{site.token}-versions"
     if site.shared:
         return Path(site.shared) / name
@@ -187,7 +187,7 @@ def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:
 
 
 def _header(parts: Sequence[Shard]) -> tuple[bytes, list[tuple[Shard, int]], int]:
-    """A safetensors header, where each part lies after it, and how long that region is.
+    """Return a safetensors header, where each part lies after it, and the bytes of all parts.
 
     Wide formats come first: without gaps, which the format forbids, every tensor then begins at a
     multiple of its element's size.
@@ -209,7 +209,7 @@ def _header(parts: Sequence[Shard]) -> tuple[bytes, list[tuple[Shard, int]], int
 
 
 def _written(descriptor: int, part: Shard, offset: int) -> Piece:
-    """Append a tensor."""
+    """Append a tensor; return it as a piece."""
     data = raw(part.value.cpu())
     _write(descriptor, data.numpy().data)
     return piece_at(part, offset, checksum(data))

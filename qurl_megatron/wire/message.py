@@ -122,7 +122,7 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
         try:
             return decode(Message, text)
         except Malformed as error:
-            raise ConfigError(f"malformed weight update ({error}); {SAME_PACKAGE}") from None
+            raise ConfigError(f"the weight update is malformed: {error}; {SAME_PACKAGE}") from None
 
 
 class Receipt(Record, frozen=True):
@@ -192,7 +192,7 @@ def _aligned(offset: int) -> int:
 
 
 class Room:
-    """A blob's bytes, handed out in the order of ``lay_out``: what is made there is not copied."""
+    """A blob's bytes, handed out in the order of ``lay_out``, so that ``fill`` need not copy."""
 
     def __init__(self, memory: Tensor | None) -> None:
         """

@@ -119,7 +119,7 @@ def test_a_weight_update_is_a_message_or_a_configerror(text):
 def test_a_piece_that_no_blob_can_hold_is_refused(change, message):
     update = json.loads(MESSAGE.to_json())
     update["blobs"][0]["pieces"][0] |= change
-    with pytest.raises(ConfigError, match=f"malformed weight update .*{message}"):
+    with pytest.raises(ConfigError, match=f"the weight update is malformed: .*{message}"):
         Message.from_json(json.dumps(update))
 
 
