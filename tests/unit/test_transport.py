@@ -23,8 +23,8 @@ from qurl_megatron.wire.receipts import collect, leave
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.shared_memory import MemorySender
 from tests.shards import shard
+from tests.support.remote import Remote
 from tests.support.versions import read_manifest, read_version
-from tests.unit.remote import Remote
 from tests.waiting import PATIENCE_S, wait_until
 
 SHM = Path("/dev/shm")

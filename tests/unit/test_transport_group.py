@@ -18,7 +18,7 @@ from qurl_megatron.wire.message import Receipt, checksum, piece_of
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.transport import Site
 from tests.shards import shard
-from tests.unit.remote import Remote, together
+from tests.support.remote import Remote, together
 from tests.waiting import PATIENCE_S
 
 HOST = "127.0.0.1"
