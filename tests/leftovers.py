@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from qurl_megatron.wire.lease import OWNER, Owner
 from tests.waiting import PATIENCE_S
 
 MARK = "QURL_TEST_RUN"
@@ -77,10 +78,8 @@ class Footprint:
                 what = f"process {process.pid} of {process.ppid()}, {process.status()}"
                 found.append(f"{what}: {' '.join(process.cmdline())}")
         files = {file for file in self._files if file.exists()}
-        if run_dir is not None and (run_dir / ".token").exists():
-            from qurl_megatron.publish.senders import run_token  # torch comes with it
-
-            files |= set(Path(SHARED).glob(f"qurl-{run_token(run_dir)}*"))
+        if run_dir is not None and (run_dir / OWNER).exists():
+            files |= set(Path(SHARED).glob(f"qurl-{Owner.of(run_dir).token}*"))
         # Somebody else's process may have taken a port that has become free.
         listening = {
             connection.laddr.port

@@ -1,8 +1,8 @@
-"""Does the engine notice what the trainer learns? What a version changes, beside the one before.
+"""How far a version differs from the one before it: does the engine notice what the trainer learns?
 
-Code flips, paper Eqs. 13 and 14, and how much of the update the quantized weights make. Compares
-every quantized linear weight with what the version before held. The copies live on the host, one
-FP32 weight and one code per parameter of this rank's shard, and the scales of the codes.
+Measures code flips, paper Eqs. 13 and 14, and how much of the update the quantized weights make,
+for every quantized linear weight. The copies of the version before live on the host: one FP32
+weight and one code per parameter of this rank's shard, and the scales of the codes.
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,10 @@ class Drift:
     def observe(
         self, name: str, weight: Tensor, codes: QuantizedWeight | None, version: int
     ) -> None:
-        """Take in one shard; ``codes`` is None where rollouts are not quantized.
+        """Take in one shard; ``codes`` is None if rollouts are not quantized.
 
-        A version is measured against the one just before it, so that a run that was interrupted
-        in between measures what an uninterrupted one does. One that is sent again, to engines that
-        came back, counts once: what was taken in of it is not taken in again.
+        A version is measured only against the one just before it, so that an interrupted run
+        measures the same as an uninterrupted one. A version that is sent again counts once.
         """
         if not self.every:
             return
@@ -64,10 +63,9 @@ class Drift:
             self._before[name] = version, weight.to("cpu", copy=True), _host_copy(codes)
 
     def metrics(self) -> dict[str, Metric]:
-        """This rank's sums since the last call; merged over ranks they give the model's ratios.
+        """Return this rank's sums since the last call; merged over ranks they give the ratios.
 
-        What passes of an update is missing where this rank has nothing to say of it, and is to be
-        left out of the whole model's (``of_an_update``) where there was none.
+        The shares of an update are missing if this rank had none.
         """
         totals, self._totals = self._totals, {}
         metrics: dict[str, Metric] = {name: Mean(*pair.tolist()) for name, pair in totals.items()}
@@ -84,7 +82,7 @@ class Drift:
 
 
 def of_an_update(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Metrics merged over ranks, without the shares of an update where there was none.
+    """Return metrics merged over ranks, without the shares of an update if there was none.
 
     Codes that are drawn change without one.
     """

@@ -1,8 +1,6 @@
-"""Which way a run's weights take, and this rank's end of it."""
+"""The transport of a run's weights, and this rank's end of it."""
 
-import hashlib
 import os
-import secrets
 import shutil
 import socket
 from functools import partial
@@ -13,17 +11,17 @@ import torch.distributed as dist
 from qurl_megatron.actor.megatron import share
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import RolloutConfig, SyncConfig
-from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import SLOTS
+from qurl_megatron.wire.lease import Owner
+from qurl_megatron.wire.session import TRANSPORTS
 from qurl_megatron.wire.transport import Sender, Site
-from qurl_megatron.wire.transports import TRANSPORTS
 
 MIB = 2**20
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
-    """This rank's end of the transport that ``sync`` asks for; all ranks call it together.
+    """Open this rank's end of the transport that ``sync`` asks for; all ranks call it together.
 
     Raises:
         ConfigError: the transport cannot reach these engines; names the key and the fix.
@@ -36,9 +34,13 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     parameters = sum(p.numel() for p in policy.gpt.parameters())
     bucket = min(int(sync.bucket_mb * MIB), 4 * parameters)
     room = ranks.device.type == "cuda" or _shm_free() > SLOTS * ranks.world_size * bucket
+    token = None
+    if ranks.leads:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        token = Owner.of(run_dir).token
     # Stages differ in size: one rank's answer holds for all.
     transport = TRANSPORTS[choose(sync, one_machine=one_machine, room=shared(room))]
-    return transport.open_sender(
+    return transport.sender.open(
         Site(
             rank=ranks.rank,
             size=ranks.world_size,
@@ -46,7 +48,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
             device=ranks.device,
             name=f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-copy{ranks.copies.rank}",
             run_dir=run_dir,
-            token=shared(run_token(run_dir) if ranks.leads else None),
+            token=shared(token),
             one_machine=one_machine,
             bytes=4 * parameters * ranks.tensor.size * ranks.pipeline.size * (sync.keep + 1),
             share=shared,
@@ -59,17 +61,17 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
 
 
 def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
-    """The transport for engines here, or elsewhere; where ``sync.dir`` is set, files.
+    """Return the name of the transport for engines here, or elsewhere.
 
     Args:
         room: the machine's shared memory has room for the buckets of all ranks.
 
     Raises:
-        ConfigError: the one that is asked for cannot reach them.
+        ConfigError: the requested one cannot reach them.
     """
     if sync.transport == "auto":
         return sync.on_one_machine if one_machine and room else "files"
-    if TRANSPORTS[sync.transport].one_machine and not one_machine:
+    if TRANSPORTS[sync.transport].sender.one_machine and not one_machine:
         raise ConfigError(
             f"sync.transport={sync.transport} needs trainer and engines on one machine, and "
             "engines that the run starts itself; use group, or files with sync.dir on a shared "
@@ -81,14 +83,3 @@ def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
 def _shm_free() -> int:
     """Bytes free in /dev/shm; containers often have 64 MB."""
     return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-
-
-def run_token(run_dir: Path) -> str:
-    """Names what a run shares with its engines, the same after a restart and no other run's: a copy
-    of its folder is another run."""
-    file = run_dir / ".token"
-    if not file.is_file():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(file, secrets.token_hex(6), private=True)
-    identity = f"{file.read_text(encoding='utf-8')}{run_dir.resolve()}"
-    return hashlib.blake2b(os.fsencode(identity), digest_size=6).hexdigest()

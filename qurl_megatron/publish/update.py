@@ -3,17 +3,17 @@
     pause -> "updating-7@run" -> begin -> bucket, ... -> check -> finish, end, flush -> "7@run"
     -> go on
 
-In between, an engine calls its weights "updating-7@run": were it to answer, the answer would show
-that it came from mixed weights. Every engine rank leaves a receipt; only an engine whose ranks all
-have every tensor, exactly once and unharmed, gets the new name and traffic. One that fails stays
-paused and is named; the others continue without it.
+In between, an engine calls its weights "updating-7@run", so an answer would show that it came from
+mixed weights. Every engine rank leaves a receipt. An engine gets the new name and traffic only if
+all its ranks have every tensor, exactly once and undamaged; an engine that fails stays paused and
+is named, and the others continue without it.
 """
 
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.config.sections import SyncConfig
@@ -23,7 +23,7 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.wire.message import LOADER, Action, Blob, Encoded, Message, Receipt, payload
 
 BlobsFor = Callable[[EngineRecord, int], Encoded | tuple[Blob, ...]]
-"""(engine, its rank) -> what the training ranks have for it in one bucket."""
+"""(engine, its rank) -> the training ranks' blobs for it in one bucket."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Update:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The engines that still take part, with their tensor-parallel sizes."""
+        """Tensor-parallel sizes of the engines that still take part."""
         return {engine.name: engine.tp for engine in self.engines}
 
     def drop(self, name: str, reason: str) -> None:
-        """A training rank cannot reach this engine: the others continue without it."""
+        """Continue without an engine that a training rank cannot reach."""
         for engine in self.engines:
             if engine.name == name:
                 self.fleet.fail(engine, reason)
@@ -94,7 +94,7 @@ class Update:
         self._start(lambda engine: self._call(engine, "connect", 0), "connecting")
 
     def bucket(self, blobs: BlobsFor) -> None:
-        """Have the engines load one more bucket; returns when they are done with the one before.
+        """Have the engines load one more bucket, once they are done with the one before.
 
         Raises:
             EngineError: no engine is left.
@@ -105,13 +105,13 @@ class Update:
         self._start(lambda engine: self._call(engine, "bucket", index, blobs), "loading")
 
     def wait(self) -> None:
-        """Until the engines are done with the last bucket."""
+        """Wait until the engines are done with the last bucket."""
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.result()
 
     def commit(self, receipts: Callable[[str, int], list[Receipt]]) -> Taken:
-        """Make the version the one that every engine that has all of it serves.
+        """Have every engine that has all of the version serve it.
 
         Args:
             receipts: ``Sender.receipts``.
@@ -150,10 +150,12 @@ class Update:
                 raise EngineError(f"version {self.version} is not served: {self.fleet.why_not()}")
             self.fleet.confirm(self.engines, self.version)
         self._committed = True
-        done = [receipt for engine in self.engines for receipt in receipts_by_engine[engine.name]]
+        receipts_left: list[Receipt] = []
+        for engine in self.engines:
+            receipts_left += receipts_by_engine[engine.name]
         return Taken(
-            bytes=sum(receipt.bytes for receipt in done),
-            load_s=max(receipt.seconds for receipt in done),
+            bytes=sum(receipt.bytes for receipt in receipts_left),
+            load_s=max(receipt.seconds for receipt in receipts_left),
             paused_s=time.monotonic() - self._begun,
         )
 
@@ -173,21 +175,15 @@ class Update:
     def _call(
         self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
-        plain = Message(
-            action=action,
-            session=self._session[engine.name],
-            version=self.version,
-            index=index,
-            transport=self._describe(engine.name),
-        )
-        if blobs is None:
-            messages = [plain] * engine.tp
-        else:
-            parts = [blobs(engine, rank) for rank in range(engine.tp)]
-            # Ranks that get the same bytes share a message, so that it is pickled once.
-            distinct = {id(part): replace(plain, blobs=part) for part in parts}
-            messages = [distinct[id(part)] for part in parts]
-        engine.api.update_weights_from_tensor(payload(messages), LOADER)
+        session, transport = self._session[engine.name], self._describe(engine.name)
+        messages: dict[int, Message] = {}  # ranks that get the same blobs share one
+        by_rank: list[Message] = []
+        for rank in range(engine.tp):
+            part = () if blobs is None else blobs(engine, rank)
+            if id(part) not in messages:
+                messages[id(part)] = Message(action, session, self.version, index, transport, part)
+            by_rank.append(messages[id(part)])
+        engine.api.update_weights_from_tensor(payload(by_rank), LOADER)
 
     def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:
         """Raise EngineError unless every rank has everything where it always was."""

@@ -1,4 +1,4 @@
-"""What a trainer and an engine must agree on: messages, manifests, leases, ways for the bytes."""
+"""The protocol of trainers and engines: messages, manifests, leases, transports."""
 
 SLOTS = 2
-"""Buckets that a training rank has under way: one is filled while the other is sent."""
+"""Buckets of a training rank in memory: one is filled while the other is sent."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-import qurl_megatron
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.wire.message import FORMAT
+from qurl_megatron.wire.message import FORMAT, SAME_PACKAGE
 
 NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 """How NCCL allocates and multicasts. SGLang sets both to 0 where they are not set; NCCL's own
@@ -25,81 +24,72 @@ class Need:
     """A fact that has to be the same at both ends."""
 
     name: str
-    why: str
+    reason: str
     fix: str
 
 
-_SAME_PACKAGE = Need(
-    "protocol",
-    "their messages are incompatible",
-    "install the same version of qurl-megatron in both environments",
+_PROTOCOL = Need("protocol", "their messages are incompatible", SAME_PACKAGE)
+_NCCL = Need(
+    "nccl",
+    "NCCL only connects equal versions",
+    "install one NCCL (nvidia-nccl) in both environments, or set sync.transport=files",
 )
-NEEDS: dict[str, tuple[Need, ...]] = {
-    "gloo": (_SAME_PACKAGE,),
-    "memory": (_SAME_PACKAGE,),
-    "nccl": (
-        _SAME_PACKAGE,
-        Need(
-            "nccl",
-            "NCCL only connects equal versions",
-            "install one NCCL (nvidia-nccl) in both environments, or set sync.transport=files",
-        ),
-        *(
-            Need(
-                name,
-                "all ends of a communicator need the same value",
-                f"start both with the same {name}, or set sync.transport=files",
-            )
-            for name in NCCL_SETTINGS
-        ),
-    ),
+_SETTINGS = [
+    Need(
+        name,
+        "all ends of a communicator need the same value",
+        f"start both with the same {name}, or set sync.transport=files",
+    )
+    for name in NCCL_SETTINGS
+]
+NEEDS: dict[str, list[Need]] = {
+    "gloo": [_PROTOCOL],
+    "memory": [_PROTOCOL],
+    "nccl": [_PROTOCOL, _NCCL, *_SETTINGS],
 }
 """By what carries the bytes. Files need nothing: every message names its format."""
 
 
 def own_facts() -> dict[str, str]:
-    """Of this process."""
-    nccl = torch.distributed.is_nccl_available() and torch.cuda.is_available()
+    """Return this process's facts."""
+    nccl = "none"
+    if torch.distributed.is_nccl_available() and torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
-        "package": qurl_megatron.__version__,
         "protocol": FORMAT,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "none",
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "none",
+        "nccl": nccl,
         **{name: os.environ.get(name, "unset") for name in NCCL_SETTINGS},
     }
 
 
 def disagreement(kind: str, trainer: Mapping[str, str], engine: Mapping[str, str]) -> str | None:
-    """Why two ends cannot be joined, in a sentence; None: they can.
+    """Return why two ends cannot be joined, in a sentence; None if they can.
 
     Args:
-        kind: of ``NEEDS``.
+        kind: a key of ``NEEDS``.
     """
     for need in NEEDS[kind]:
-        theirs, ours = trainer.get(need.name, "unknown"), engine.get(need.name, "unknown")
-        if theirs != ours:
+        ours, theirs = trainer.get(need.name, "unknown"), engine.get(need.name, "unknown")
+        if ours != theirs:
             return (
-                f"the trainer has {need.name} {theirs} (torch {trainer.get('torch')}), the engine "
-                f"{need.name} {ours} (torch {engine.get('torch')}), and {need.why}; {need.fix}"
+                f"the trainer has {need.name} {ours} (torch {trainer.get('torch')}), the engine "
+                f"{need.name} {theirs} (torch {engine.get('torch')}), and {need.reason}; {need.fix}"
             )
     return None
 
 
+def check(kind: str, trainer: Mapping[str, str]) -> None:
+    """Raise ConfigError if this engine and the trainer cannot be joined."""
+    if reason := disagreement(kind, trainer, own_facts()):
+        raise ConfigError(reason)
+
+
 def settle_nccl() -> None:
-    """Give this process SGLang's values where it has none: before its first use of NCCL.
+    """Give this process SGLang's NCCL settings unless it has its own, before it uses NCCL.
 
     Engines started here inherit them.
     """
     for name in NCCL_SETTINGS:
         os.environ.setdefault(name, "0")
-
-
-def check(kind: str, trainer: Mapping[str, str]) -> None:
-    """For an engine that knows what the trainer is made of.
-
-    Raises:
-        ConfigError: the two cannot be joined.
-    """
-    if reason := disagreement(kind, trainer, own_facts()):
-        raise ConfigError(reason)

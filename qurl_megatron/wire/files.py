@@ -1,11 +1,11 @@
 """Buckets as safetensors files in a folder that trainer and engines share.
 
     root/v000012/pp0-tp0-b00003.safetensors   one per training rank and bucket
-    root/v000012/manifest.json                written last, by the publisher; see wire/manifest.py
-    root/receipts/                            what engines leave
+    root/v000012/manifest.json                written last; see wire/manifest.py
+    root/receipts/                            left by engines
 
-A file appears whole, under its name, or not at all. It is not forced to disk: the checksums of its
-slices show a reader the damage after a power cut.
+A file appears whole, under its name, or not at all. It is not forced to disk: checksums show the
+damage after a power cut.
 """
 
 import functools
@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from qurl_megatron.kit import filesystem
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.undertaker import bury, remove
 from qurl_megatron.tensors.formats_on_disk import NAMES
@@ -30,15 +32,14 @@ from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.manifest import MANIFEST, Manifest
 from qurl_megatron.wire.message import ALIGNMENT, Blob, Piece, Receipt, checksum, piece_at, raw
 from qurl_megatron.wire.receipts import collect, leave
-from qurl_megatron.wire.transport import AtOnce, Rank, Site
+from qurl_megatron.wire.transport import Rank, Sender, Site
 
 RECEIPTS = "receipts"
 refusing = functools.partial(filesystem.refusing, key="sync.dir")
 
 
-class FilesSender(AtOnce):
+class FilesSender(Sender):
     kind = "files"
-    cut = False
     lasting = True
 
     def __init__(self, root: Path, rank: str, *, leads: bool, receipt_wait_s: float = 90.0) -> None:
@@ -93,15 +94,9 @@ class FilesSender(AtOnce):
         return Blob({"path": str(path), "offset": len(header)}, size, tuple(pieces))
 
     def seal(self, manifest: Manifest) -> None:
-        """From now on the folder is a version.
-
-        Raises:
-            ConfigError: no room, or no right to write.
-        """
-        path = self.folder / MANIFEST
-        aside = path.with_name(f"{MANIFEST}.tmp")
-        with refusing(path, size=len(manifest.to_json()), half_written=aside):
-            manifest.write(self.folder)
+        path, content = self.folder / MANIFEST, msgspec.json.encode(manifest)
+        with refusing(path, size=len(content)):
+            write_whole(path, content, sync=True)
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         return collect(self.root / RECEIPTS, session, ranks, self.receipt_wait_s)
@@ -118,7 +113,7 @@ class FilesSender(AtOnce):
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that nobody else can enter, where everybody may make folders.
+    """Make a folder that nobody else can enter.
 
     Raises:
         ConfigError: it cannot be made, or is another user's.
@@ -134,7 +129,7 @@ def must_be_ours(path: Path, found: os.stat_result, is_kind) -> None:
 
 
 def versions_root(site: Site) -> Path:
-    """Where versions go: the recipe's folder, else memory if they fit, else the run directory."""
+    """Return the recipe's folder, else one in memory if versions fit, else the run's."""
     name = f"qurl-{site.token}-versions"
     if site.shared:
         return Path(site.shared) / name
@@ -192,7 +187,7 @@ def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:
 
 
 def _header(parts: Sequence[Shard]) -> tuple[bytes, list[tuple[Shard, int]], int]:
-    """A safetensors header, where each part lies after it, and how long that region is.
+    """Return a safetensors header, where each part lies after it, and the bytes of all parts.
 
     Wide formats come first: without gaps, which the format forbids, every tensor then begins at a
     multiple of its element's size.
@@ -214,7 +209,7 @@ def _header(parts: Sequence[Shard]) -> tuple[bytes, list[tuple[Shard, int]], int
 
 
 def _written(descriptor: int, part: Shard, offset: int) -> Piece:
-    """Append a tensor."""
+    """Append a tensor; return it as a piece."""
     data = raw(part.value.cpu())
     _write(descriptor, data.numpy().data)
     return piece_at(part, offset, checksum(data))

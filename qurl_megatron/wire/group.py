@@ -1,10 +1,9 @@
 """Buckets from point to point, over gloo or NCCL, cut to what each engine rank keeps.
 
 Each engine has a link of its own to all training ranks (``link``), so an engine that fails does not
-disturb the others. A link stays open from version to version, and serves one after another;
-before each, its ends meet (``meeting``), and reopen it where one has lost it, or is new. They
-meet in a TCP store that the leading training rank hosts; receipts come back through it. Neither
-side needs a default group, and none that it has is touched.
+disturb the others. A link stays open from version to version. Its ends meet in a TCP store that the
+leading training rank hosts, and receipts come back through it. Neither side needs a default group,
+and none that it has is touched.
 
 Whatever a peer does, die or only stop, every wait ends within its timeout.
 
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,19 +29,16 @@ from torch import Tensor
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.facts import own_facts
-from qurl_megatron.wire.link import Link, open_link
-from qurl_megatron.wire.manifest import Manifest
-from qurl_megatron.wire.meeting import Hello, LinkError, Meeting, patient, still_open
+from qurl_megatron.wire.link import POLL_S, Link, Meeting, Refused, agreed_link
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
 from qurl_megatron.wire.receipts import missing, received
-from qurl_megatron.wire.transport import Failures, Rank, Site
+from qurl_megatron.wire.transport import Failures, Rank, Sender, Site
 
 CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
 
 
 def host_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The leading rank's meeting point, on a free port of the address ``host`` and no other.
+    """Host the leading rank's meeting point, on a free port of the address ``host`` alone.
 
     Raises:
         ConfigError: it is not an address of this machine.
@@ -59,25 +56,20 @@ def host_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def check_host(host: str) -> None:
-    """On the leading rank: ``host_store`` could have its store there.
-
-    Raises:
-        ConfigError: as ``host_store``.
-    """
+    """Raise ConfigError unless ``host_store`` could have its store there."""
     _listen(host).close()
 
 
 def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A connection to it; each holds one wait at a time, so every waiting thread needs its own."""
+    """Connect to the store; a connection holds one wait at a time, so each thread needs its own."""
     return dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
 
 
-class GroupSender:
+class GroupSender(Sender):
     kind = "group"
     cut = True
-    lasting = False
 
     def __init__(
         self,
@@ -104,7 +96,6 @@ class GroupSender:
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s or CONNECT_S[self.device.type]
         self.receipt_wait_s = receipt_wait_s
-        self.opened = 0  # links so far
         self._run = secrets.token_hex(4)  # sent to engines by the leading rank alone
         self._updates = 0  # begun; all ranks count alike, so it makes names that all know
         self._links: dict[str, Link] = {}
@@ -157,15 +148,11 @@ class GroupSender:
                 links = list(pool.map(self._connect, engines.keys(), engines.values()))
             for engine, link in zip(engines, links, strict=True):
                 if isinstance(link, Link):
-                    self.opened += link is not self._links.get(engine)
                     self._links[engine] = link
                 else:
                     self._failures[engine] = link
                     self.drop(engine)
         return dict(self._failures)
-
-    def room(self, index: int, size: int) -> Tensor | None:
-        return None  # each engine rank gets a cut of its own
 
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         assert to is not None, "each engine rank gets blobs of its own"
@@ -204,23 +191,19 @@ class GroupSender:
             # What was on its way may still be read: later buckets get memory of their own.
             self._memory.clear()
 
-    def seal(self, manifest: Manifest) -> None:
-        pass
-
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         deadline = time.monotonic() + self.receipt_wait_s
         receipts = []
         for rank in range(ranks):
             key = _receipt(session, rank)
-            arrived = patient(self.store, key, deadline)
-            receipts.append(
-                received(self.store.get(key), session, rank) if arrived else missing(session, rank)
-            )
+            while not (arrived := self.store.check([key])) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            if arrived:
+                receipts.append(received(self.store.get(key), session, rank))
+            else:
+                receipts.append(missing(session, rank))
             self.store.delete_key(key)
         return receipts
-
-    def finish(self, *, keep: int) -> None:
-        pass  # links stay: the next version takes the same way
 
     def close(self) -> None:
         for engine in list(self._links):
@@ -229,7 +212,7 @@ class GroupSender:
         self._memory.clear()
 
     def _connect(self, engine: str, tp: int) -> Link | str:
-        """The link, or why there is none."""
+        """Return the link, or why there is none."""
         about, old_link = self.describe(engine), self._links.get(engine)
         if old_link is not None and len(old_link.moved) != tp:
             self.drop(engine)
@@ -239,13 +222,13 @@ class GroupSender:
             if store is None:
                 store = join_store(about["host"], about["port"], self.connect_timeout_s)
                 self._stores[engine] = store
-            meeting = _meeting(about, store)
+            meeting = Meeting(about, store)
             if self.rank == 0:
                 meeting.announce(tp)
-            link = _met(about, meeting, old_link, rank=self.rank, tp=tp, device=self.device)
+            link = agreed_link(meeting, old_link, rank=self.rank, tp=tp, device=self.device)
+        except Refused as error:
+            return str(error)
         except (RuntimeError, OSError) as error:  # torch raises these for most failures on the way
-            if isinstance(error, _Refused):
-                return str(error)
             return (
                 f"training rank {self.rank} could not reach its {tp} ranks within "
                 f"{self.connect_timeout_s:g} s: {_gist(error)}"
@@ -317,7 +300,8 @@ class GroupReceiver:
     def report(self, receipt: Receipt) -> None:
         try:
             assert self._store is not None, "a session is on"
-            self._store.set(_receipt(receipt.session, receipt.rank), receipt.to_json())
+            content = msgspec.json.encode(receipt).decode()
+            self._store.set(_receipt(receipt.session, receipt.rank), content)
         except RuntimeError as error:
             raise ConfigError(f"the trainer's store is gone: {_gist(error)}") from None
 
@@ -331,11 +315,11 @@ class GroupReceiver:
         try:
             if self._store is None:
                 self._store = join_store(host, port, wait_s)
-            meeting = _meeting(transport, self._store)
+            meeting = Meeting(transport, self._store)
             rank, tp = transport["senders"] + self._rank, meeting.size()
             old_link, self._link = self._link, None
-            self._link = _met(transport, meeting, old_link, rank=rank, tp=tp, device=self._device)
-        except _Refused as error:
+            self._link = agreed_link(meeting, old_link, rank=rank, tp=tp, device=self._device)
+        except Refused as error:
             raise ConfigError(str(error)) from None
         except (RuntimeError, OSError) as error:
             raise ConfigError(
@@ -349,50 +333,9 @@ class GroupReceiver:
             link.abort()
 
     def _of(self, transport: Mapping[str, Any]) -> list:
-        """What a description has to agree in to be of the same sender, which may be of any kind."""
+        """Return what identifies a sender, of whatever kind, in its description."""
         names = ("kind", "host", "port", "run", "engine", "backend", "senders")
         return [transport.get(name) for name in names]
-
-
-class _Refused(LinkError):
-    """The two ends can never be joined; waiting does not help."""
-
-
-def _meeting(about: Mapping[str, Any], store: dist.Store) -> Meeting:
-    return Meeting(store, about["engine"], about["update"], about["senders"])
-
-
-def _met(
-    about: Mapping[str, Any],
-    meeting: Meeting,
-    held: Link | None,
-    *,
-    rank: int,
-    tp: int,
-    device: torch.device,
-) -> Link:
-    """The link for this version: the one that is held where it still does, else a new one.
-
-    Raises:
-        RuntimeError: there is none; the one that was held is aborted.
-    """
-    hello = Hello("", (), own_facts())
-    if held is not None:
-        hello = Hello(held.id, tuple(held.moved), hello.facts)
-    try:
-        hellos = meeting.attend(rank, tp, hello, about["connect_timeout_s"])
-        if reason := meeting.refusal(about["backend"], hellos):
-            raise _Refused(reason)
-        if held is not None and still_open(hellos, meeting.senders):
-            return held
-    except RuntimeError:
-        if held is not None:
-            held.abort()
-        raise
-    if held is not None:
-        held.abort()
-    link = f"{about['engine']}/{meeting.number}"
-    return open_link(about, meeting.store, link, rank=rank, tp=tp, device=device)
 
 
 def _listen(host: str) -> socket.socket:

@@ -1,15 +1,14 @@
 """An engine belongs to one run: it keeps a lease, which the run that adopted it renews.
 
 The engine itself decides, by its own clock that never jumps, so of two runs that ask at once one
-gets it. A run that ends gives its lease back, and that of a run that was killed lapses after half a
-minute; a run that asks meanwhile cannot tell a dead run from a living one, so it waits for the
-lease to lapse, and is refused as soon as it is renewed instead. Started again in its folder, a run
-is the same run and gets its engines at once.
+gets it. A run that ends gives its lease back; a killed run's lapses after half a minute. A run that
+asks meanwhile cannot tell a dead run from a living one, so it waits for the lease to lapse, and is
+refused as soon as it is renewed instead. Started again in its folder, a run is the same run and
+gets its engines at once.
 
 The engine's answer describes its model's computation, for the run to compare: weights of equal
-shapes load into another model as well.
-
-Engines that a run starts itself need none: they have a key that nobody else knows.
+shapes load into another model as well. Engines that a run starts itself need no lease: they have a
+key that nobody else knows.
 """
 
 import hashlib
@@ -21,11 +20,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.wire.schema import flag, or_none, record, seconds, shortened, text
+from qurl_megatron.kit.record import Malformed, Record, Seconds, convert, shortened
 
 ENDPOINT = "/qurl_lease"
 OWNER = ".owner"  # in a run's folder: source of its token
@@ -40,7 +42,7 @@ class Owner:
 
     @staticmethod
     def of(run_dir: Path) -> "Owner":
-        """The run of a folder; a copy of the folder is another run.
+        """Return the run of a folder; a copy of the folder is another run.
 
         Raises:
             ConfigError: nothing can be written there.
@@ -57,7 +59,7 @@ class Owner:
 
     @staticmethod
     def nobody_else() -> "Owner":
-        """A run without a folder, another one each time."""
+        """Return a run without a folder, another one each time."""
         return Owner(_digest(secrets.token_hex(16)), f"a process on {socket.gethostname()}")
 
 
@@ -65,30 +67,35 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(os.fsencode(text), digest_size=6).hexdigest()
 
 
-@dataclass(frozen=True)
-class LeaseVerdict:
+class LeaseVerdict(Record, frozen=True):
     """An engine's answer to a run that wants it."""
 
     granted: bool
     label: str  # of the run that has it
-    left_s: float  # until the lease of that run lapses, unless it is renewed
-    computes: dict[str, Any] | None = None  # ``tensors.arch.facts_of`` its model, where it says
+    left_s: Seconds  # until the lease of that run lapses, unless it is renewed
+    computes: dict[str, Any] | None = None  # ``tensors.arch.facts_of`` its model, if it says
 
     @staticmethod
     def read(answer: dict) -> "LeaseVerdict":
-        """
+        """Check an answer, and cut its label to a few printable words.
+
         Raises:
             ValueError: it is malformed.
         """
-        granted: Any
-        seconds_left: Any
-        granted, label, seconds_left = (answer.get(key) for key in ("granted", "label", "left_s"))
-        computes = answer.get("computes")
-        if not (
-            flag(granted) and text(label) and seconds(seconds_left) and or_none(record)(computes)
-        ):
-            raise ValueError(f"a malformed answer to a request for a lease: {shortened(answer)}")
-        return LeaseVerdict(granted, shortened(label), float(seconds_left), computes)
+        try:
+            verdict = convert(LeaseVerdict, answer)
+        except Malformed as error:
+            raise ValueError(f"a malformed answer to a request for a lease: {error}") from None
+        return msgspec.structs.replace(verdict, label=shortened(verdict.label))
+
+
+class LeaseRequest(Record, frozen=True):
+    """A run's wish to have an engine for some seconds; 0 gives it back."""
+
+    run: Annotated[str, Meta(min_length=1)]
+    label: str
+    seconds: Annotated[float, Meta(ge=0, le=3600)]
+    take_over: bool = False
 
 
 class Lease:
@@ -105,27 +112,25 @@ class Lease:
         self._run, self._label, self._until = "", "", 0.0
 
     def ask(self, body: Any) -> dict[str, Any]:
-        """Grant it to the run that asks, or say who has it.
+        """Grant the lease to the run that asks, or name the run that has it.
 
         Raises:
             ConfigError: the request is malformed.
         """
-        seconds: Any
-        run, label, seconds = (
-            (body.get(key) for key in ("run", "label", "seconds"))
-            if isinstance(body, dict)
-            else (None,) * 3
-        )
-        numeric = type(seconds) in (int, float) and 0 <= seconds <= 3600
-        if not (isinstance(run, str) and run and isinstance(label, str) and numeric):
-            raise ConfigError("a lease needs run and label, and seconds from 0 to 3600")
+        try:
+            request = convert(LeaseRequest, body)
+        except Malformed as error:
+            raise ConfigError(
+                f"a lease needs run and label, and seconds from 0 to 3600: {error}"
+            ) from None
         with self._lock:
             now = self._clock()
-            free = now >= self._until or self._run == run
-            if free or body.get("take_over") is True:
-                self._run, self._label, self._until = run, shortened(label), now + seconds
+            free = now >= self._until or self._run == request.run
+            if free or request.take_over:
+                self._run, self._label = request.run, shortened(request.label)
+                self._until = now + request.seconds
             return {
-                "granted": self._run == run,
+                "granted": self._run == request.run,
                 "label": self._label,
                 "left_s": max(0.0, self._until - now),
                 "computes": self._computes,

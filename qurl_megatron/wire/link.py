@@ -1,9 +1,16 @@
 """One process group between all training ranks (first) and the ranks of one engine (after them).
 
+Before every version the ends of a link compare notes: who is present, what they run, and whether
+the link can be reused. Each end leaves one line in a store and reads everybody's, so all come to
+the same conclusion: a link that every end holds, and over which as much has come as was sent, stays
+open; otherwise all open the same new one. It may have been dropped at one end alone, the engine may
+be another process under its old name, and what an abandoned version left in a link must never be
+taken for the next one's.
+
 gloo connects every pair when the group is made. NCCL would make a communicator for each pair that
 sends, at its first message, and block indefinitely on the peer meanwhile. So the group's one
-communicator is made here, at once, it serves all pairs, and an empty greeting from every training
-rank to every engine rank opens what NCCL opens late; all of it under a deadline.
+communicator is made at once, serves all pairs, and an empty greeting from every training rank to
+every engine rank opens what NCCL opens late; all of it under a deadline.
 
 Every wait on a link ends, and a link that failed is aborted, so that no kernel keeps waiting on the
 GPU. A failure of one link leaves the others alone.
@@ -18,16 +25,142 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.kit.network import own_address
-from qurl_megatron.wire.meeting import POLL_S, LinkError
+from qurl_megatron.kit.record import Count, Malformed, Record, decode
+from qurl_megatron.wire.facts import disagreement, own_facts
 
+POLL_S = 0.001
+KEPT = 2  # meetings whose lines stay in the store: a late end may still read the one before
 GREETING = 2**30  # tag; far above the number of any bucket
 ABORT_S = 30.0
 GRACE_S = 0.1
+
+
+class LinkError(RuntimeError):
+    """Why a link cannot be opened or used; a RuntimeError as all of torch's are."""
+
+
+class Refused(LinkError):
+    """The two ends can never be joined; waiting does not help."""
+
+
+class Hello(Record, frozen=True):
+    """One end's line."""
+
+    link: str  # the one it holds; "": none
+    moved: tuple[Count, ...]  # messages sent to (come from) each rank of the other side over it
+    facts: dict[str, str]
+
+
+def read_hello(content: bytes) -> Hello:
+    """Parse one end's line.
+
+    Raises:
+        LinkError: it is of another version of this package.
+    """
+    try:
+        return decode(Hello, content)
+    except Malformed as error:
+        raise LinkError(f"an end of the link sent a malformed line: {error}") from None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ends of one link meet for one version."""
+
+    about: Mapping[str, Any]  # ``GroupSender.describe``
+    store: dist.Store
+
+    def announce(self, tp: int) -> None:
+        """On the leading training rank: say how many ranks the engine has."""
+        self.store.set(self._key("size"), str(tp))
+
+    def size(self) -> int:
+        """Return the number of the engine's ranks; waits as long as the store does.
+
+        Raises:
+            RuntimeError: the trainer did not say.
+        """
+        return int(self.store.get(self._key("size")))
+
+    def attend(self, rank: int, tp: int, hello: Hello) -> list[Hello]:
+        """Return everybody's lines, by rank: training ranks first, then the engine's.
+
+        Raises:
+            LinkError: somebody did not come in time; names them.
+        """
+        self.store.set(self._key(rank), msgspec.json.encode(hello).decode())
+        old = self.about["update"] - KEPT - 1
+        self.store.delete_key(self._key(rank, old))
+        if rank == 0:
+            self.store.delete_key(self._key("size", old))
+        keys = [self._key(other) for other in range(self.about["senders"] + tp)]
+        try:
+            self.store.wait(keys, timedelta(seconds=self.about["connect_timeout_s"]))
+        except RuntimeError as error:
+            late = [self._who(other) for other, key in enumerate(keys) if not self._has(key)]
+            raise LinkError(f"{', '.join(late)} did not come" if late else str(error)) from None
+        return [read_hello(content) for content in self.store.multi_get(keys)]
+
+    def _has(self, key: str) -> bool:
+        return self.store.check([key])
+
+    def _who(self, rank: int) -> str:
+        senders = self.about["senders"]
+        if rank < senders:
+            return f"training rank {rank}"
+        return f"engine rank {rank - senders}"
+
+    def _key(self, what: int | str, number: int | None = None) -> str:
+        if number is None:
+            number = self.about["update"]
+        return f"meeting/{number}/{self.about['engine']}/{what}"
+
+
+def agreed_link(
+    meeting: Meeting, current: "Link | None", *, rank: int, tp: int, device: torch.device
+) -> "Link":
+    """Return the link for this version: the current one if it can be reused, else a new one.
+
+    Raises:
+        RuntimeError: there is none; the current one is aborted.
+    """
+    about = meeting.about
+    hello = Hello("", (), own_facts())
+    if current is not None:
+        hello = Hello(current.id, tuple(current.moved), hello.facts)
+    try:
+        hellos = meeting.attend(rank, tp, hello)
+        for other in hellos[1:]:
+            if reason := disagreement(about["backend"], hellos[0].facts, other.facts):
+                raise Refused(reason)
+        if current is not None and still_open(hellos, about["senders"]):
+            return current
+    except RuntimeError:
+        if current is not None:
+            current.abort()
+        raise
+    if current is not None:
+        current.abort()
+    link = f"{about['engine']}/{about['update']}"
+    return open_link(about, meeting.store, link, rank=rank, tp=tp, device=device)
+
+
+def still_open(hellos: Sequence[Hello], senders: int) -> bool:
+    """True if all hold the same link, and all that was sent over it has come."""
+    links = {hello.link for hello in hellos}
+    if len(links) > 1 or "" in links:
+        return False
+    for source in range(senders):
+        for rank in range(len(hellos) - senders):
+            if hellos[source].moved[rank] != hellos[senders + rank].moved[source]:
+                return False
+    return True
 
 
 @dataclass
@@ -54,9 +187,10 @@ class Link:
         return self._at_once(self.group.send, messages, tag)
 
     def receive(self, messages: Sequence[tuple[int, Tensor]], tag: int, deadline: float) -> None:
-        """
+        """Wait for messages from the given ranks of the group.
+
         Raises:
-            RuntimeError: it is broken, or nothing came in time.
+            RuntimeError: the link is broken, or nothing came in time.
         """
         if self.device.type == "cpu":
             works = [self.group.recv([memory], rank, tag) for rank, memory in messages]
@@ -68,7 +202,7 @@ class Link:
     def _at_once(
         self, move: Callable, messages: Sequence[tuple[int, Tensor]], tag: int
     ) -> list[dist.Work]:
-        """One after another they would wait for each other: a communicator has one stream."""
+        """Begin all moves together: one after another they would wait for each other."""
         self.group._start_coalescing()
         try:
             for rank, memory in messages:
@@ -96,7 +230,7 @@ class Link:
         work.wait()
 
     def abort(self) -> None:
-        """Nothing moves on it any more; what waits for it fails."""
+        """Stop all that moves on it; whatever waits for it fails."""
         self.sending.clear()
         if self.device.type == "cpu":
             self.group.abort()
@@ -116,7 +250,7 @@ def open_link(
     tp: int,
     device: torch.device,
 ) -> Link:
-    """Join the new link; every end calls it, with its rank in the group.
+    """Open a new link; every end calls it, with its rank in the group.
 
     Args:
         about: ``GroupSender.describe``.
@@ -150,11 +284,10 @@ def open_link(
 
 
 def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any] | None = None) -> Any:
-    """Run ``act`` in a thread and return its result: calls into NCCL take no deadline and cannot be
-    stopped.
+    """Run ``act`` in a thread and return its result: NCCL's calls take no deadline.
 
     Args:
-        late: called there, where ``act`` comes back after all when nobody waits for it any more.
+        late: called in the thread if ``act`` returns when nobody waits for it any more.
 
     Raises:
         LinkError: it took longer. The thread stays until ``act`` returns.
@@ -213,7 +346,7 @@ def _nccl_group(store: dist.Store, rank: int, size: int) -> "dist.ProcessGroupNC
 
 
 class _Unwatched:
-    """Inside, NCCL groups are made whose watchdog ends no process.
+    """A block in which NCCL groups are made whose watchdog ends no process.
 
     torch reads that from the environment, which all threads share: the first one in sets it, the
     last one out puts back what was there. Nobody waits for another here, since ranks that make

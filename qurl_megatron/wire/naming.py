@@ -1,8 +1,7 @@
-"""Names of the weights that engines have: a version's number and whose it is, "12@9f86d081".
+"""Names of weight versions in engines: the number and the run's token, "12@9f86d081".
 
-In the middle of an update it is "updating-12@9f86d081". The part behind the @ is the token of a
-run: the same each time it is started again in its folder, and another for every other run. So no
-answer from another run's weights passes for one of this run.
+In the middle of an update it is "updating-12@9f86d081". A run keeps its token when it is started
+again in its folder, and no other run has it, so an answer from another run's weights is told apart.
 """
 
 import re
@@ -32,11 +31,11 @@ class Names:
         return f"{version}@{self.token}"
 
     def updating(self, version: int) -> str:
-        """While weights are of two versions."""
+        """Return the name while weights are of two versions."""
         return f"updating-{self.of(version)}"
 
     def number(self, name: object) -> int | Mixed | None:
-        """The version of that name, UNKNOWN_VERSION where no run gave it, or None: another's."""
+        """Return a name's version, UNKNOWN_VERSION if no run gave it, None if another run did."""
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             return UNKNOWN_VERSION

@@ -1,28 +1,30 @@
-"""Receipts as small files, for the transports that have no connection to send them back on."""
+"""Receipts as small files, for transports that have no connection to send them back on."""
 
 import contextlib
 import os
 import time
 from pathlib import Path
 
+import msgspec
+
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.wire.message import Receipt
-from qurl_megatron.wire.schema import shortened
+from qurl_megatron.kit.record import Malformed, decode, shortened
+from qurl_megatron.wire.message import SAME_PACKAGE, Receipt
 
 POLL_S = 0.01
-SLOWEST_POLL_S = 1.0  # a folder that is remembered for a minute is not asked for ever faster
+SLOWEST_POLL_S = 1.0
 
 
 def leave(folder: Path, receipt: Receipt) -> None:
-    """Write one aside and rename it: a reader that finds it finds all of it.
+    """Write a receipt whole.
 
     Raises:
         ConfigError: it cannot be written there.
     """
     path = folder / _name(receipt.session, receipt.rank)
     try:
-        write_whole(path, receipt.to_json())
+        write_whole(path, msgspec.json.encode(receipt))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror}); trainer and engines must share that "
@@ -33,15 +35,17 @@ def leave(folder: Path, receipt: Receipt) -> None:
 def collect(folder: Path, session: str, ranks: int, wait_s: float) -> list[Receipt]:
     """Take the receipts of a session; one that is not there after ``wait_s`` is an error.
 
-    Names are never used twice, so the first look for one asks the server of a network filesystem:
-    it is there, for an engine leaves it before it answers. A listing may be a minute old, and so
-    may the answer that a name is absent, unless the folder is opened again before the next look.
+    Names are never used twice, so the first look for one asks the server of a network filesystem,
+    and an engine leaves its receipt before it answers. The answer that a name is absent may be
+    remembered for a minute, unless the folder is opened again before the next look.
     """
     deadline = time.monotonic() + wait_s
     by_rank: dict[int, Receipt] = {}
     pause_s = POLL_S
     while True:
-        for rank in sorted(set(range(ranks)) - by_rank.keys()):
+        for rank in range(ranks):
+            if rank in by_rank:
+                continue
             path = folder / _name(session, rank)
             with contextlib.suppress(FileNotFoundError):
                 by_rank[rank] = received(path.read_bytes(), session, rank)
@@ -64,12 +68,13 @@ def _refresh(folder: Path) -> None:
         os.close(opened)
 
 
-def received(text: bytes, session: str, rank: int) -> Receipt:
-    """What an engine rank left; nonsense is that engine's error, and no other's."""
+def received(content: bytes, session: str, rank: int) -> Receipt:
+    """Read what an engine rank left; nonsense is that engine's error, and no other's."""
     try:
-        receipt = Receipt.from_json(text)
-    except ConfigError as error:
-        return Receipt(session, rank, str(error), 0, 0.0)
+        receipt = decode(Receipt, content)
+    except Malformed as error:
+        reason = f"an engine left a malformed receipt ({error}); {SAME_PACKAGE}"
+        return Receipt(session, rank, reason, 0, 0.0)
     if (receipt.session, receipt.rank) != (session, rank):
         whose = f"of rank {receipt.rank} in {shortened(receipt.session)}"
         return Receipt(session, rank, f"engine rank {rank} left a receipt {whose}", 0, 0.0)

@@ -4,40 +4,16 @@ A range is a predicate, and a table of them describes an object.
 """
 
 import math
-import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
-from qurl_megatron.kit.errors import printable
+from qurl_megatron.kit.record import LARGEST
+from qurl_megatron.kit.record import Malformed as Malformed
+from qurl_megatron.kit.record import shortened as shortened
 
 Range = Callable[[Any], bool]
-LONGEST = 200  # characters of outside text, in a sentence
-LONGEST_BYTES = 1 << 16  # that are looked at for these
-LARGEST = 1 << 48  # of counts and sizes: the product of some of them is still an ordinary number
-
-
-class _Repr(reprlib.Repr):
-    def repr_str(self, x: str, level: int) -> str:
-        return super().repr_str(printable(x), level)  # while a key in it is whole
-
-
-_REPR = _Repr()
-_REPR.maxother = _REPR.maxstring = LONGEST
-
-
-class Malformed(ValueError):
-    """What came is not what it should be; says in which field."""
-
-
-def shortened(value: object) -> str:
-    """A few printable words of it: texts as they are, bytes as text, anything else as Python
-    writes it."""
-    if isinstance(value, bytes):
-        value = value[:LONGEST_BYTES].decode(errors="replace")
-    words = " ".join(printable(value if isinstance(value, str) else _REPR.repr(value)).split())
-    return words if len(words) <= LONGEST else f"{words[: LONGEST - 3]}..."
 
 
 def text(value: Any) -> bool:

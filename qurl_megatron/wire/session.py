@@ -1,13 +1,13 @@
 """One weight update as an engine rank takes it in, whatever kind of engine that is.
 
 A session is one publication to one engine. Its pieces are copied into the live weights as they
-come, each after its checksum was verified, and what they cover is written down; "check" then asks
-for a receipt, and only where every rank's is clean does the trainer let the engine generate again.
+come, each after its checksum was verified, and their places are recorded. "check" then asks for a
+receipt, and only if every rank's is clean does the trainer let the engine generate again.
 
-An exception here would end SGLang's scheduler, and with it every request. So whatever goes wrong is
-remembered, the first cause first, and reported in the receipt. The rest of such a session is
-fetched, because a sender may be waiting for that, and dropped; the next session starts from
-scratch, and a whole one repairs whatever a broken one left.
+An exception here would end SGLang's scheduler, and with it every request. So the first error of a
+session is kept and reported in its receipt. The rest of such a session is fetched, because a sender
+may be waiting for that, and dropped; the next session starts from scratch, and a whole one repairs
+whatever a broken one left.
 
 Messages are JSON, and bytes are only ever viewed as numbers: nothing is unpickled here.
 """
@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -24,16 +24,49 @@ from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
+from qurl_megatron.wire.files import FilesReceiver, FilesSender
+from qurl_megatron.wire.group import GroupReceiver, GroupSender
 from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, checksum, piece_of
-from qurl_megatron.wire.transport import Receiver
-from qurl_megatron.wire.transports import open_receiver
+from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender
+from qurl_megatron.wire.transport import Receiver, Sender
 
 logger = logging.getLogger(__name__)
 
 Open = Callable[[dict, int], Receiver]
 """Opens this rank's end of ``Message.transport``."""
 
+
+class Transport(NamedTuple):
+    """Both ends of one way for the bytes."""
+
+    sender: type[Sender]
+    receiver: Open
+
+
+TRANSPORTS = {
+    "memory": Transport(MemorySender, MemoryReceiver),
+    "files": Transport(FilesSender, FilesReceiver),
+    "group": Transport(GroupSender, GroupReceiver),
+}
 _NAMED = 3  # tensors named in one error; a shard that is missing lacks hundreds
+
+
+def open_receiver(transport: dict[str, Any], rank: int) -> Receiver:
+    """Open the engine's end of the transport that ``Sender.describe`` describes.
+
+    Args:
+        rank: this engine's tensor-parallel rank.
+
+    Raises:
+        ConfigError: no such transport, or its other end cannot be reached in time.
+    """
+    kind = transport.get("kind")
+    if kind not in TRANSPORTS:
+        raise ConfigError(f"transport {kind!r} is unknown; this engine has {', '.join(TRANSPORTS)}")
+    try:
+        return TRANSPORTS[kind].receiver(transport, rank)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"the description of transport {kind} is malformed: {error!r}") from None
 
 
 class LiveWeights(Protocol):
@@ -47,23 +80,24 @@ class LiveWeights(Protocol):
         """
 
     def targets(self) -> Mapping[str, Shard]:
-        """What this rank holds of every tensor that an update must bring, by its Hugging Face name;
-        values are views into live memory, which never moves.
+        """Return this rank's part of every tensor that an update must bring, by Hugging Face name.
+
+        The values are views into live memory, which never moves.
 
         Raises:
             ConfigError: a part of the model is not understood.
         """
 
     def takes(self, target: Shard, dtype: torch.dtype) -> bool:
-        """True where values of ``dtype`` may be copied into this target."""
+        """True if values of ``dtype`` may be copied into this target."""
 
     def finish(self) -> None:
-        """All of an update is there: make the weights what a forward pass reads."""
+        """Make a whole update the weights that a forward pass reads."""
 
 
 @dataclass
 class UpdateSession:
-    """One publication, as far as this rank has got with it."""
+    """One publication, as far as this rank has taken it in."""
 
     id: str
     weights: LiveWeights
@@ -82,7 +116,7 @@ class UpdateSession:
             self.error = error
 
     def needs(self, piece: Piece) -> bool:
-        """True also for a piece that ``take`` will refuse."""
+        """True if the piece has a part for this rank, or ``take`` will refuse it."""
         target = self.targets.get(piece.name)
         if target is None or len(piece.shape) != len(target.shape):
             return True
@@ -118,23 +152,20 @@ class UpdateSession:
         self.bytes += part.elements * target.value.element_size()
 
     def complete(self, buckets: int) -> None:
-        """Fail where one of so many buckets, or a part of a tensor, has not come."""
+        """Fail unless so many buckets, and all of every tensor, have come."""
         absent = sorted(set(range(buckets)) - self.buckets)
         if absent:
             self.fail(f"bucket {absent[0]} of {buckets} did not arrive")
-        missing = [
-            (name, arrived)
-            for name, target in self.targets.items()
-            if (arrived := sum(part.elements for part in self.covered.get(name, ())))
-            != target.value.numel()
-        ]
-        if missing:
-            gaps = [
-                f"{name} ({'none' if not arrived else 'a part only'} of it arrived)"
-                for name, arrived in missing[:_NAMED]
-            ]
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            self.fail(f"the update is incomplete: {', '.join(gaps)}{more}")
+        gaps = []
+        for name, target in self.targets.items():
+            arrived = sum(part.elements for part in self.covered.get(name, ()))
+            if not arrived and target.value.numel():
+                gaps.append(f"{name} (none of it arrived)")
+            elif arrived != target.value.numel():
+                gaps.append(f"{name} (a part only of it arrived)")
+        if gaps:
+            more = f" and {len(gaps) - _NAMED} more" if len(gaps) > _NAMED else ""
+            self.fail(f"the update is incomplete: {', '.join(gaps[:_NAMED])}{more}")
 
     def receipt(self) -> Receipt:
         return Receipt(
@@ -162,10 +193,7 @@ class UpdateSession:
 
 
 class UpdateEnd:
-    """An engine rank's end of all updates: its weights, the session, and the way to the sender.
-
-    The way is kept from version to version.
-    """
+    """An engine rank's end of all updates; its receiver is kept from version to version."""
 
     def __init__(self, weights: LiveWeights, opened: Open = open_receiver) -> None:
         self._weights, self._open = weights, opened
@@ -175,7 +203,7 @@ class UpdateEnd:
 
     @torch.no_grad()
     def handle(self, message: Message) -> None:
-        """One message; never raises for what it brings."""
+        """Take in one message; never raises for its content."""
         started = time.perf_counter()
         session = self._session
         if session is None or session.id != message.session:
@@ -184,7 +212,13 @@ class UpdateEnd:
                 return
             session = self._begin(message)
         try:
-            self._act(session, message)
+            match message.action:
+                case "bucket":
+                    self._bucket(session, message)
+                case "check":
+                    session.complete(message.index)
+                case "finish":
+                    self._weights.finish()
         except Exception as error:  # it would end the scheduler, and all requests with it
             logger.exception("weight update %s", session.id)
             session.fail(f"{message.action} failed: {error!r}")
@@ -193,7 +227,7 @@ class UpdateEnd:
             self._report(session)
 
     def _begin(self, message: Message) -> UpdateSession:
-        """The first message of a session opens the transport, whatever its action."""
+        """Open the transport for a session's first message, whatever its action."""
         if self._session is not None:
             self._past.add(self._session.id)
             if self._session.unreachable:
@@ -201,7 +235,9 @@ class UpdateEnd:
         session = self._session = UpdateSession(message.session, self._weights)
         try:
             session.rank = self._weights.tensor_rank()
-            self._reach(message.transport, session.rank)
+            if self._receiver is None or not self._receiver.follow(message.transport):
+                self._release()
+                self._receiver = self._open(message.transport, session.rank)
             session.targets = self._weights.targets()
         except ConfigError as error:
             session.fail(str(error))
@@ -210,19 +246,11 @@ class UpdateEnd:
             session.fail(repr(error))
         return session
 
-    def _act(self, session: UpdateSession, message: Message) -> None:
-        match message.action:
-            case "bucket":
-                self._bucket(session, message)
-            case "check":
-                session.complete(message.index)
-            case "finish":
-                self._weights.finish()
-
     def _bucket(self, session: UpdateSession, message: Message) -> None:
         if message.index in session.buckets:
             session.fail(f"bucket {message.index} came twice")
         session.buckets.add(message.index)
+        assert isinstance(message.blobs, tuple), "a message that came is decoded"
         for blob in message.blobs:
             data = self._fetch(session, blob)
             if data is None:
@@ -238,7 +266,7 @@ class UpdateEnd:
             torch.cuda.synchronize()  # the sender may overwrite the bytes once this is answered
 
     def _fetch(self, session: UpdateSession, blob: Blob) -> Tensor | None:
-        """The blob's bytes; None where there is nothing in it for this rank, or no way to it."""
+        """Return the blob's bytes; None if nothing in it is for this rank, or it is lost."""
         if self._receiver is None or session.unreachable:
             return None
         if session.error is None and not any(map(session.needs, blob.pieces)):
@@ -249,16 +277,6 @@ class UpdateEnd:
             session.unreachable = True
             session.fail(str(error))
             return None
-
-    def _reach(self, transport: dict, rank: int) -> None:
-        """
-        Raises:
-            ConfigError: the sender's end cannot be opened.
-        """
-        if self._receiver is not None and self._receiver.follow(transport):
-            return
-        self._release()
-        self._receiver = self._open(transport, rank)
 
     def _release(self) -> None:
         receiver, self._receiver = self._receiver, None
@@ -278,9 +296,9 @@ class UpdateEnd:
             logger.exception("weight update %s: no receipt could be left", session.id)
 
 
-def pointers(found: Mapping[str, Shard]) -> str:
-    """Checksum over where everything lies; equal before and after an update that moved nothing."""
-    places = [(name, t.value.data_ptr(), t.value.stride()) for name, t in sorted(found.items())]
+def pointers(targets: Mapping[str, Shard]) -> str:
+    """Return a checksum of all addresses, which an update must not change."""
+    places = [(name, t.value.data_ptr(), t.value.stride()) for name, t in sorted(targets.items())]
     return xxhash.xxh3_128_hexdigest(repr(places).encode())
 
 

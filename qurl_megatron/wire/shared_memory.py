@@ -27,7 +27,7 @@ from qurl_megatron.wire.facts import check, own_facts
 from qurl_megatron.wire.files import RECEIPTS, mapped, must_be_ours, private_folder
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
 from qurl_megatron.wire.receipts import collect, leave
-from qurl_megatron.wire.transport import AtOnce, Rank, Site
+from qurl_megatron.wire.transport import Rank, Sender, Site
 
 refusing = functools.partial(filesystem.refusing, key="sync.transport=files and sync.dir")
 
@@ -36,10 +36,9 @@ def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:
     return root / f"qurl-{token}"
 
 
-class MemorySender(AtOnce):
+class MemorySender(Sender):
     kind = "memory"
-    cut = False
-    lasting = False
+    one_machine = True
 
     def __init__(
         self,
@@ -69,14 +68,17 @@ class MemorySender(AtOnce):
             bury(self.folder)
         with refusing(self.folder, size=0):
             (self.folder / RECEIPTS).mkdir(exist_ok=True)
-        on_gpu = torch.device(device).type == "cuda"
+        device = torch.device(device)
+        on_gpu = device.type == "cuda"
         if on_gpu and (setting := expandable_segments(os.environ)):
             raise ConfigError(
                 "sync.transport=memory shares GPU memory by CUDA IPC, which engines cannot open "
                 f"with {setting}; leave expandable_segments out, or set sync.transport=files"
             )
         slot = _CudaSlot if on_gpu else _FileSlot
-        self._slots = [slot(self.folder / f"rank{rank}-{i}", device) for i in range(SLOTS)]
+        self._slots: list[_Slot] = []
+        for number in range(SLOTS):
+            self._slots.append(slot(self.folder / f"rank{rank}-{number}", device))
 
     @classmethod
     def open(cls, site: Site) -> "MemorySender":
@@ -92,9 +94,6 @@ class MemorySender(AtOnce):
             "facts": self._facts,
         }
 
-    def begin(self, version: int) -> None:
-        pass  # its first buckets overwrite whatever is there
-
     def room(self, index: int, size: int) -> Tensor | None:
         try:
             return self._slots[index % SLOTS].of(size)
@@ -105,13 +104,10 @@ class MemorySender(AtOnce):
         planned, size = lay_out(parts)
         slot = self._slots[index % SLOTS]
         pieces = fill(slot.of(size), planned, [part.value for part in parts])
-        return Blob(slot.where(), size, pieces)
+        return Blob(slot.where, size, pieces)
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
         return collect(self.folder / RECEIPTS, session, ranks, self.receipt_wait_s)
-
-    def finish(self, *, keep: int) -> None:
-        pass
 
     def close(self) -> None:
         for slot in self._slots:
@@ -132,9 +128,8 @@ class MemoryReceiver:
 
     def fetch(self, blob: Blob) -> Tensor:
         key = blob.where["slot"]
-        memory = self._open[key][1] if key in self._open else None
-        # It grew, or a trainer was restarted.
-        if memory is None or self._open[key][0] != blob.where:
+        where, memory = self._open.get(key, (None, None))
+        if memory is None or where != blob.where:  # it grew, or a trainer was restarted
             self._open.pop(key, None)
             if "cuda" in blob.where:
                 memory = _open_cuda(blob.where, self._transport["facts"])
@@ -152,70 +147,65 @@ class MemoryReceiver:
         self._open.clear()
 
 
-class _FileSlot:
-    def __init__(self, path: Path, device: torch.device | str) -> None:
-        self._path = path
+class _Slot:
+    """Memory for one bucket, which grows to the largest it has held."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._path, self._device = path, device
         self._memory: Tensor | None = None
-        self._where: dict[str, Any] = {}
+        self.where: dict[str, Any] = {}  # ``Blob.where``
 
     def of(self, size: int) -> Tensor:
-        if self._memory is None or len(self._memory) < size:
-            self._grow(max(size, 1))
-        assert self._memory is not None
-        return self._memory
+        """Return memory of at least ``size`` bytes.
 
-    def where(self) -> dict[str, Any]:
-        return self._where
+        Raises:
+            ConfigError: no room.
+        """
+        if self._memory is None or len(self._memory) < size:
+            self.close()
+            self._memory = self._made(max(size, 1))
+        return self._memory
 
     def close(self) -> None:
         self._memory = None
         self._path.unlink(missing_ok=True)
 
-    def _grow(self, size: int) -> None:
-        """A new file: a process that still maps the old one keeps it, and sees by the inode that
-        it is old."""
-        self.close()
+    def _made(self, size: int) -> Tensor:
+        raise NotImplementedError
+
+
+class _FileSlot(_Slot):
+    def _made(self, size: int) -> Tensor:
+        # A process that still maps the old file keeps it, and sees by the inode that it is old.
         with refusing(self._path, size=size, half_written=self._path):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             try:
                 # Reserved, not only sized: a write to memory that is not there ends the process.
                 os.posix_fallocate(file, 0, size)
-                self._where = {
-                    "slot": str(self._path),
-                    "inode": os.fstat(file).st_ino,
-                    "size": size,
-                }
-                self._memory = mapped(file, size, writable=True)
+                inode = os.fstat(file).st_ino
+                self.where = {"slot": str(self._path), "inode": inode, "size": size}
+                return mapped(file, size, writable=True)
             finally:
                 os.close(file)
 
 
-class _CudaSlot:
+class _CudaSlot(_Slot):
     """Shared as torch.multiprocessing shares a CUDA tensor, its arguments sent as JSON."""
 
-    def __init__(self, path: Path, device: torch.device | str) -> None:
-        self._path, self._device = path, torch.device(device)
-        self._memory: Tensor | None = None
-        self._where: dict[str, Any] = {}
-
-    def of(self, size: int) -> Tensor:
-        if self._memory is None or len(self._memory) < size:
-            self.close()
-            self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
-            index, *shared = self._memory.untyped_storage()._share_cuda_()
-            self._where = {
-                "slot": str(self._path),
-                "cuda": str(torch.cuda.get_device_properties(index).uuid),
-                "shared": [_text(x) if isinstance(x, bytes) else x for x in shared],
-                "size": len(self._memory),
-            }
-        return self._memory
-
-    def where(self) -> dict[str, Any]:
-        return self._where
-
-    def close(self) -> None:
-        self._memory = None
+    def _made(self, size: int) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        index, *shared = memory.untyped_storage()._share_cuda_()
+        arguments = []
+        for value in shared:
+            as_text = isinstance(value, bytes)
+            arguments.append(base64.b64encode(value).decode() if as_text else value)
+        self.where = {
+            "slot": str(self._path),
+            "cuda": str(torch.cuda.get_device_properties(index).uuid),
+            "shared": arguments,
+            "size": size,
+        }
+        return memory
 
 
 def _open_file(where: dict[str, Any]) -> Tensor:
@@ -263,7 +253,3 @@ def _open_cuda(where: dict[str, Any], trainer: Mapping[str, str]) -> Tensor:
             "set sync.transport=files"
         ) from None
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

@@ -1,10 +1,11 @@
-"""The ways a bucket's bytes take from a training rank to an engine rank; one file, both ends each.
+"""What a transport is: how a bucket's bytes get from a training rank to an engine rank.
 
     files    safetensors on a shared filesystem: the newest versions stay
     memory   two buckets of memory that both processes map: one machine
     group    point to point over gloo or NCCL: several machines, nothing but the network
 
-A sender lives in a training rank, a receiver in an engine rank. Neither knows Megatron or SGLang.
+Each is a module with both ends, and a row of ``wire.session.TRANSPORTS``: a sender lives in a
+training rank, a receiver in an engine rank. Neither knows Megatron or SGLang.
 
 One publication, for every kind alike (``L`` on the leading rank alone, the rest on all)::
 
@@ -14,7 +15,7 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
     put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
     ...                         the ranks make bucket i + 1 meanwhile
     settle()                    L awaits the calls
-    seal(manifest)              L, where what was put lasts
+    seal(manifest)              L, if what was put lasts
     receipts(session, ranks)    L, after "check"
     finish(keep=...)
 
@@ -25,7 +26,7 @@ when the lead learned of it otherwise; the way to the others stays open.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,12 +39,12 @@ Rank = tuple[int, int]
 """An engine's TP size and a rank in it. All engines of one size need the same cuts."""
 
 Failures = dict[str, str]
-"""Engine -> why it has no part in this publication any more."""
+"""Engine -> why it takes no part in this publication any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a training rank knows where it opens its end; the settings are ``sync``'s."""
+    """What a training rank knows when it opens its end; the settings are ``sync``'s."""
 
     rank: int
     size: int  # training ranks
@@ -51,9 +52,9 @@ class Site:
     device: torch.device  # where the weights are
     name: str  # of this rank, for files
     run_dir: Path
-    token: str  # names what the run shares with its engines; no other run has it
+    token: str  # names what the run shares with its engines; unique to the run
     one_machine: bool  # all ranks, and engines that the run starts itself
-    bytes: int  # that the versions which are kept have at most, together
+    bytes: int  # upper bound on all versions that are kept, together
     share: Callable[[Any], Any]
     """Return the leading rank's value on every rank; all call it together."""
 
@@ -63,18 +64,26 @@ class Site:
     timeout_s: float  # rollout.update_timeout_s
 
 
-class Sender(Protocol):
-    """One training rank's end."""
+class Sender:
+    """One training rank's end. A transport whose engines find the bytes by themselves overrides
+    only ``describe``, ``begin``, ``put``, ``receipts``, ``finish`` and ``close``."""
 
-    kind: str
-    cut: bool  # True: each engine rank gets blobs of its own, cut to what it needs
-    lasting: bool  # True: blobs stay until the next version
+    kind: ClassVar[str]
+    cut: ClassVar[bool] = False  # each engine rank gets blobs of its own, cut to what it needs
+    lasting: ClassVar[bool] = False  # blobs stay until the next version
+    one_machine: ClassVar[bool] = False  # it reaches no further
+
+    @classmethod
+    def open(cls, site: Site) -> "Sender":
+        """Open this rank's end; all training ranks call it together."""
+        raise NotImplementedError
 
     def describe(self, engine: str) -> dict[str, Any]:
-        """``Message.transport``: what a receiver needs to open its end, and to leave receipts."""
+        """Return ``Message.transport``: what a receiver needs to open its end."""
+        raise NotImplementedError
 
     def begin(self, version: int) -> None:
-        """A new version: whatever an unfinished one left is dropped."""
+        """Start a new version, and drop whatever an unfinished one left."""
 
     def connect(self, engines: Mapping[str, int]) -> Failures:
         """Open the way to these engines, given their TP sizes, and to no others.
@@ -82,13 +91,15 @@ class Sender(Protocol):
         What is open already stays so. All training ranks call it together with the same engines,
         while these handle "connect".
         """
+        return {}
 
     def room(self, index: int, size: int) -> Tensor | None:
-        """Memory for a bucket of up to ``size`` bytes, uint8, 1-D, that ``put`` will send.
+        """Return memory for a bucket of up to ``size`` bytes, uint8, 1-D, that ``put`` will send.
 
-        Parts that are made there, in their order (``wire.Room``), need not be copied. None: there
-        is no such memory, or not enough of it, which ``put`` will say.
+        Parts that are made there in their order (``message.Room``) need not be copied. None: there
+        is no such memory, or not enough; ``put`` then raises.
         """
+        return None
 
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         """Copy a bucket's parts to where engines can fetch them.
@@ -96,82 +107,63 @@ class Sender(Protocol):
         Args:
             index: number of the bucket in this version. The bytes of bucket ``index - 2`` may be
                 overwritten: engines are done with it.
-            to: the engine rank they are for, where ``cut``.
+            to: the engine rank they are for, if ``cut``.
 
         Raises:
             ConfigError: no room, or no right to write; names the path and the fix.
         """
+        raise NotImplementedError
 
     def deliver(self, index: int) -> None:
         """Start sending the bucket ``index``; returns at once."""
 
     def settle(self) -> Failures:
-        """Wait for all that was delivered; the engines dropped since ``connect``."""
+        """Wait for all that was delivered; return the engines dropped since ``connect``."""
+        return {}
 
     def drop(self, engine: str) -> None:
         """Send this engine nothing more, and wait for it no longer."""
 
     def seal(self, manifest: Manifest) -> None:
-        """On the leading rank, once all is put: what ``lasting`` buckets make is a version now.
+        """On the leading rank, once all is put: make ``lasting`` buckets a version.
 
         Raises:
             ConfigError: no room, or no right to write.
         """
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
-        """What the engine ranks left at "check"; a missing one is an error in its place."""
+        """Take what the engine ranks left at "check"; a missing one is an error in its place."""
+        raise NotImplementedError
 
     def finish(self, *, keep: int) -> None:
-        """The version is with the engines; older than the ``keep`` newest are deleted."""
+        """The version is with the engines; delete all but the ``keep`` newest."""
 
     def close(self) -> None:
         """Remove everything that this end made."""
 
 
 class Receiver(Protocol):
-    """One engine rank's end, opened from ``Message.transport``; one session comes after another."""
+    """One engine rank's end, opened from ``Message.transport``; it serves many sessions."""
 
     def follow(self, transport: dict[str, Any]) -> bool:
-        """Begin the next session; False where ``transport`` needs another end.
+        """Begin the next session; False if ``transport`` needs another end.
 
         Raises:
             ConfigError: it needs this end, and the sender cannot be reached.
         """
 
     def fetch(self, blob: Blob) -> Tensor:
-        """The blob's bytes, uint8 [blob.bytes], valid until the next fetch.
+        """Return the blob's bytes, uint8 [blob.bytes], valid until the next fetch.
 
         Raises:
             ConfigError: not there, too short, or not to be trusted; names it.
         """
 
     def report(self, receipt: Receipt) -> None:
-        """Leave a receipt where the sender looks for it.
+        """Leave a receipt for the sender.
 
         Raises:
             ConfigError: it cannot be left there.
         """
 
     def close(self) -> None: ...
-
-
-class AtOnce:
-    """The part of a sender that has nothing to do where engines find the bytes by themselves."""
-
-    def connect(self, engines: Mapping[str, int]) -> Failures:
-        return {}
-
-    def room(self, index: int, size: int) -> Tensor | None:
-        return None
-
-    def deliver(self, index: int) -> None:
-        pass
-
-    def settle(self) -> Failures:
-        return {}
-
-    def seal(self, manifest: Manifest) -> None:
-        pass
-
-    def drop(self, engine: str) -> None:
-        pass

@@ -15,11 +15,11 @@ from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.wire.manifest import Manifest, read_version
 from tests.distributed.test_policy import build, recipe
 from tests.publishing import KeepsVersions
 from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
+from tests.support.versions import read_manifest, read_version
 
 SEED = 5
 DRIFT = {
@@ -72,7 +72,7 @@ def publish(device, config, scheme, out, updates, change=trained):
 
 
 def assert_published(published: Path, checkpoint: Path, scheme: str, **drawn) -> None:
-    tensors = dict(read_version(published, Manifest.read(published)))
+    tensors = read_version(published)
     assert_whole(tensors, checkpoint, scheme, **drawn)
 
 
@@ -281,9 +281,8 @@ def test_a_publisher_goes_over_to_unquantized_versions(backend, tmp_path):
     run_on_ranks(publish_in_two_formats, 2, backend, tmp_path, config, out)
     whole = load_file(folder / "model.safetensors")
     for version, scheme in enumerate(["int8", "int8", "none", "none"]):
-        manifest = Manifest.read(out / str(version))
-        assert manifest.scheme == scheme
-        tensors = dict(read_version(out / str(version), manifest))
+        assert read_manifest(out / str(version)).scheme == scheme
+        tensors = read_version(out / str(version))
         assert {name + "_scale" in tensors for name in whole if is_quantized(name)} == {
             scheme == "int8"
         }

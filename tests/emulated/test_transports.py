@@ -6,7 +6,7 @@ import torch.distributed as dist
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.group import GroupSender, host_store, join_store
 from qurl_megatron.wire.message import checksum, piece_of
-from qurl_megatron.wire.transports import open_receiver
+from qurl_megatron.wire.session import open_receiver
 from tests.support.ranks import run_on_ranks
 
 HOST = "127.0.0.1"

@@ -14,13 +14,14 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.manifest import MANIFEST, Manifest
+from qurl_megatron.wire.manifest import MANIFEST
 from tests.disks import exhaust_names, fill, small_disk
 from tests.distributed.test_policy import build, recipe
 from tests.runs import SAMPLES, Run, make_recipe
 from tests.support.fake_engine import FakeEngine
 from tests.support.models import tiny_checkpoint
 from tests.support.ranks import run_on_ranks
+from tests.support.versions import read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,7 @@ def publish_where_there_is_no_room(device, config, disk, other, out):
         publisher.publish(4)
         if fleet:
             assert engine.version == fleet.names.of(4)
-            assert Manifest.read(disk / "versions/v000004").version == 4
+            assert read_manifest(disk / "versions/v000004").version == 4
         (out / f"{name}.json").write_text(json.dumps(errors))
 
 

@@ -84,9 +84,9 @@ def test_rollout_knows_no_megatron_and_the_model_no_engine():
 
 def test_what_travels_into_an_engine_imports_next_to_nothing():
     """SGLang's environment has no Megatron, and none of what only a trainer needs."""
-    packages = {"torch", "numpy", "orjson", "safetensors", "xxhash"}
+    packages = {"torch", "numpy", "msgspec", "orjson", "safetensors", "xxhash"}
     ours = {"tensors", "wire"}
-    names = ("children", "disk", "errors", "filesystem", "network", "undertaker")
+    names = ("children", "disk", "errors", "filesystem", "network", "record", "undertaker")
     helpers = {f"kit.{name}" for name in names}
     for file in ROOT.glob("wire/*.py"):
         for module in imports(file):
@@ -98,7 +98,7 @@ def test_what_travels_into_an_engine_imports_next_to_nothing():
             assert known, f"{file}: {module}"
     for name in helpers:
         for module in imports(ROOT / f"{name.replace('.', '/')}.py"):
-            known = module.split(".")[0] in sys.stdlib_module_names
+            known = module.split(".")[0] in sys.stdlib_module_names | {"msgspec"}
             assert known or module == "qurl_megatron.kit.errors", f"{name}: {module}"
 
 

@@ -25,7 +25,7 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan.rollout_time import DecodeRank
 from qurl_megatron.tensors.arch import read_arch
-from qurl_megatron.wire.manifest import Manifest, read_version
+from tests.support.versions import read_version
 
 ARCH = read_arch(config_of("tiny"))
 
@@ -438,7 +438,7 @@ def test_random_weights_are_a_whole_version_as_engines_load_it(tmp_path, scheme)
     version = Version(model_folder("tiny", tmp_path), number, dtype, tmp_path / "versions")
     decoder = Decoder(version.arch, number, DTYPES[dtype], torch.device("cpu"))
     folder = version.sender.folder
-    tensors = dict(read_version(folder, Manifest.read(folder)))
+    tensors = read_version(folder)
     decoder.check(tensors)
     kinds = {tensors[name].dtype for name in tensors if name.endswith("q_proj.weight")}
     assert kinds == {

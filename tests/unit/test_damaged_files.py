@@ -36,7 +36,6 @@ from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.training.rollout_file import read_rollouts
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
-from qurl_megatron.wire import manifest
 from tests.fuzz import damaged, damaged_bytes, examples
 
 FIXABLE = contextlib.suppress(ConfigError)  # all else fails the test
@@ -213,33 +212,6 @@ def test_manifests_of_converted_folders(place, content):
     with FIXABLE:
         read_manifest(place / "converted")
         verify(place / "converted")
-
-
-@given(
-    content=damaged(
-        {
-            "format": manifest.FORMAT,
-            "version": 3,
-            "scheme": "int8",
-            "files": {"r-b0.safetensors": 12},
-            "tensors": {
-                "w": {
-                    "shape": [4, 2],
-                    "dtype": "int8",
-                    "split_dim": 0,
-                    "slices": [
-                        {"file": "r-b0.safetensors", "start": 0, "length": 4, "checksum": "0"}
-                    ],
-                }
-            },
-        }
-    )
-)
-@examples(300)
-def test_manifests_of_published_versions(place, content):
-    put(place / "v000003" / manifest.MANIFEST, content)
-    with FIXABLE:
-        manifest.Manifest.read(place / "v000003")
 
 
 @given(content=damaged({"step": 3, "time": 1.5, "metrics": {"reward/mean": 0.5, "x": "NaN"}}))

@@ -95,13 +95,17 @@ def _asking(owner: Owner) -> dict:
     return {"run": owner.token, "label": owner.label, "seconds": 0}
 
 
-def test_a_run_that_ended_leaves_its_engines_to_the_next_at_once():
+@pytest.mark.parametrize("ended", [True, False], ids=["after another ended", "started again"])
+def test_a_run_gets_engines_at_once_that_are_free_or_its_own(ended):
     with FakeEngine() as engine:
-        with fleet_of(engine, owner=ONE):
-            pass
+        if ended:
+            with fleet_of(engine, owner=OTHER):
+                pass
+        else:
+            EngineClient(engine.url).lease(ONE, NEVER_S, timeout_s=PATIENCE_S)
         start = time.monotonic()
-        with fleet_of(engine, owner=OTHER) as second:
-            publish(second, 1)
+        with fleet_of(engine, owner=ONE) as fleet:
+            publish(fleet, 1)
         assert time.monotonic() - start < PATIENCE_S
 
 
@@ -113,15 +117,6 @@ def test_the_engines_of_a_run_that_was_killed_are_free_when_its_lease_has_lapsed
             assert time.monotonic() - start >= 0.7
             publish(second, 1)
         assert engine.version == "1@bb"
-
-
-def test_a_run_that_is_started_again_gets_its_own_engines_at_once():
-    with FakeEngine() as engine:
-        EngineClient(engine.url).lease(ONE, NEVER_S, timeout_s=PATIENCE_S)
-        start = time.monotonic()
-        with fleet_of(engine, owner=ONE) as again:
-            publish(again, 1)
-        assert time.monotonic() - start < PATIENCE_S
 
 
 def test_who_waits_too_long_for_a_lease_to_lapse_is_told_whose_it_is():

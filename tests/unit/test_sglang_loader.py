@@ -1,5 +1,4 @@
-import dataclasses
-
+import msgspec
 import pytest
 import torch
 
@@ -38,7 +37,7 @@ class Wire:
         data = torch.zeros(size, dtype=torch.uint8)
         for index, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
             piece_of(data, piece).copy_(part.value)
-            pieces[index] = dataclasses.replace(piece, checksum=checksum(part.value))
+            pieces[index] = msgspec.structs.replace(piece, checksum=checksum(part.value))
         self.blobs.append(data)
         return Blob({"number": len(self.blobs) - 1}, size, tuple(pieces))
 

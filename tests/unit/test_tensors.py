@@ -13,7 +13,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Experts
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.tensors.table import hf_tensor, uaq_role
-from tests.unit.test_plan import BASE
+from tests.support.archs import BASE
 
 WHOLE = Slice.whole((3, 4))
 

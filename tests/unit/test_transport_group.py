@@ -13,12 +13,12 @@ import torch
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import facts
 from qurl_megatron.wire.group import GroupSender, host_store, join_store
-from qurl_megatron.wire.meeting import Hello, still_open
+from qurl_megatron.wire.link import Hello, still_open
 from qurl_megatron.wire.message import Receipt, checksum, piece_of
+from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.transport import Site
-from qurl_megatron.wire.transports import open_receiver
 from tests.shards import shard
-from tests.unit.remote import Remote, together
+from tests.support.remote import Remote, together
 from tests.waiting import PATIENCE_S
 
 HOST = "127.0.0.1"
@@ -63,9 +63,6 @@ class Trainer:
 
     def __getattr__(self, name):
         return getattr(self.sender, name)
-
-    def opened(self):
-        return self.sender.opened
 
     def links(self):
         return {name: link.id for name, link in self.sender._links.items()}
@@ -174,6 +171,9 @@ def test_every_engine_rank_gets_the_bytes_that_are_its_own(cast):
         together(engine, "report", f"v{version}")
         receipts = trainers[0].call("receipts", f"v{version}", 2)
         assert [(r.rank, r.error, r.bytes) for r in receipts] == [(0, None, 7), (1, None, 7)]
+        engine[1].call("report", "again")
+        lost, there = trainers[0].call("receipts", "again", 2)
+        assert "rank 0 left no receipt" in lost.error and there.error is None
         together(trainers, "finish")
         together(engine, "close")
 
@@ -198,7 +198,6 @@ def test_links_stay_open_from_version_to_version_until_an_engine_goes_or_is_anot
         connect(trainers, {"pair": pair, "single": single})
         for index in range(3):
             carry(trainers, [pair, single], index)
-    assert together(trainers, "opened") == [2, 2]  # one for each engine, not for each pair of ranks
     first = together(trainers, "links")
     assert first[0] == first[1] == {"pair": "pair/1", "single": "single/1"}
 
@@ -210,7 +209,6 @@ def test_links_stay_open_from_version_to_version_until_an_engine_goes_or_is_anot
     connect(trainers, {"pair": pair, "single": single})
     carry(trainers, [pair, single])
     assert together(trainers, "links") == [{"pair": "pair/1", "single": "single/5"}] * 2
-    assert together(trainers, "opened") == [3, 3]
 
 
 def test_two_trainers_on_one_network_keep_apart_at_once_and_under_equal_names(cast):
@@ -224,10 +222,10 @@ def test_two_trainers_on_one_network_keep_apart_at_once_and_under_equal_names(ca
         for index in range(4):
             connect(trainers, {"a": engine})
             carry(trainers, [engine], index, size)
-        return together(trainers, "opened")
+        return together(trainers, "links")
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(publish, *zip(*runs, strict=True))) == [[1, 1], [1, 1]]
+        assert list(pool.map(publish, *zip(*runs, strict=True))) == [[{"a": "a/1"}] * 2] * 2
 
 
 def test_what_an_abandoned_version_left_in_a_link_is_not_taken_for_the_next_one(cast):
@@ -295,34 +293,25 @@ SAME = {
 @pytest.mark.parametrize(
     "kind,changes,expected",
     [
-        ("nccl", {}, None),
         ("nccl", {"torch": "2.14.1", "cuda": "13.0"}, None),
-        (
-            "nccl",
-            {"torch": "2.14.1", "nccl": "2.28.3"},
-            "the trainer has nccl 2.27.5 (torch 2.13.0), the engine nccl 2.28.3 (torch 2.14.1), "
-            "and NCCL only connects equal versions; install one NCCL (nvidia-nccl) in both "
-            "environments, or set sync.transport=files",
-        ),
+        ("nccl", {"torch": "2.14.1", "nccl": "2.28.3"}, r"nccl 2.27.5 .* nccl 2.28.3 .*transport"),
         (
             "nccl",
             {"NCCL_CUMEM_ENABLE": "unset"},
-            "the trainer has NCCL_CUMEM_ENABLE 0 (torch 2.13.0), the engine NCCL_CUMEM_ENABLE "
-            "unset (torch 2.13.0), and all ends of a communicator need the same value; start both "
-            "with the same NCCL_CUMEM_ENABLE, or set sync.transport=files",
+            "NCCL_CUMEM_ENABLE 0 .*ENABLE unset .*start",
         ),
         ("nccl", {"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE"),
         ("gloo", {"nccl": "2.28.3", "NCCL_CUMEM_ENABLE": "1", "torch": "2.14.1"}, None),
         ("memory", {"nccl": "2.28.3", "torch": "2.14.1"}, None),
-        ("memory", {"protocol": "0"}, "protocol"),
+        ("memory", {"protocol": "0"}, "protocol 1 .*protocol 0 .*install the same version"),
     ],
 )
 def test_two_ends_must_agree_in_what_their_transport_needs(kind, changes, expected):
-    found = facts.disagreement(kind, SAME, {**SAME, **changes})
-    if expected is None or " " in expected:
-        assert found == expected
+    reason = facts.disagreement(kind, SAME, {**SAME, **changes})
+    if expected is None:
+        assert reason is None
     else:
-        assert f"the trainer has {expected} " in found
+        assert re.match(f"the trainer has {expected}", reason)
 
 
 def test_the_trainer_takes_sglangs_settings_of_nccl_unless_it_has_its_own(monkeypatch):
@@ -347,14 +336,6 @@ def test_the_trainer_takes_sglangs_settings_of_nccl_unless_it_has_its_own(monkey
 def test_a_link_stays_open_where_all_hold_it_and_nothing_is_left_in_it(links, sent, come, expected):
     ends = zip(links, [*sent, come], strict=True)
     assert still_open([Hello(link, moved, {}) for link, moved in ends], senders=2) == expected
-
-
-def test_a_receipt_that_nobody_left_is_an_error_in_its_place(cast):
-    trainers, engine = cast.trainers(), [cast(Engine, rank) for rank in range(2)]
-    connect(trainers, {"a": engine})
-    engine[1].call("report", "v1")
-    lost, there = trainers[0].call("receipts", "v1", 2)
-    assert "rank 0 left no receipt" in lost.error and there.error is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
@@ -391,22 +372,6 @@ def test_a_bucket_that_is_still_on_its_way_is_not_overwritten(cast):
     time.sleep(0.5)
     engine.call("fetch", blob)  # compares the checksum
     trainers[0].result()
-
-
-def test_an_engine_started_anew_takes_part_in_the_next_version(cast):
-    trainers, first = cast.trainers(), cast(Engine, 0)
-    connect(trainers, {"a": [first]})
-    first.signal(signal.SIGKILL)
-    together(trainers, "put", 0, 1, LARGE)
-    together(trainers, "deliver", 0)
-    assert all("a" in failures for failures in together(trainers, "settle"))
-    second = cast(Engine, 0)
-    connect(trainers, {"a": [second]})
-    blobs = together(trainers, "put", 0, 1, LARGE)
-    together(trainers, "deliver", 0)
-    for blob in blobs:
-        second.call("fetch", blob[0])
-    assert together(trainers, "settle") == [{}, {}]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])

@@ -1,36 +1,18 @@
-"""Every byte an engine rank holds has one sender, who holds it; nobody gathers anything."""
+"""The parts of tensors that engine ranks keep, and the buckets they travel in."""
 
-import math
 from dataclasses import replace
-from itertools import combinations, product
 
 import pytest
 import torch
 
 from qurl_megatron.checkpoints import stage_ops
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.publish.routes import Layout, buckets, engine_part, trainer_part, transfers
+from qurl_megatron.publish.shards import buckets, engine_part
 from qurl_megatron.tensors.arch import Arch, Experts
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
+from tests.support.archs import BASE
 
-BASE = Arch(
-    family="qwen2",
-    num_layers=8,
-    hidden=24,
-    heads=8,
-    kv_heads=2,
-    head_dim=4,
-    intermediate=64,
-    vocab=256,
-    rms_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position=128,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=False,
-)
 ARCHS = {
     "2 kv heads, biases": replace(BASE, qkv_bias=True),
     "1 kv head, tied": replace(BASE, kv_heads=1, tied=True),
@@ -46,8 +28,8 @@ ARCHS = {
 }
 
 
-def tensors_of(arch: Arch, *, scales: bool) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Whole shapes and bytes per element of everything a version holds."""
+def shapes_of(arch: Arch) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of everything a version holds."""
     rows = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
     ffn = arch.experts.intermediate if arch.experts else arch.intermediate
 
@@ -70,72 +52,20 @@ def tensors_of(arch: Arch, *, scales: bool) -> dict[str, tuple[tuple[int, ...], 
             "down_proj": (arch.hidden, ffn),
         }[owner]
 
-    found = {}
+    shapes = {}
     for op in stage_ops(arch, range(arch.num_layers), first=True, last=True):
         for tensor in op.hf:
-            coded = scales and is_quantized(tensor.name)
-            found[tensor.name] = (shape(tensor.name), 1 if coded else 2)
-            if coded:
-                found[f"{tensor.name}_scale"] = ((shape(tensor.name)[0], 1), 4)
-    return found
-
-
-def fits(arch: Arch, tensor: int, pipeline: int) -> bool:
-    try:
-        arch.check_parallel(tensor, pipeline)
-    except ConfigError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("scales", [True, False], ids=["with scales", "without scales"])
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
-def test_every_byte_of_every_engine_rank_is_sent_once_by_who_holds_it(arch, scales):
-    tensors = tensors_of(arch, scales=scales)
-    layouts = [Layout(tensor=t, pipeline=p) for t, p in product((1, 2, 4, 8), repeat=2)]
-    layouts = [layout for layout in layouts if fits(arch, layout.tensor, layout.pipeline)]
-    for layout, engine_tp in product(layouts, (1, 2, 4, 8)):
-        where = f"{layout} -> {engine_tp}"
-        arriving: dict = {}
-        for transfer in transfers(tensors, arch, layout, engine_tp):
-            shape, element = tensors[transfer.name]
-            tensor = hf_tensor(arch, transfer.name)
-            have = trainer_part(arch, tensor, shape, layout, *transfer.source)
-            part = transfer.part
-            assert have.overlap(part) == part, f"{where}: {transfer} is not its source's to send"
-            assert transfer.bytes == element * part.elements
-            arriving.setdefault((transfer.name, transfer.engine_rank), []).append(part)
-        for (name, (shape, _)), rank in product(tensors.items(), range(engine_tp)):
-            need = engine_part(hf_tensor(arch, name), shape, engine_tp, rank)
-            parts = arriving.pop((name, rank), ())
-            assert all(part.overlap(need) == part for part in parts), f"{where}: {name}"
-            apart = not any(one.overlap(other) for one, other in combinations(parts, 2))
-            count = sum(part.elements for part in parts)
-            assert apart and count == need.elements, f"{where}: {name} of rank {rank}"
-        assert not arriving
-
-
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
-def test_training_ranks_hold_every_tensor_exactly_once(arch):
-    for layout in (Layout(), Layout(tensor=1, pipeline=2), Layout(tensor=2, pipeline=2)):
-        if not fits(arch, layout.tensor, layout.pipeline):
-            continue
-        for name, (shape, _) in tensors_of(arch, scales=True).items():
-            held = [
-                trainer_part(arch, hf_tensor(arch, name), shape, layout, stage, rank)
-                for stage, rank in product(range(layout.pipeline), range(layout.tensor))
-            ]
-            parts = [part for part in held if part]
-            assert not any(one.overlap(other) for one, other in combinations(parts, 2))
-            assert sum(part.elements for part in parts) == math.prod(shape)
+            shapes[tensor.name] = shape(tensor.name)
+            if is_quantized(tensor.name):
+                shapes[f"{tensor.name}_scale"] = (shape(tensor.name)[0], 1)
+    return shapes
 
 
 @pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
-def test_the_data_that_arrives_is_what_sglang_would_have_loaded_from_whole_tensors(engine_tp):
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+def test_an_engine_rank_gets_what_sglang_would_have_loaded_from_whole_tensors(arch, engine_tp):
     """Against SGLang's loaders, written down by hand: narrow per head, pad the vocabulary."""
-    arch = ARCHS["2 kv heads, biases"]
-    arch = replace(arch, vocab=300)
-    for name, (shape, _) in tensors_of(arch, scales=True).items():
+    for name, shape in shapes_of(arch).items():
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for rank in range(engine_tp):
             need = engine_part(hf_tensor(arch, name), shape, engine_tp, rank)
@@ -186,23 +116,6 @@ def test_what_does_not_divide_or_is_unknown_is_refused_by_name(name, shape, tp, 
     with pytest.raises(ConfigError, match=message) as error:
         engine_part(hf_tensor(BASE, name), shape, tp, 0)
     assert name in str(error.value)
-
-
-def test_a_trainer_that_does_not_divide_the_model_is_refused():
-    name, shape = "model.layers.0.self_attn.k_proj.weight", (8, 24)
-    with pytest.raises(ConfigError, match=r"parallel.tensor=4.*num_key_value_heads=2"):
-        trainer_part(BASE, hf_tensor(BASE, name), shape, Layout(tensor=4), 0, 0)
-
-
-def test_what_all_tensor_ranks_hold_is_sent_by_the_first():
-    layout = Layout(tensor=2)
-    scale = hf_tensor(BASE, "model.layers.0.mlp.down_proj.weight_scale")
-    assert trainer_part(BASE, scale, (24, 1), layout, 0, 0) == Slice.whole((24, 1))
-    assert trainer_part(BASE, scale, (24, 1), layout, 0, 1) is None
-
-
-def test_data_parallel_replicas_take_turns():
-    assert [Layout(data=3).replica(bucket) for bucket in range(5)] == [0, 1, 2, 0, 1]
 
 
 def test_buckets_are_runs_of_items_within_the_limit():

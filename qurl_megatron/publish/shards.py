@@ -1,0 +1,253 @@
+"""One training rank's part of a version: its shards, quantized in buckets and cut for engines.
+
+No full tensor is gathered anywhere. Row-parallel ranks agree on their channels' scales by a MAX
+all-reduce; data- and context-parallel replicas take turns, bucket by bucket. A tensor that all
+tensor ranks hold is sent by the first.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qurl_megatron.actor.policy import Policy
+from qurl_megatron.config import QuantConfig
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.publish.drift import Drift
+from qurl_megatron.quant import quantize, rounding_of
+from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.tensors.slice import Shard, Slice
+from qurl_megatron.tensors.table import HfTensor, hf_tensor, is_quantized, is_vocabulary
+from qurl_megatron.wire.message import ALIGNMENT, Room
+
+VOCABULARY_STEP = 64  # SGLang pads the vocabulary to a multiple of it before it splits
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """A Megatron parameter of this rank, or one of several runs of its rows."""
+
+    parameter: int
+    part: int
+    parts: int
+
+    def of(self, shard: Shard) -> Shard:
+        if self.parts == 1:
+            return shard
+        rows = len(shard.value)
+        start, stop = rows * self.part // self.parts, rows * (self.part + 1) // self.parts
+        return replace(shard, value=shard.value[start:stop], start=shard.start + start)
+
+
+class RankShards:
+    """All ranks make one and call it together."""
+
+    def __init__(
+        self, policy: Policy, quant: QuantConfig, scheme: str, limit: int, seed: int
+    ) -> None:
+        """
+        Args:
+            scheme: the number format; ``quant.scheme``, or what the run has gone over to.
+            limit: bytes of a bucket.
+            seed: the run's, for the draws of ``quant.rounding``.
+        """
+        self._policy, self._ranks = policy, policy.ranks
+        self._rounding, self._scheme, self._seed = quant.rounding, scheme, seed
+        self._dtype = next(policy.gpt.parameters()).dtype
+        layout = policy.hf_layout()
+        portions, sizes = [], []
+        for parameter, shards in enumerate(layout):
+            size = sum(self._sent_bytes(shard) for shard in shards)
+            parts = self._parts(shards, size, limit)
+            for part in range(parts):
+                portions.append(_Portion(parameter, part, parts))
+                sizes.append(size // parts)
+        self._buckets: list[list[_Portion]] = []
+        self.most_bytes = 0
+        for run in buckets(sizes, limit):
+            bucket = [portions[i] for i in run]
+            self._buckets.append(bucket)
+            size = sum(sizes[i] for i in run)
+            for portion in bucket:
+                size += sum(self._extra_bytes(shard) for shard in layout[portion.parameter])
+            self.most_bytes = max(self.most_bytes, size)
+        counts: list = [None] * self._ranks.world_size
+        dist.all_gather_object(counts, len(self._buckets))
+        self.rounds = -(-max(counts) // self._ranks.copies.size)
+
+    def quantized(
+        self, index: int, version: int, memory: Tensor | None, drift: Drift
+    ) -> list[Shard]:
+        """Return what this rank sends in one round: codes, scales and high-precision tensors.
+
+        Args:
+            memory: ``Sender.room``; the shards are made there if it is on the ranks' device.
+
+        Raises:
+            ConfigError: a weight cannot be quantized.
+        """
+        # A GPU's shards are copied to the host in one go, by ``put``, and not piece by piece.
+        on_device = memory is not None and memory.device.type == self._ranks.device.type
+        room = Room(memory if on_device else None)
+        shards: list[Shard] = []
+        mistake: ConfigError | None = None
+        copies = self._ranks.copies.size
+        for replica, bucket in enumerate(self._buckets[index * copies : (index + 1) * copies]):
+            # Every replica lends its part of the masters, and one of them has the work.
+            for portion in bucket:
+                for shard in self._policy.master_shards(portion.parameter, owner=replica):
+                    try:
+                        shards += self._export(portion.of(shard), version, room, drift)
+                    except ConfigError as error:  # the others count on this rank to the end
+                        mistake = mistake or error
+        if mistake:
+            raise mistake
+        return [shard for shard in shards if self._sends(shard.value.shape, shard.dim)]
+
+    def cut(self, shards: Sequence[Shard], tp: int, rank: int) -> list[Shard]:
+        """Return the parts of ``shards`` that one engine rank keeps."""
+        parts: list[Shard] = []
+        for shard in shards:
+            tensor = hf_tensor(self._policy.arch, shard.name)
+            if part := shard.cut(engine_part(tensor, shard.shape, tp, rank)):
+                parts.append(part)
+        return parts
+
+    def _sends(self, shape: Sequence[int], split_dim: int | None) -> bool:
+        """True unless another rank sends it, or it is padding of the vocabulary alone."""
+        return math.prod(shape) > 0 and (split_dim is not None or self._ranks.tensor.rank == 0)
+
+    def _export(self, shard: Shard, version: int, room: Room, drift: Drift) -> list[Shard]:
+        """Return codes and scale, or one high-precision tensor; made in the room if it is sent."""
+        name, dim = shard.name, shard.dim
+        quantized = is_quantized(name)
+        if not quantized or self._scheme == "none":
+            if quantized:
+                drift.observe(name, shard.value, None, version)
+            return [replace(shard, value=self._made(room, shard.value, self._dtype, dim))]
+        row_parallel = dim == 1
+        out = None
+        if self._sends(shard.value.shape, dim):
+            out = room.place(shard.value.shape, scheme_named(self._scheme).dtype)
+        try:
+            codes = quantize(
+                shard.value,
+                self._scheme,
+                input_group=self._ranks.tensor.group if row_parallel else None,
+                rounding=rounding_of(
+                    self._rounding,
+                    seed=self._seed,
+                    version=version,
+                    name=name,
+                    shape=shard.shape,
+                    split_dim=dim,
+                    offset=shard.start,
+                ),
+                out=out,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"tensor {name}: {error}") from error
+        drift.observe(name, shard.value, codes, version)
+        scale = hf_tensor(self._policy.arch, f"{name}_scale")
+        value = self._made(room, codes.scale, codes.scale.dtype, scale.split_dim)
+        start = 0 if scale.split_dim is None else shard.start
+        return [
+            replace(shard, value=codes.values),
+            Shard(scale.name, value, scale.shape, scale.split_dim, start),
+        ]
+
+    def _made(self, room: Room, value: Tensor, dtype: torch.dtype, split_dim: int | None) -> Tensor:
+        """Return ``value`` as ``dtype``, in the room if this rank sends it."""
+        if self._sends(value.shape, split_dim):
+            place = room.place(value.shape, dtype)
+            if place is not None:
+                return place.copy_(value)
+        return value.to(dtype)
+
+    def _parts(self, shards: Sequence[Shard], size: int, limit: int) -> int:
+        """Return into how many a parameter's rows are divided to keep a bucket within its limit.
+
+        Embeddings and output layers outgrow it, and being unquantized divide anywhere. Replicas
+        would have to lend their masters once per part.
+        """
+        if self._ranks.copies.size > 1 or not all(is_vocabulary(s.name) for s in shards):
+            return 1
+        return max(1, -(-size // limit))
+
+    def _sent_bytes(self, shard: Shard) -> int:
+        """Bytes that a shard becomes, the same on all tensor ranks: they fill buckets in step."""
+        elements = math.prod(shard.shape)
+        split = self._ranks.tensor.size if shard.dim is not None else 1
+        if is_quantized(shard.name) and self._scheme != "none":
+            return (elements + 4 * shard.shape[0]) // split
+        return elements * self._dtype.itemsize // split
+
+    def _extra_bytes(self, shard: Shard) -> int:
+        """About what ``_sent_bytes`` leaves out: alignment, and row-parallel scales, which are
+        whole on the rank that sends them.
+
+        Padded rows of a vocabulary may exceed it; what then has no room is copied.
+        """
+        if is_quantized(shard.name) and self._scheme != "none":
+            return 2 * ALIGNMENT + 4 * shard.shape[0]
+        return 2 * ALIGNMENT
+
+
+def buckets(sizes: Sequence[int], limit: int) -> list[range]:
+    """Return runs of consecutive items that add up to ``limit`` at most; a larger item is alone."""
+    runs, begin, total = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > begin and total + size > limit:
+            runs.append(range(begin, index))
+            begin, total = index, 0
+        total += size
+    if sizes:
+        runs.append(range(begin, len(sizes)))
+    return runs
+
+
+def engine_part(tensor: HfTensor, shape: Sequence[int], tp: int, rank: int) -> Slice:
+    """Return the part of a whole tensor that an SGLang rank of ``tp`` keeps.
+
+    Query heads are split; key and value heads too, or if there are fewer than ranks, each is kept
+    by several. The vocabulary is padded and split evenly, and the padding is nobody's.
+
+    Raises:
+        ConfigError: ``tp`` does not divide what it splits, or the shape is not the model's.
+    """
+    units = tensor.units
+    if tensor.vocabulary:
+        rows, vocab = _sglang_rows(shape[0], tp), shape[0]
+        return Slice.along(shape, 0, min(rank * rows, vocab), min((rank + 1) * rows, vocab))
+    dim = tensor.split_dim
+    if dim is None:
+        return Slice.whole(shape)
+    assert units is not None, "what is split has units"
+    repeated = units.repeats and tp > units.count
+    whole, by = (tp, units.count) if repeated else (units.count, tp)
+    if whole % by:
+        raise ConfigError(
+            f"tensor {tensor.name}: the engine's tensor size={tp} does not fit "
+            f"{units.key}={units.count}"
+        )
+    if shape[dim] != units.length:
+        raise ConfigError(
+            f"tensor {tensor.name} is {list(shape)}, the architecture says {units.length} "
+            f"along {dim}"
+        )
+    if repeated:
+        head = rank // (tp // units.count)
+        return Slice.along(shape, 0, head * units.width, (head + 1) * units.width)
+    length = units.length // tp
+    return Slice.along(shape, dim, rank * length, (rank + 1) * length)
+
+
+def _sglang_rows(vocab: int, tp: int) -> int:
+    """Return the rows of the padded vocabulary per rank."""
+    step = VOCABULARY_STEP
+    if -(-vocab // step) * step % tp:
+        step *= tp
+    return -(-vocab // step) * step // tp
