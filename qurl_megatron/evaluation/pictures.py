@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from qurl_megatron.evaluation.finished import Group
-from qurl_megatron.evaluation.numbers import band
 from qurl_megatron.evaluation.plan import METHODS, SCALE
+from qurl_megatron.evaluation.study_results import Group, Series
 from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.drawing import STYLE, frame, smooth, thin
 from qurl_megatron.observe.panels import COLORS
 
-SKY = "#56b4e9"  # of the same palette as COLORS, beside whose blue it says: a variant of that
+SKY = "#56b4e9"  # of the palette of COLORS; beside its blue it marks a variant of that method
 LINES = {
     # Unquantized first, then what the paper compares with, then ours in two blues.
     METHODS: ("ink", "orange", "yellow", "purple", "green", SKY, "blue", "muted"),
@@ -69,6 +69,19 @@ UPDATES = (
         log=True,
     ),
 )
+
+
+def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, and mean, lowest and highest value over the curves that have the step; [N] each."""
+    by_step: dict[int, list[float]] = {}
+    for steps_N, values_N in curves:
+        for step, value in zip(steps_N.tolist(), values_N.tolist(), strict=True):
+            by_step.setdefault(step, []).append(value)
+    steps = sorted(by_step)
+    mean = [np.mean(by_step[step]) for step in steps]
+    low = [min(by_step[step]) for step in steps]
+    high = [max(by_step[step]) for step in steps]
+    return np.array(steps), np.array(mean), np.array(low), np.array(high)
 
 
 def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
