@@ -193,7 +193,7 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> EvaluationPl
 
 def _named(out: Path, arguments: argparse.Namespace, defaults: Defaults) -> Path:
     """Name a folder of results by the options that change answers: those may not be mixed."""
-    usual = {
+    usual: dict[str, Any] = {
         "backend": defaults.rollout.backend,
         "chat": defaults.chat,
         "dtype": defaults.dtype,

@@ -36,12 +36,12 @@ class Method:
     without the key it runs under all schemes of the study."""
 
     tables: tuple[str, ...] = (METHODS,)
-    """"methods" compares objectives (the paper's Table 1, Figures 2 and 3), "scale" UAQ factors
-    and learning rates (Table 4, Figure 9), "mismatch" the answers to the difference between
-    rollout and trainer (docs/mismatch.md)."""
+    """Where else it is shown, beside the table of results: "methods" draws it among objectives
+    (the paper's Figures 2 and 3), "scale" among UAQ factors and learning rates (Figure 9),
+    "mismatch" lists it in docs/mismatch.md."""
 
     family: str = ""
-    """For the table "mismatch": the heading under which docs/mismatch.md lists the method."""
+    """For "mismatch": the heading under which docs/mismatch.md lists the method."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from qurl_megatron import __version__
-from qurl_megatron.evaluation.plan import METHODS, MISMATCH, SCALE, Cell, Method, Study
+from qurl_megatron.evaluation.plan import Cell, Method, Study
 from qurl_megatron.evaluation.runner import failures, progress, running, trained_accuracy
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.observe.history import History
@@ -360,54 +360,38 @@ COLUMNS: dict[str, Writer] = {
     "Step, s": total("step_seconds"),
     "Runs": _runs,
 }
-"""Every column of every table, by its heading."""
+"""The columns of the table, by heading: the paper's Tables 1 and 4, and docs/mismatch.md."""
 
-TABLES: dict[str, tuple[str, list[str], str]] = {
-    METHODS: (
-        "Methods (the paper's Table 1)",
-        ["Method", "Rollouts", "Trained policy, %", "Before, %", "Accuracy, %", "Best, %",
-         "Collapsed", "KL at the end (largest)", "Max ρ", "Runs"],
-        f"""\
-Trained policy is the last checkpoint itself, **unquantized** and decoded greedily, on the held-out
-questions (`qurl eval`): what one trains for. It is – where engines other than embedded ones
-generated and the study file does not set `trained_by_embedded`, the recipe has no held-out
-questions, the last step left no checkpoint, or the evaluation has failed or not finished yet. The
-other accuracies are of the same questions, generated at the precision of the rollouts: "before" at
-step 0, "best" the highest evaluation of each run. All are mean ± standard deviation over seeds
-(n − 1). A run has collapsed at the first step from which its reward, a mean over {WINDOW} steps,
-stays below half of its best until the end. KL is of the behaviour from the proximal policy (k3, per
-token): mean over the last tenth of the steps, and its largest step. Max ρ is the largest ratio of
-proximal to behaviour probability of any token of any run.""",
-    ),
-    SCALE: (
-        "UAQ scale and learning rate (the paper's Table 4)",
-        ["Scale s", "Rollouts", "Trained policy, %", "Learning rate", "Accuracy, %", "Clipped",
-         "Code flips", "Update, Eq. 13", "Error, Eq. 14", "Update / error", "Runs"],
-        """\
-Code flips, the update ‖θ′ − θ‖² / ‖θ‖² of Eq. 13 and the quantization error ‖Q(θ) − θ‖² / ‖θ‖² of
-Eq. 14 are of the quantized linear layers, per step (the paper shows Eq. 13 across 16 steps), and
-like the clipped tokens averaged over all steps.""",
-    ),
-    MISMATCH: (
-        "Rollout and trainer (docs/mismatch.md)",
-        ["Method", "Rollouts", "KL", "Max ρ", "Code flips", "Update passed", "Step, s", "Runs"],
-        """\
-KL of the behaviour from the proximal policy (k3, per token), code flips and the part of an update
-that reaches the quantized weights (`quant/update_passed`) are means over all steps; max ρ is the
-largest ratio of any token, the time of a step the median of all but the first. ± is the standard
-deviation over the steps (n − 1).""",
-    ),
-}  # fmt: skip
-"""Heading, columns and note of each table."""
+NOTE = f"""\
+Columns that no run has measured are left out. **Trained policy** is the last checkpoint itself,
+unquantized and decoded greedily, on the held-out questions (`qurl eval`): what one trains for. It
+is – where engines other than embedded ones generated and the study file does not set
+`trained_by_embedded`, the last step left no checkpoint, or the evaluation has failed or not
+finished yet. The other accuracies are of the same questions at the precision of the rollouts:
+"before" at step 0, "best" the highest evaluation of each run. ± is the standard deviation over
+seeds (n − 1), of "update passed" over steps.
+
+A run has **collapsed** at the first step from which its reward, a mean over {WINDOW} steps, stays
+below half of its best until the end. **KL** is of the behaviour from the proximal policy (k3, per
+token): its mean over all steps, and at the end over the last tenth of them, with the largest step
+behind. **Max ρ** is the largest ratio of proximal to behaviour probability of any token of any run.
+
+Code flips, the **update** ‖θ′ − θ‖² / ‖θ‖² of Eq. 13, the **error** ‖Q(θ) − θ‖² / ‖θ‖² of Eq. 14
+and the part of an update that reaches the quantized weights ("update passed") are of the quantized
+linear layers; like the clipped tokens they are means over all steps. The time of a step is the
+median of all but the first."""
 
 
-def table(groups: Sequence[Group], name: str) -> str:
-    """One of ``TABLES`` in Markdown; its first two columns are words, the others numbers."""
-    columns = TABLES[name][1]
+def table(groups: Sequence[Group]) -> str:
+    """The table in Markdown, a line for each group; the first two columns are words."""
+    columns = {}
+    for heading, write in COLUMNS.items():
+        column = [_one_line(write(group)) for group in groups]
+        if set(column) != {NOTHING}:
+            columns[heading] = column
     lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
-    for group in groups:
-        cells = [_one_line(COLUMNS[column](group)) for column in columns]
-        lines.append(f"| {' | '.join(cells)} |")
+    for row in zip(*columns.values(), strict=True):
+        lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -415,10 +399,7 @@ def page(
     study: Study, results: Sequence[Result], groups: Sequence[Group], pictures: Sequence[Path]
 ) -> str:
     """study.md; the pictures lie beside it."""
-    parts = [f"# {study.title}", _summary(study, results)]
-    for name, (heading, _, note) in TABLES.items():
-        if shown := [group for group in groups if name in group.method.tables]:
-            parts += [f"## {heading}", table(shown, name), note]
+    parts = [f"# {study.title}", _summary(study, results), table(groups), NOTE]
     if pictures:
         parts += [
             "## Curves (the paper's Figures 2, 3 and 9)",
