@@ -38,7 +38,7 @@ PROGRESS_S = 10.0  # between two lines of progress
 
 
 def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
-    """What each engine reports of itself, as far as it bears on results.
+    """Each engine's report of itself, as far as it bears on results.
 
     Args:
         context: tokens that the model takes, for engines that do not say.
@@ -63,7 +63,7 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
 
 
 def _max_tokens(info: dict[str, Any], context: float) -> int | None:
-    """Prompt and response together: what fits into the cache, and into the context."""
+    """Tokens of prompt and response that fit into both cache and context."""
     cache, length = info.get("max_total_num_tokens"), info.get("context_length")
     if not (or_none(count)(cache) and or_none(count)(length)):
         reported = shortened([cache, length])
@@ -97,10 +97,10 @@ class Evaluator:
         self.batch = BATCH * len(engines)  # responses
 
     def answer(self, benchmark: ProblemSet, prompts: Sequence[Prompt], file: AnswerFile) -> None:
-        """Add to the file what is not there yet.
+        """Add the missing answers to the file.
 
         Raises:
-            EngineError: no engine is left, or none can answer; what was answered is in the file.
+            EngineError: no engine is left, or none can answer; earlier answers are in the file.
         """
         for mode in self.sampling.responses:
             _Round(self, benchmark, file, mode).answer(prompts)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import platform
 from collections.abc import Iterator, Sequence
@@ -42,12 +43,12 @@ from qurl_megatron.schemes import ROLLOUT, simulation
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Prompt
 
-PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # what results may depend on
+PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # on which results may depend
 
 
 @dataclass
 class Asked:
-    """What one plan asks of one benchmark."""
+    """The prompts and answers of one plan and benchmark."""
 
     benchmark: ProblemSet
     prompts: list[Prompt]
@@ -105,7 +106,7 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     with ExitStack() as folders:
         for plan, asked_of_plan in zip(plans, asked_by_plan, strict=True):
             folders.enter_context(_claimed(plan.out))
-            if not plan.rollout.urls:  # engines that run already must say what they serve
+            if not plan.rollout.urls:  # else settings await the engines' word
                 for asked in asked_of_plan:
                     asked.open(plan, plan.settings)
         for plan, tokenizer, asked_of_plan in zip(plans, tokenizers, asked_by_plan, strict=True):
@@ -132,7 +133,7 @@ def _fitted(plans: list[EvaluationPlan], longest: int) -> list[EvaluationPlan]:
     limit = min(plan.context for plan in plans)
     room = limit - longest
     if not 1 <= room < plans[0].sampling.max_new_tokens:
-        return plans  # engines will say what they do not take
+        return plans  # engines refuse lengths beyond theirs
     print(
         f"responses end at {room} tokens: the model takes {limit}, of which the longest prompt has "
         f"{longest} (--max-new-tokens sets another limit)",
@@ -177,8 +178,8 @@ def _run(plan: EvaluationPlan, tokenizer: Tokenizer, asked: Sequence[Asked]) -> 
         kept = any(plan.out.glob("*.samples.jsonl"))
         advice = "; the answers so far are kept, and the same command goes on" if kept else ""
         raise ConfigError(f"{error}{advice}") from error
-    for one in asked:
-        _show_examples(one, plan.show)
+    for benchmark in asked:
+        _show_examples(benchmark, plan.show)
     print(page)
     print(f"results: {plan.out / 'results.json'}", flush=True)
 
@@ -195,10 +196,12 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
     if plan.rollout.urls:
         served = {f"{engine['model']} @ {engine['weight_version']}" for engine in engines}
         settings["served"] = sorted(served)
-        for one in asked:
-            one.open(plan, settings)
-    for one in asked if limits else ():
-        check_lengths(one.benchmark, one.prompts, plan.sampling.max_new_tokens, min(limits))
+        for of_benchmark in asked:
+            of_benchmark.open(plan, settings)
+    if limits:
+        for of_benchmark in asked:
+            length = plan.sampling.max_new_tokens
+            check_lengths(of_benchmark.benchmark, of_benchmark.prompts, length, min(limits))
     versions = {"qurl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         versions[package] = metadata.version(package)
@@ -211,9 +214,9 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
     }
     scores: list[results.Scores] = []
     lines: list[tuple[str, int | None, results.Scores, float | None]] = []
-    for one in asked:
-        benchmark, file = one.benchmark, one.answers
-        _answer_one(plan, evaluator, one)
+    for of_benchmark in asked:
+        benchmark, file = of_benchmark.benchmark, of_benchmark.answers
+        _answer_benchmark(plan, evaluator, of_benchmark)
         score = results.score(benchmark, file.answers, file.responses, plan.sampling.seed)
         speed = results.tokens_per_second(file.every)
         scores.append(score)
@@ -237,13 +240,13 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
         text = json.dumps(document, indent=1, ensure_ascii=False)
         write_whole(plan.out / "results.json", text + "\n")
     table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
-    notes = _notes(plan, [answer for one in asked for answer in one.answers.every])
+    notes = _notes(plan, list(itertools.chain.from_iterable(item.answers.every for item in asked)))
     page = "\n".join([table, *(f"\n{note}" for note in notes)])
     write_whole(plan.out / "results.md", page + "\n")
     return page
 
 
-def _answer_one(plan: EvaluationPlan, evaluator: Evaluator, asked: Asked) -> None:
+def _answer_benchmark(plan: EvaluationPlan, evaluator: Evaluator, asked: Asked) -> None:
     """Complete the answers to one benchmark.
 
     New answers without a single score would be an accuracy of 0: they are refused, and not kept.
@@ -316,12 +319,12 @@ def _compare(plans: Sequence[EvaluationPlan], asked_by_plan: Sequence[Sequence[A
         "benchmarks": benchmarks,
     }
     lines: list[tuple[str, int | None, results.Pairs]] = []
-    for one, other in zip(*asked_by_plan, strict=True):
+    for first, second in zip(*asked_by_plan, strict=True):
         responses, seed = after.sampling.responses, after.sampling.seed
-        answers = one.answers.answers, other.answers.answers
-        pairs = results.pair(one.benchmark, *answers, responses, seed)
-        lines.append((one.benchmark.name, len(one.prompts), pairs))
-        benchmarks[one.benchmark.name] = results.as_json(pairs)
+        answers = first.answers.answers, second.answers.answers
+        pairs = results.pair(first.benchmark, *answers, responses, seed)
+        lines.append((first.benchmark.name, len(first.prompts), pairs))
+        benchmarks[first.benchmark.name] = results.as_json(pairs)
     if len(lines) > 1:
         average = results.mean_pair([pairs for _, _, pairs in lines])
         document["mean"] = results.as_json(average)

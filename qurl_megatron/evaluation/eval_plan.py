@@ -74,7 +74,7 @@ class EvaluationPlan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the answers depend on, beside the engines and the problems."""
+        """Everything the answers depend on, except the engines and the problems."""
         sampling = self.sampling
         settings: dict[str, Any] = {"k": sampling.k}
         if sampling.k > 1:
@@ -91,7 +91,7 @@ class EvaluationPlan:
         own_code = named_code(self.reward, self.rollout)
         for key, checksum in checksums(own_code).items():
             settings[f"code of {own_code[key]}"] = checksum
-        if not self.rollout.urls:  # engines that run already say what they serve
+        if not self.rollout.urls:  # running engines report their own weights
             settings["backend"] = self.rollout.backend
             settings |= {"scheme": self.scheme, "dtype": self.dtype}
             settings["model_files"] = _files(find_torch_dist(self.model) or self.model)
@@ -106,7 +106,7 @@ class EvaluationPlan:
         if not (folder / "config.json").is_file():  # a tokenizer alone, for engines that run
             return math.inf
         config = read_config(folder)
-        if config.get("rope_scaling"):  # which may stretch what the next key says, or has done so
+        if config.get("rope_scaling"):  # which may stretch the next key's value, or already has
             return math.inf
         return config.get("max_position_embeddings") or math.inf
 
@@ -215,9 +215,9 @@ def _named(out: Path, arguments: argparse.Namespace, defaults: Defaults) -> Path
 
 def _by_path(model: Path) -> Path:
     """A relative path that no two models share, whatever their folders are called."""
-    resolved, here = model.resolve(), Path.cwd()
-    if resolved != here and resolved.is_relative_to(here):
-        return resolved.relative_to(here)
+    resolved, working_dir = model.resolve(), Path.cwd()
+    if resolved != working_dir and resolved.is_relative_to(working_dir):
+        return resolved.relative_to(working_dir)
     return resolved.relative_to(resolved.anchor)
 
 
@@ -276,7 +276,7 @@ def _scheme(option: str | None, defaults: Defaults, backend: str, model: Path) -
     """The number format of engines that are started here.
 
     Raises:
-        ConfigError: the backend cannot make it of this checkpoint; says what can.
+        ConfigError: the backend cannot make it of this checkpoint; names the tool that can.
     """
     scheme = option or defaults.scheme
     if ENGINE_KINDS[backend].quantizes:

@@ -25,9 +25,9 @@ from qurl_megatron.observe.panels import COLORS
 
 SKY = "#56b4e9"  # of the palette of COLORS; beside its blue it marks a variant of that method
 LINES = {
-    # Unquantized first, then what the paper compares with, then ours in two blues.
+    # Unquantized first, then the paper's baselines, then ours in two blues.
     METHODS: ("ink", "orange", "yellow", "purple", "green", SKY, "blue", "muted"),
-    # s = 1 and 1.5 as there, then what is tried beside them.
+    # s = 1 and 1.5 as there, then the other settings.
     SCALE: (SKY, "blue", "ink", "orange", "yellow", "purple", "green", "muted"),
 }
 """Colours by place in the study file."""
@@ -47,7 +47,7 @@ class Panel:
     have next to no gap, and would flatten all others."""
 
     points: bool = False
-    """Each seed's values instead of the band; of a maximum, the mean hides what matters."""
+    """Each seed's values instead of the band; the mean of a maximum hides the outliers."""
 
 
 KL = ("rollout/kl_k3",)

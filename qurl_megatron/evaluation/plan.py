@@ -23,7 +23,7 @@ NAME = re.compile(r"[\w.+-]+")  # goes into file names
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One method: what it changes in the recipe, and where it is shown."""
+    """A method: its changes to the recipe, and its place in pictures."""
 
     label: str = ""
     """Its name in tables and pictures; empty: its key."""

@@ -25,7 +25,7 @@ DRAWS = 10_000
 LEVEL = 0.95
 INDICES_AT_ONCE = 1 << 22  # of the bootstrap: 32 MB
 PERCENT = ", %"  # after the name of a column
-DIGITS = 6  # of what is written: more than a few thousand rewards of 0 or 1 can tell
+DIGITS = 6  # written; finer than a few thousand rewards of 0 or 1 can resolve
 
 Answers = Mapping[Key, Sequence[GradedAnswer]]
 

@@ -276,7 +276,7 @@ class _Runner:
         print(f"{cell.name}: {task}", flush=True)
 
     def _ended(self, job: _Job) -> None:
-        """Say how a job ended, and what its cell does next."""
+        """Report how a job ended, and queue its cell again if there is more to do."""
         self.active.remove(job)
         cell, reason = job.cell, None
         reached = progress(cell, self.out)
@@ -297,7 +297,7 @@ class _Runner:
         print(f"{cell.name}: {outcome}", flush=True)
 
     def _empty_checkpoints(self, cell: Cell) -> None:
-        """Delete what a finished run has trained, where the study says so.
+        """Delete the weights of a finished run, if the study says so.
 
         Each checkpoint's state and list of files stay: they tell which run it was, and that it is
         not whole.

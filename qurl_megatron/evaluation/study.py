@@ -30,7 +30,7 @@ def main(
     overrides: Sequence[str] = (),
     qurl: Sequence[str] = QURL,
 ) -> int:
-    """Do what ``qurl study`` is asked to.
+    """Run ``qurl study``.
 
     Args:
         overrides: ``section.key=value`` for every run; a method's own overrides win.

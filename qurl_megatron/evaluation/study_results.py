@@ -160,7 +160,7 @@ def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
 
 
 def finals(history: History, trained: float | None = None) -> dict[str, float | None]:
-    """``FINALS`` and the step of collapse of one run; None for what it did not measure.
+    """``FINALS`` and the step of collapse of one run; None where it did not measure.
 
     Args:
         trained: accuracy of its last checkpoint, unquantized.
