@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -481,6 +480,24 @@ def test_an_evaluation_that_lost_its_engine_goes_on_and_ends_as_if_it_had_not(
         assert "other settings (seed: 0 there, 9 here)" in capsys.readouterr().err
 
 
+def test_an_engine_that_failed_once_is_asked_again_and_benchmarks_have_a_mean(
+    bench, model, tmp_path, capsys
+):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "7 7", "answer": str(token_at(5))}) + "\n")
+    with FakeEngine() as engine:
+        engine.faults = ["500"]
+        options = [*urls(engine), "--k", "2", "--suffix", "8 8 8"]
+        assert run(bench, model, tmp_path / "out", *options, more=[str(other)]) == 0
+        assert min(len(b["input_ids"][0]) for b in engine.bodies("/generate")) == 5
+        assert {b["input_ids"][0][-1] for b in engine.bodies("/generate")} == {8}
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    # Three more tokens of prompt: every last token is another, so no answer is right any more.
+    assert found["mean"]["greedy"]["accuracy"] == 0.0
+    assert found["benchmarks"]["other"]["greedy"]["ci95"] is None
+    assert "| mean " in capsys.readouterr().out
+
+
 def test_engines_that_nobody_can_publish_to_are_good_enough(bench, model, tmp_path, monkeypatch):
     with FakeEngine(api_key="secret") as engine:
         plain = engine.server_info() | {"custom_weight_loader": [], "max_total_num_tokens": 11}
@@ -810,17 +827,6 @@ def test_a_mistake_is_one_sentence(options, message, bench, model, tmp_path, cap
     assert run(bench, model, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1, error
-
-
-def test_engines_that_are_not_installed_are_missed_before_anything_is_read(
-    bench, model, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)  # where no .venv-sglang is
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    assert run(bench, model, tmp_path / "out", "--backend", "sglang") == 2
-    out, error = capsys.readouterr()
-    assert "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here" in error
-    assert out == "" and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
