@@ -9,7 +9,6 @@ all of its responses. There each response has a seed of its own, but the engine'
 on what shares its batch.
 """
 
-import itertools
 import math
 import sys
 import time
@@ -213,19 +212,18 @@ class _Round:
         """
         evaluator = self.evaluator
         scored, grades = graded(samples, evaluator.rewards, evaluator.tokenizer)
-        numbers = {}
-        for sample in samples:
-            prompt = sample.prompt
-            numbers[prompt.index] = itertools.count(self.file.count(self._key(prompt)))
+        numbers = self.file.counts
         answers = []
         for sample, failure in zip(scored, grades.failures, strict=True):
-            index = sample.prompt.index
+            index, key = sample.prompt.index, self._key(sample.prompt)
+            number = numbers.get(key, 0)
+            numbers[key] = number + 1
             answers.append(
                 GradedAnswer(
                     mode=self.mode,
                     problem=index,
                     id=self.benchmark.problems[index].id,
-                    sample=next(numbers[index]),
+                    sample=number,
                     reward=sample.reward,
                     finish=sample.finish_reason,
                     tokens=sample.written_tokens,

@@ -102,7 +102,7 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
             prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
             asked_by_plan[-1].append(Asked(benchmark, prompts))
     if arguments.max_new_tokens is None:
-        plans = _fitted(plans, max(asked.longest for of_plan in asked_by_plan for asked in of_plan))
+        plans = _fitted(plans, max(asked.longest for asked in itertools.chain(*asked_by_plan)))
     with ExitStack() as folders:
         for plan, asked_of_plan in zip(plans, asked_by_plan, strict=True):
             folders.enter_context(_claimed(plan.out))
@@ -240,8 +240,10 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
         text = json.dumps(document, indent=1, ensure_ascii=False)
         write_whole(plan.out / "results.json", text + "\n")
     table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
-    notes = _notes(plan, list(itertools.chain.from_iterable(item.answers.every for item in asked)))
-    page = "\n".join([table, *(f"\n{note}" for note in notes)])
+    every: list[GradedAnswer] = []
+    for of_benchmark in asked:
+        every += of_benchmark.answers.every
+    page = "\n\n".join([table, *_notes(plan, every)])
     write_whole(plan.out / "results.md", page + "\n")
     return page
 

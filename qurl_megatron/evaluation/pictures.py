@@ -77,11 +77,12 @@ def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
     for steps_N, values_N in curves:
         for step, value in zip(steps_N.tolist(), values_N.tolist(), strict=True):
             by_step.setdefault(step, []).append(value)
-    steps = sorted(by_step)
-    mean = [np.mean(by_step[step]) for step in steps]
-    low = [min(by_step[step]) for step in steps]
-    high = [max(by_step[step]) for step in steps]
-    return np.array(steps), np.array(mean), np.array(low), np.array(high)
+    mean, low, high = [], [], []
+    for _, values in sorted(by_step.items()):
+        mean.append(np.mean(values))
+        low.append(min(values))
+        high.append(max(values))
+    return np.array(sorted(by_step)), np.array(mean), np.array(low), np.array(high)
 
 
 def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
@@ -101,8 +102,10 @@ def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
 
 def _png(panels: Sequence[Panel], groups: Sequence[Group], lines: Sequence[str]) -> bytes:
     # By place, so that a method keeps its colour while those before it are not finished.
-    colors = {group.name: lines[place % len(lines)] for place, group in enumerate(groups)}
-    colors = {name: COLORS.get(color, color) for name, color in colors.items()}
+    colors = {}
+    for place, group in enumerate(groups):
+        color = lines[place % len(lines)]
+        colors[group.name] = COLORS.get(color, color)
     groups = [group for group in groups if group.histories]
     panels = [panel for panel in panels if _drawable(panel, groups)]
     rows = math.ceil((len(panels) + 1) / COLUMNS)
@@ -168,10 +171,12 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
 
 
 def _drawable(panel: Panel, groups: Sequence[Group]) -> bool:
-    values = [
-        values for group in groups for name in panel.metrics for _, values in group.curves(name)
-    ]
-    return any((array > 0).any() for array in values) if panel.log else bool(values)
+    for group in groups:
+        for name in panel.metrics:
+            for _, values in group.curves(name):
+                if not panel.log or (values > 0).any():
+                    return True
+    return False
 
 
 def _label(group: Group) -> str:

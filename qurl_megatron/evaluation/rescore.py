@@ -233,10 +233,12 @@ def _rollouts(run_dir: Path, step: int) -> Path:
     path = path_of(run_dir, step)
     if path.is_file():
         return path
-    recorded_steps = [
-        int(file.stem.removeprefix("step_")) for file in path.parent.glob("step_*.jsonl")
-    ]
-    kept = f"; it has those of {_steps(recorded_steps)}" if recorded_steps else ""
+    recorded_steps = []
+    for file in path.parent.glob("step_*.jsonl"):
+        recorded_steps.append(int(file.stem.removeprefix("step_")))
+    kept = ""
+    if recorded_steps:
+        kept = f"; it has those of {_steps(recorded_steps)}"
     raise ConfigError(
         f"{run_dir} has no samples of step {step}{kept} (train.save_rollouts=true keeps them)"
     )

@@ -204,14 +204,13 @@ def pair(
 
 def mean_pair(pairs: Sequence[Pairs]) -> Pairs:
     """The mean over benchmarks, as ``mean``."""
-    before, after = [], []
-    for by_mode in pairs:
-        before.append({mode: mode_pair.before for mode, mode_pair in by_mode.items()})
-        after.append({mode: mode_pair.after for mode, mode_pair in by_mode.items()})
-    mean_before, mean_after, means = mean(before), mean(after), {}
+    means = {}
     for mode in pairs[0]:
-        resampled_D = np.mean([by_mode[mode].resampled_D for by_mode in pairs], axis=0)
-        means[mode] = Pair(mean_before[mode], mean_after[mode], resampled_D)
+        of_mode = [by_mode[mode] for by_mode in pairs]
+        before = mean([{mode: pair.before} for pair in of_mode])
+        after = mean([{mode: pair.after} for pair in of_mode])
+        resampled_D = np.mean([pair.resampled_D for pair in of_mode], axis=0)
+        means[mode] = Pair(before[mode], after[mode], resampled_D)
     return means
 
 
@@ -220,7 +219,11 @@ def as_json(by_mode: Mapping[str, BenchmarkScore | Pair]) -> dict[str, Any]:
 
 
 def tokens_per_second(answers: Sequence[GradedAnswer]) -> float:
-    return sum(answer.tokens for answer in answers) / sum(answer.seconds for answer in answers)
+    tokens = seconds = 0.0
+    for answer in answers:
+        tokens += answer.tokens
+        seconds += answer.seconds
+    return tokens / seconds
 
 
 def rows(benchmark: ProblemSet, answers: Answers) -> list[dict[str, Any]]:
@@ -320,5 +323,7 @@ def _resampled(benchmark: ProblemSet, mean_P: np.ndarray, seed: int) -> np.ndarr
 
 def _powers(count: int) -> list[int]:
     """1, 2, 4, ..., and the count itself."""
-    powers = [2**i for i in range(count.bit_length())]
-    return [power for power in powers if power < count] + [count]
+    powers = [1]
+    while 2 * powers[-1] < count:
+        powers.append(2 * powers[-1])
+    return powers if powers[-1] == count else [*powers, count]

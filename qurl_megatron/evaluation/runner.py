@@ -80,13 +80,13 @@ def progress(cell: Cell, out: Path) -> Progress:
     except ConfigError as error:
         return Progress("failed", reason=str(error))
     history = History(record for record in records if record.step <= cell.steps)
-    done = history.last_step == cell.steps
+    if history.last_step < cell.steps:
+        return Progress("waiting", history)
     if cell.config.train.eval_prompts > 0:
-        done = done and any(
-            name in history and history.series(name)[0][-1] == cell.steps
-            for name in ("eval/accuracy", "eval/reward")
-        )
-    return Progress("done" if done else "waiting", history)
+        steps = history.series("eval/accuracy")[0] if "eval/accuracy" in history else [0]
+        if steps[-1] < cell.steps:
+            return Progress("waiting", history)
+    return Progress("done", history)
 
 
 def trained_accuracy(cell: Cell, out: Path) -> float | None:
