@@ -221,18 +221,7 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
         speed = results.tokens_per_second(file.every)
         scores.append(score)
         lines.append((benchmark.name, len(benchmark.problems), score, speed))
-        entry = document["benchmarks"][benchmark.name] = {
-            "file": str(benchmark.path),
-            "problems": len(benchmark.problems),
-            **results.as_json(score),
-            "tokens_per_s": round(speed, 1),
-            # More than one: somebody published to the engines meanwhile.
-            "weight_versions": sorted({answer.version for answer in file.every}),
-            "unscored": tally_of(file.every).failed,
-        }
-        if plan.rollout.environment:
-            entry["left_out"] = sum(answer.left_out for answer in file.every)
-        entry["rows"] = results.rows(benchmark, file.answers)
+        document["benchmarks"][benchmark.name] = _entry(plan, of_benchmark, score, speed)
         if len(scores) == len(asked) > 1:
             average = results.mean(scores)
             document["mean"] = results.as_json(average)
@@ -246,6 +235,25 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
     page = "\n\n".join([table, *_notes(plan, every)])
     write_whole(plan.out / "results.md", page + "\n")
     return page
+
+
+def _entry(
+    plan: EvaluationPlan, asked: Asked, score: results.Scores, speed: float
+) -> dict[str, Any]:
+    """One benchmark in results.json."""
+    file = asked.answers
+    entry = {
+        "file": str(asked.benchmark.path),
+        "problems": len(asked.benchmark.problems),
+        **results.as_json(score),
+        "tokens_per_s": round(speed, 1),
+        # More than one: somebody published to the engines meanwhile.
+        "weight_versions": sorted({answer.version for answer in file.every}),
+        "unscored": tally_of(file.every).failed,
+    }
+    if plan.rollout.environment:
+        entry["left_out"] = sum(answer.left_out for answer in file.every)
+    return {**entry, "rows": results.rows(asked.benchmark, file.answers)}
 
 
 def _answer_benchmark(plan: EvaluationPlan, evaluator: Evaluator, asked: Asked) -> None:

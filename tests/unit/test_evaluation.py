@@ -368,6 +368,12 @@ def run(bench: Path, model: Path, out: Path, *options: str, more: Sequence[str] 
     return main(["eval", str(bench), *more, "--model", str(model), *short, *options])
 
 
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none", "int8", "fp8"))
+    return parser.parse_args(arguments)
+
+
 def urls(*engines: FakeEngine) -> list[str]:
     return [part for engine in engines for part in ("--url", engine.url)]
 
@@ -494,11 +500,9 @@ def test_a_run_on_sglang_engines_can_be_evaluated_by_an_embedded_one(bench, mode
     theirs = RolloutConfig(
         backend="sglang", engines=8, engine_tensor=4, engine_args=("--tp=4",), colocate=True
     )
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8"))
     given = ["--backend", "embedded", "--engines", "1", "--scheme", "none", "--k", "1"]
     plan = make_plan(
-        parser.parse_args([str(bench), *given]),
+        parsed([str(bench), *given]),
         Defaults(model=model, scheme="int8", rollout=theirs),
     )
     used = plan.rollout
@@ -577,12 +581,11 @@ def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_
         "        return {'role': 'user', 'content': '7 7 7'}\n"
     )
     rollout = RolloutConfig(environment=f"{own}:Asks", max_turns=2, environment_workers=1)
-    parser, out = argparse.ArgumentParser(), tmp_path / "out"
-    add_options(parser, ("none",))
+    out = tmp_path / "out"
     options = ["--k", "1", "--reward", "last_number", "--max-new-tokens", "4", "--out", str(out)]
     with FakeEngine() as engine:
         engine.stop_every = 5
-        arguments = parser.parse_args([str(bench), *options, *urls(engine)])
+        arguments = parsed([str(bench), *options, *urls(engine)])
         for _ in range(2):  # again, when all is there already
             assert evaluate(arguments, Defaults(model=model, rollout=rollout)) == 0
             # Turns of 1 to 5 tokens: one of 5 is cut off, and nothing is said to it.
@@ -610,11 +613,9 @@ def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_p
     theirs = Defaults(
         run=tmp_path / "run", model=tmp_path / "step_000004", start=model, scheme="int8"
     )
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none",))
 
     def planned(*options: str, theirs: Defaults = theirs):
-        arguments = parser.parse_args([str(bench), "--k", "2", *options])
+        arguments = parsed([str(bench), "--k", "2", *options])
         return make_plans(arguments, theirs)
 
     first, second = planned("--before", "--backend", "embedded")
@@ -666,14 +667,12 @@ def test_more_samples_are_added_to_fewer_and_end_as_if_asked_for_at_once(
 def test_results_are_named_by_settings_that_are_not_the_usual_ones(bench, model, tmp_path):
     after = tmp_path / "step_000004"
     shutil.copytree(model, after)
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8"))
     theirs = Defaults(
         run=Path("run"), model=after, start=model, out=Path("run/eval", after.name), scheme="int8"
     )
 
     def names(line: str) -> list[str]:
-        plans = make_plans(parser.parse_args([str(bench), *line.split()]), theirs)
+        plans = make_plans(parsed([str(bench), *line.split()]), theirs)
         return [str(plan.out.relative_to("run/eval")) for plan in plans]
 
     for usual in ("", "--k 4", "--temperature 0.6", "--k 1 --temperature 1 --seed 3", "--show 9"):
@@ -684,7 +683,7 @@ def test_results_are_named_by_settings_that_are_not_the_usual_ones(bench, model,
         "start--max_new_tokens-9--reward-exact", "step_000004--max_new_tokens-9--reward-exact",
     ]  # fmt: skip
     assert names("--reward math") == ["step_000004"]
-    [plan] = make_plans(parser.parse_args([str(bench), "--top-p", "0.5", "--out", "mine"]), theirs)
+    [plan] = make_plans(parsed([str(bench), "--top-p", "0.5", "--out", "mine"]), theirs)
     assert plan.out == Path("mine")
 
 
@@ -692,12 +691,10 @@ def test_a_quantized_folder_is_evaluated_as_it_is(bench, model, tmp_path):
     shutil.copytree(model, tmp_path / "out-int8")
     stored = {"quantization_config": quantization_config("int8", "compressed-tensors", ["lm_head"])}
     (tmp_path / "out-int8/config.json").write_text(json.dumps(stored))
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8", "fp8"))
 
     def planned(*options: str, **run: Any) -> EvaluationPlan:
         given = [str(bench), "--model", str(tmp_path / "out-int8"), *options]
-        return make_plan(parser.parse_args(given), Defaults(**run))
+        return make_plan(parsed(given), Defaults(**run))
 
     assert planned().scheme == planned("--scheme", "int8").scheme == "int8"
     assert planned().out.name == "out-int8"  # nothing is rounded here
@@ -708,11 +705,9 @@ def test_a_quantized_folder_is_evaluated_as_it_is(bench, model, tmp_path):
 
 def test_models_of_one_name_have_folders_of_their_own(bench, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8"))
 
     def out(where: Path | str, *options: str) -> str:
-        given = parser.parse_args([str(bench), "--model", str(where), *options])
+        given = parsed([str(bench), "--model", str(where), *options])
         return str(make_plan(given, Defaults()).out)
 
     for name in ("a", "b"):
@@ -725,12 +720,10 @@ def test_models_of_one_name_have_folders_of_their_own(bench, model, tmp_path, mo
 
 
 def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model, tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none",))
     shutil.copytree(model, tmp_path / "step_000004")
     theirs = Defaults(run=tmp_path, model=tmp_path / "step_000004", start=model)
     given = ["--before", "--max-new-tokens", "4", "--k", "2"]
-    arguments = parser.parse_args([str(bench), *given])
+    arguments = parsed([str(bench), *given])
     _, after = make_plans(arguments, theirs)
     after.out.mkdir(parents=True)
     path = after.out / "ladder.samples.jsonl"
@@ -756,12 +749,10 @@ def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
         mix={"a": MixedReward(function="a:b"), "b": MixedReward(kind="math", weight=0.5)}
     )
     assert theirs.described == "1 * a:b + 0.5 * math"
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none",))
 
     def planned(*options: str, theirs: RewardConfig = theirs) -> RewardConfig:
         given = ["--url", "http://a", "--k", "1", *options]
-        arguments = parser.parse_args([str(bench), *given])
+        arguments = parsed([str(bench), *given])
         return make_plan(arguments, Defaults(model=model, reward=theirs)).reward
 
     assert planned() == theirs
