@@ -93,7 +93,9 @@ class AnswerFile:
         """Forget all but the first so many answers to each problem; those not named have none."""
         before = self.counts
         self._kept = {key: kept[: counts.get(key, 0)] for key, kept in self._kept.items()}
-        if self.counts != before:
+        if not any(self._kept.values()):
+            self.path.unlink(missing_ok=True)  # settings without answers bind nobody
+        elif self.counts != before:
             self._rewrite()
 
     def add(self, answers: Iterable[GradedAnswer]) -> None:
