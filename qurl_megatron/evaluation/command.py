@@ -94,19 +94,16 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     )
     for benchmark in benchmarks:
         print(benchmark.summary, flush=True)
-    tokenizers = [_tokenizer(plan, benchmarks[0]) for plan in plans]
-    asked_by_plan: list[list[Asked]] = []
-    for plan, tokenizer in zip(plans, tokenizers, strict=True):
-        asked_by_plan.append([])
-        for benchmark in benchmarks:
-            prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
-            asked_by_plan[-1].append(Asked(benchmark, prompts))
+    tokenizers, asked_by_plan = [], []
+    for plan in plans:
+        tokenizers.append(_tokenizer(plan, benchmarks[0]))
+        asked_by_plan.append(_prompts(plan, tokenizers[-1], benchmarks))
     if arguments.max_new_tokens is None:
         plans = _fitted(plans, max(asked.longest for asked in itertools.chain(*asked_by_plan)))
     with ExitStack() as folders:
         for plan, asked_of_plan in zip(plans, asked_by_plan, strict=True):
             folders.enter_context(_claimed(plan.out))
-            if not plan.rollout.urls:  # else settings await the engines' word
+            if not plan.rollout.urls:  # else the engines must say first which weights they serve
                 for asked in asked_of_plan:
                     asked.open(plan, plan.settings)
         for plan, tokenizer, asked_of_plan in zip(plans, tokenizers, asked_by_plan, strict=True):
@@ -114,6 +111,16 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         if len(plans) == 2:
             _compare(plans, asked_by_plan)
     return 0
+
+
+def _prompts(
+    plan: EvaluationPlan, tokenizer: Tokenizer, benchmarks: Sequence[ProblemSet]
+) -> list[Asked]:
+    asked = []
+    for benchmark in benchmarks:
+        prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
+        asked.append(Asked(benchmark, prompts))
+    return asked
 
 
 def _tokenizer(plan: EvaluationPlan, first: ProblemSet) -> Tokenizer:
