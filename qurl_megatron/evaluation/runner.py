@@ -202,23 +202,11 @@ class _Runner:
                 self._empty_checkpoints(cell)
         if done := len(cells) - len(self.waiting):
             print(f"{done} of {len(cells)} runs are done already", flush=True)
-        # Passed on by the loop, not from within the handler: each run must get each signal once,
-        # since it takes the second one as "now, unsaved".
         handlers = {}
         for number in stopping():
             handlers[number] = signal.signal(number, lambda n, _frame: self.signals.append(n))
-        passed_on = 0
         try:
-            while self.active or (self.waiting and not self.signals):
-                for number in self.signals[passed_on:]:
-                    self._pass_on(number)
-                    passed_on += 1
-                for job in list(self.active):
-                    if job.popen.poll() is not None:
-                        self._ended(job)
-                while not self.signals and (startable := self._startable()):
-                    self._start(startable)
-                time.sleep(POLL_S)
+            self._work()
         finally:
             self._pass_on(signal.SIGTERM)  # after an error here; else they have ended
             for job in self.active:
@@ -228,7 +216,25 @@ class _Runner:
         if self.signals:
             print("stopped; start it again to go on", flush=True)
             return 128 + self.signals[0]
-        return 1 if self.failed else 0
+        return int(self.failed)
+
+    def _work(self) -> None:
+        """Start cells and see them end, until none is left or a signal came.
+
+        Signals are passed on from here, not from their handler: each run must get each signal once,
+        since it takes the second one as "now, unsaved".
+        """
+        passed_on = 0
+        while self.active or (self.waiting and not self.signals):
+            for number in self.signals[passed_on:]:
+                self._pass_on(number)
+                passed_on += 1
+            for job in list(self.active):
+                if job.popen.poll() is not None:
+                    self._ended(job)
+            while not self.signals and (startable := self._startable()):
+                self._start(startable)
+            time.sleep(POLL_S)
 
     def _pass_on(self, number: int) -> None:
         for job in self.active:
