@@ -23,7 +23,7 @@ from typing import Any
 
 from qurl_megatron.bench.environment import environment
 from qurl_megatron.evaluation.plan import MISMATCH
-from qurl_megatron.evaluation.tables import NOTHING
+from qurl_megatron.evaluation.study_results import NOTHING
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import number, percent, plus_minus
@@ -45,7 +45,7 @@ COLUMNS: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "Update passed": ("update_passed", "mean", number),  # but see _passed
     "Step, s": ("step_seconds", "mean", number),
 }
-"""Heading: a number of ``evaluation.numbers.FINALS``, the part of its spread, how it is written."""
+"""Heading: a number of ``study_results.FINALS``, the part of its spread, how it is written."""
 
 
 PASSED_STD = "update_passed_std"

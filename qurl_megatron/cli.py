@@ -150,7 +150,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def study(arguments: argparse.Namespace) -> int:
     """Run a grid of methods, schemes and seeds of one recipe, and draw its tables and pictures."""
-    from qurl_megatron.evaluation.study_command import main as run
+    from qurl_megatron.evaluation.study import main as run
 
     return run(
         arguments.study,
@@ -379,7 +379,6 @@ def _study_options(command: argparse.ArgumentParser) -> None:
     )
     modes = command.add_mutually_exclusive_group()
     for name, help in (
-        ("background", "run on after this terminal is closed; the log is study.log"),
         ("status", "only show how far each cell is"),
         ("report", "only draw tables and pictures again"),
         ("dry-run", "only print the commands"),

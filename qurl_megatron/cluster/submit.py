@@ -131,6 +131,6 @@ def run_cell(study_file: Path, out: Path) -> int:
     from qurl_megatron.evaluation import plan, runner
 
     study = plan.read_study(study_file)
-    command = runner.command(study, study.cells[int(index)], out)
+    command = runner.train_command(study, study.cells[int(index)], out)
     print(" ".join(command), flush=True)
     os.execv(sys.executable, command)

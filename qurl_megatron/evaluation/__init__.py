@@ -1,6 +1,6 @@
-"""Accuracy on benchmark files, and studies: grids of runs with their tables and pictures.
+"""Accuracy on benchmark files, and studies: grids of runs with one table of results.
 
-command, evaluate, results    ``qurl eval``: Avg@1, Avg@k, pass@k and how far to trust them
-study_command, runner, tables ``qurl study``: cells, their runs, the page of results
-rescore                       ``qurl rescore``: recorded samples scored again
+command, eval_plan, ask, results       ``qurl eval``: Avg@1, Avg@k, pass@k and their error bars
+study, plan, runner, study_results     ``qurl study``: cells, their runs, the page of results
+rescore                                ``qurl rescore``: recorded samples scored again
 """

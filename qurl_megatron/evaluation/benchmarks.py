@@ -1,17 +1,21 @@
-"""Benchmark files: problems with reference answers, one JSON object per line, or parquet.
+"""Benchmark files, and the prompts that are made of them.
 
     {"id": "2024-I-1", "prompt": "How many ...", "answer": "204", ...}
 
-They are read as training data is (``data.rows``); besides, a problem may have an ``id``. The name
-of a benchmark is that of its file.
+One JSON object per line, or parquet; read as training data is (``data.rows``), but a problem may
+also have an ``id``. A benchmark is named after its file.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qurl_megatron.data.rows import Columns, DataFile, Question, as_text, look_up, read_file
+from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class ProblemSet:
     name: str
     path: Path
     problems: tuple[Problem, ...]
-    summary: str = ""  # what was found where, for a person
+    summary: str = ""  # columns and counts, for a person
 
 
 def read_benchmarks(
@@ -36,12 +40,12 @@ def read_benchmarks(
     id_key: str = "",
     answers: bool = True,
 ) -> list[ProblemSet]:
-    """All files, checked.
+    """Read and check all files.
 
     Args:
-        prompt_key, answer_key: where a row has them, dotted paths; empty: where they usually are.
-        id_key: where it has its id; empty: ``id``, where there is one.
-        answers: every row must have one; else those without have an empty one.
+        prompt_key, answer_key: dotted paths in a row; empty: the usual names.
+        id_key: the same for its id; empty: ``id``, if the row has one.
+        answers: every row must have an answer; otherwise a missing one is empty.
 
     Raises:
         ConfigError: a file is missing, empty or malformed, or two have the same name.
@@ -72,3 +76,52 @@ def _problems(file: DataFile, id_key: str) -> tuple[Problem, ...]:
             )
         questions[name] = question
     return tuple(Problem(name, question) for name, question in questions.items())
+
+
+def as_prompts(
+    benchmark: ProblemSet, tokenizer: Tokenizer, *, chat: bool, suffix: str
+) -> list[Prompt]:
+    """Prompts in the order of the file.
+
+    Args:
+        suffix: a line of its own at the end of each problem; of a chat, of its last turn.
+    """
+    end = f"\n{suffix}" if suffix else ""
+    questions = []
+    for problem in benchmark.problems:
+        question, turns = problem.question, problem.question.turns
+        if turns:
+            turns = (*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end})
+        questions.append(replace(question, text=question.text + end, turns=turns))
+    prompts = []
+    for i, question in enumerate(questions):
+        ids = ids_of(question, tokenizer, chat=chat)
+        prompts.append(
+            Prompt(i, ids, question.text, question.answer, question.metadata, question.turns)
+        )
+    return prompts
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Changes with every token that is asked, and with all that a reward gets of a question."""
+    facts = [(prompt.input_ids, prompt.answer, prompt.metadata) for prompt in prompts]
+    content = json.dumps(facts, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def check_lengths(
+    benchmark: ProblemSet, prompts: Sequence[Prompt], max_new_tokens: int, limit: float
+) -> None:
+    """Raise ``ConfigError`` where the longest prompt and its response exceed ``limit`` tokens."""
+    lengths = [len(prompt.input_ids) for prompt in prompts]
+    longest = max(lengths)
+    if longest + max_new_tokens <= limit:
+        return
+    fix = "leave it out, or take an engine with a longer context"
+    if longest < limit:
+        fix = f"give at most {limit - longest:.0f}"
+    place = benchmark.problems[lengths.index(longest)].question.place
+    raise ConfigError(
+        f"{place}: the longest prompt, {longest} tokens, and --max-new-tokens {max_new_tokens} "
+        f"exceed the {limit:.0f} tokens that the engine takes; {fix}"
+    )

@@ -1,4 +1,4 @@
-"""The command line of ``qurl eval``, and what it falls back to; imports nothing heavy."""
+"""The command line of ``qurl eval`` and its defaults; imports nothing heavy."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ ADOPTED_S = 30.0  # for engines that should already be there to answer
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What the options fall back to: these values, or those of a run's recipe."""
+    """Defaults of the options: these values, or a run's recipe."""
 
     run: Path | None = None  # whose recipe it is
     model: Path | None = None
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         help="JSONL or parquet file of prompts and answers; some ship in launch/benchmarks",
     )
 
-    which = parser.add_argument_group("what is evaluated")
+    which = parser.add_argument_group("the model and its engines")
     which.add_argument(
         "--model",
         type=Path,
@@ -99,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         f"(default 300, SGLang 900); with --url, seconds to wait for it (default {ADOPTED_S:.0f})",
     )
 
-    how = parser.add_argument_group("how it is asked")
+    how = parser.add_argument_group("the questions")
     how.add_argument(
         "--k", type=int, default=32, help="sampled responses per problem; 1: only greedy, Avg@1"
     )
@@ -123,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
             f"--{column}-key", metavar="KEY", help=f"where a row has its {column}, a dotted path"
         )
 
-    outcome = parser.add_argument_group("what becomes of the answers")
+    outcome = parser.add_argument_group("the answers")
     outcome.add_argument(
         "--show",
         type=int,

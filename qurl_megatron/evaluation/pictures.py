@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from qurl_megatron.evaluation.finished import Group
-from qurl_megatron.evaluation.numbers import band
 from qurl_megatron.evaluation.plan import METHODS, SCALE
+from qurl_megatron.evaluation.study_results import Group, Series
 from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.drawing import STYLE, frame, smooth, thin
 from qurl_megatron.observe.panels import COLORS
 
-SKY = "#56b4e9"  # of the same palette as COLORS, beside whose blue it says: a variant of that
+SKY = "#56b4e9"  # of the palette of COLORS; beside its blue it marks a variant of that method
 LINES = {
-    # Unquantized first, then what the paper compares with, then ours in two blues.
+    # Unquantized first, then the paper's baselines, then ours in two blues.
     METHODS: ("ink", "orange", "yellow", "purple", "green", SKY, "blue", "muted"),
-    # s = 1 and 1.5 as there, then what is tried beside them.
+    # s = 1 and 1.5 as there, then the other settings.
     SCALE: (SKY, "blue", "ink", "orange", "yellow", "purple", "green", "muted"),
 }
 """Colours by place in the study file."""
@@ -47,7 +47,7 @@ class Panel:
     have next to no gap, and would flatten all others."""
 
     points: bool = False
-    """Each seed's values instead of the band; of a maximum, the mean hides what matters."""
+    """Each seed's values instead of the band; the mean of a maximum hides the outliers."""
 
 
 KL = ("rollout/kl_k3",)
@@ -71,6 +71,20 @@ UPDATES = (
 )
 
 
+def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, and mean, lowest and highest value over the curves that have the step; [N] each."""
+    by_step: dict[int, list[float]] = {}
+    for steps_N, values_N in curves:
+        for step, value in zip(steps_N.tolist(), values_N.tolist(), strict=True):
+            by_step.setdefault(step, []).append(value)
+    mean, low, high = [], [], []
+    for _, values in sorted(by_step.items()):
+        mean.append(np.mean(values))
+        low.append(min(values))
+        high.append(max(values))
+    return np.array(sorted(by_step)), np.array(mean), np.array(low), np.array(high)
+
+
 def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
     """PNG images by name, of all groups that have finished runs."""
     drawn = {}
@@ -88,8 +102,10 @@ def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
 
 def _png(panels: Sequence[Panel], groups: Sequence[Group], lines: Sequence[str]) -> bytes:
     # By place, so that a method keeps its colour while those before it are not finished.
-    colors = {group.name: lines[place % len(lines)] for place, group in enumerate(groups)}
-    colors = {name: COLORS.get(color, color) for name, color in colors.items()}
+    colors = {}
+    for place, group in enumerate(groups):
+        color = lines[place % len(lines)]
+        colors[group.name] = COLORS.get(color, color)
     groups = [group for group in groups if group.histories]
     panels = [panel for panel in panels if _drawable(panel, groups)]
     rows = math.ceil((len(panels) + 1) / COLUMNS)
@@ -155,10 +171,12 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
 
 
 def _drawable(panel: Panel, groups: Sequence[Group]) -> bool:
-    values = [
-        values for group in groups for name in panel.metrics for _, values in group.curves(name)
-    ]
-    return any((array > 0).any() for array in values) if panel.log else bool(values)
+    for group in groups:
+        for name in panel.metrics:
+            for _, values in group.curves(name):
+                if not panel.log or (values > 0).any():
+                    return True
+    return False
 
 
 def _label(group: Group) -> str:

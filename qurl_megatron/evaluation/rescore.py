@@ -1,8 +1,8 @@
 """``qurl rescore``: where the log-probs of one step part, token by token.
 
-A token's log-prob is said four times: by the engine that sampled it and by the actor before the
-update (both recorded), and again by a new engine and the actor of the checkpoint that both had.
-What was recorded must be what is said again; engine and actor differ by the quantization alone.
+Four parties score a token: the engine that sampled it and the actor before the update (both
+recorded), then a fresh engine and the actor of the checkpoint that both had. The fresh scores must
+confirm the recorded ones; engine and actor may differ by the quantization alone.
 
 Shapes: R = responses of the step; of each a float32 array with an entry per token that the policy
 wrote, or None.
@@ -31,36 +31,33 @@ from qurl_megatron.types import Sample
 Scores = Sequence[np.ndarray | None]
 
 LEAST = 0.01
-"""Nats by which two scores of a token by the same weights may differ whatever else is found:
-another order of sums tips a code of an activation here and there."""
+"""Nats by which two scores of a token by the same weights may always differ: another order of sums
+tips a code of an activation here and there."""
 TIMES = 2.0
-"""The same, in times of the largest difference between engine and actor: on a model that amplifies
-rounding, an order of sums comes to as much as the quantization does, but not to more."""
+"""The same, in multiples of the largest difference between engine and actor: on a model that
+amplifies rounding, an order of sums can do as much as the quantization, but not more."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far two sayings of the same tokens are apart, in nats."""
+    """How far two scores of the same tokens are apart, in nats."""
 
     pair: str
     sizes: np.ndarray  # of each token that both have
     places: np.ndarray  # [tokens, 2]: its response, and its place among the written tokens
-    said: np.ndarray  # [tokens, 2]
+    scores: np.ndarray  # [tokens, 2]
 
     @staticmethod
     def between(pair: str, first: Scores, second: Scores) -> "Gap":
-        both = [
-            (i, a, b)
-            for i, (a, b) in enumerate(zip(first, second, strict=True))
-            if a is not None and b is not None
-        ]
-        log_prob_pairs = np.concatenate(
-            [np.empty((0, 2)), *(np.stack([a, b], 1) for _, a, b in both)]
-        )
-        places = [(i, k) for i, a, _ in both for k in range(len(a))]
-        # What is not a number is as far off as can be.
-        sizes = np.nan_to_num(np.abs(log_prob_pairs[:, 0] - log_prob_pairs[:, 1]), nan=np.inf)
-        return Gap(pair, sizes, np.array(places, int).reshape(-1, 2), log_prob_pairs)
+        scores, places = [np.empty((0, 2))], [np.empty((0, 2), int)]
+        for i, (a, b) in enumerate(zip(first, second, strict=True)):
+            if a is not None and b is not None:
+                scores.append(np.stack([a, b], 1))
+                places.append(np.stack([np.full(len(a), i), np.arange(len(a))], 1))
+        both = np.concatenate(scores)
+        # A score that is not a number is as far off as can be.
+        sizes = np.nan_to_num(np.abs(both[:, 0] - both[:, 1]), nan=np.inf)
+        return Gap(pair, sizes, np.concatenate(places), both)
 
     @property
     def largest(self) -> float:
@@ -68,62 +65,62 @@ class Gap:
 
     @property
     def worst(self) -> int:
-        """Which token."""
+        """Index of the token that is furthest apart."""
         return int(self.sizes.argmax())
-
-    def beyond(self, limit: float) -> int:
-        """Tokens that are further apart."""
-        return int((self.sizes > limit).sum())
 
 
 def verdict(engine: Gap, actor: Gap, quantization: Gap, version: int) -> str:
-    """Where the sayings part, in one sentence."""
+    """Say in one sentence which scores part."""
     largest = quantization.largest
     limit = max(LEAST, TIMES * largest if np.isfinite(largest) else 0.0)
-    blames = (
+    blames = [
         (
             engine,
-            f"a fresh engine differ by more than {limit:.2g} nats",
+            "a fresh engine",
             f"the run's engine had other weights than version {version}, or reported wrong "
             "log-probs",
         ),
         (
             actor,
-            f"the actor differ by more than {limit:.2g} nats",
+            "the actor",
             f"the trainer scored with other weights than those of step {version}, or other tokens",
         ),
-    )
-    parts = [
-        f"the record and {differs} at {differing} of {how_many(len(gap.sizes), 'token')}: {reason}"
-        for gap, differs, reason in blames
-        if (differing := gap.beyond(limit))
     ]
-    if parts:
-        return "; ".join(parts)
-    named = ((engine, "a fresh engine"), (actor, "the actor"))
-    confirmed = " and ".join(name for gap, name in named if len(gap.sizes)) or "nothing"
+    differences, confirming = [], []
+    for gap, scorer, reason in blames:
+        if differing := int((gap.sizes > limit).sum()):
+            differences.append(
+                f"the record and {scorer} differ by more than {limit:.2g} nats at {differing} of "
+                f"{how_many(len(gap.sizes), 'token')}: {reason}"
+            )
+        elif len(gap.sizes):
+            confirming.append(scorer)
+    if differences:
+        return "; ".join(differences)
+    confirmed = " and ".join(confirming) or "nothing"
     sentence = f"the record is confirmed by {confirmed}, to {limit:.2g} nats"
-    if not len(engine.sizes):
-        return sentence
-    return (
-        f"{sentence}: what lies between engine and actor, up to {largest:.2g} nats, is the "
-        "quantization"
-    )
+    if len(engine.sizes):
+        sentence += (
+            f": the rest between engine and actor, up to {largest:.2g} nats, is the quantization"
+        )
+    return sentence
 
 
 def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
-    """Score a step's samples again, and print the table and what follows from it.
+    """Score a step's samples again, and print a table and a verdict.
 
     Args:
         responses: only the first so many; None: all.
 
     Returns:
-        0, whatever was found; else the exit code of a rank that could not score.
+        0, whatever the verdict; else the exit code of a rank that could not score.
 
     Raises:
         ConfigError: there is no such run, step or checkpoint; an engine could not score.
     """
-    config = _recipe(run_dir)
+    if not (run_dir / RECIPE).is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run; name its train.run_dir")
+    config = recipe_of(run_dir)
     if responses is not None and responses < 1:
         raise ConfigError(f"--responses must be 1 or more, got {responses}")
     path = _rollouts(run_dir, step)
@@ -153,11 +150,10 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
 def _by_engine(
     checkpoint: Path, scheme: str, samples: Sequence[Sample], config: RunConfig, version: int
 ) -> Scores:
-    """Scores of a fresh engine; None for a sample that it cannot confirm, which is said: of other
-    weights than it has, or too long.
+    """Scores of a fresh engine; None where the sample is too long or of other weights than it has.
 
     Raises:
-        ConfigError: it could not be started, or not score.
+        ConfigError: it could not start, or not score.
     """
     scores: list[np.ndarray | None] = [None] * len(samples)
     if scheme != "none" and config.quant.rounding != "nearest":
@@ -189,16 +185,16 @@ def _by_engine(
 
 
 def compared(records: Sequence[Recorded], fresh: Scores, actor: Scores) -> list[Gap]:
-    """Record and engine, record and actor, engine and actor, and what the loss saw of these.
+    """The gaps of record and engine, record and actor, engine and actor, and within the record.
 
-    Without a fresh engine, the one that sampled is compared with the actor: it cannot be confirmed
-    then, but how far the two are apart still says what an order of sums comes to.
+    Without a fresh engine, the one that sampled is compared with the actor: their distance still
+    says how much an order of sums does.
     """
     behaviour = [record.sample.behaviour_log_probs[record.sample.written] for record in records]
     proximal = [record.proximal for record in records]
-    name, engine = (
-        ("fresh engine", fresh) if any(e is not None for e in fresh) else ("recorded", behaviour)
-    )
+    name, engine = "recorded", behaviour
+    if any(scores is not None for scores in fresh):
+        name, engine = "fresh engine", list(fresh)
     return [
         Gap.between("behaviour: recorded, fresh engine", behaviour, fresh),
         Gap.between("proximal: recorded, actor", proximal, actor),
@@ -209,47 +205,40 @@ def compared(records: Sequence[Recorded], fresh: Scores, actor: Scores) -> list[
 
 def table(gaps: Sequence[Gap], samples: Sequence[Sample], tokenizer: Tokenizer) -> str:
     """A line per pair; lines of the file and tokens of a response count from 1."""
-    head = ("|difference| in nats", "tokens", "mean", "largest", "at its worst token")
-    rows = [head]
+    rows = [["|difference| in nats", "tokens", "mean", "largest", "at its worst token"]]
     for gap in gaps:
         if not len(gap.sizes):
-            rows.append((gap.pair, "0", "", "", "not recorded, or not scored"))
+            rows.append([gap.pair, "0", "", "", "not recorded, or not scored"])
             continue
         response, place = gap.places[gap.worst]
         sample = samples[response]
         position = int(np.flatnonzero(sample.written)[place])
         token = int(sample.response_ids[position])
         text = " ".join(visible(tokenizer.decode([token])).splitlines())
-        first, second = gap.said[gap.worst]
-        token_place = f"line {response + 1}, token {position + 1}: {token} "
-        token_place += f'"{text}"' if text else "(special)"
-        rows.append(
-            (
-                *(gap.pair, str(len(gap.sizes)), f"{gap.sizes.mean():.2g}", f"{gap.largest:.2g}"),
-                f"{token_place}, {first:.4f} and {second:.4f}",
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        "  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:4], widths[1:]), row[4]))
-        for row in rows
-    )
-
-
-def _recipe(run_dir: Path) -> RunConfig:
-    if not (run_dir / RECIPE).is_file():
-        raise ConfigError(f"{run_dir} is not the folder of a run; name its train.run_dir")
-    return recipe_of(run_dir)
+        quoted = f'"{text}"' if text else "(special)"
+        first, second = gap.scores[gap.worst]
+        worst = f"line {response + 1}, token {position + 1}: {token} {quoted}, "
+        worst += f"{first:.4f} and {second:.4f}"
+        mean, largest = f"{gap.sizes.mean():.2g}", f"{gap.largest:.2g}"
+        rows.append([gap.pair, str(len(gap.sizes)), mean, largest, worst])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for pair, *numbers, worst in rows:
+        padded = map(str.rjust, numbers, widths[1:4])
+        lines.append("  ".join([pair.ljust(widths[0]), *padded, worst]))
+    return "\n".join(lines)
 
 
 def _rollouts(run_dir: Path, step: int) -> Path:
     path = path_of(run_dir, step)
     if path.is_file():
         return path
-    recorded_steps = [
-        int(file.stem.removeprefix("step_")) for file in path.parent.glob("step_*.jsonl")
-    ]
-    kept = f"; it has those of {_steps(recorded_steps)}" if recorded_steps else ""
+    recorded_steps = []
+    for file in path.parent.glob("step_*.jsonl"):
+        recorded_steps.append(int(file.stem.removeprefix("step_")))
+    kept = ""
+    if recorded_steps:
+        kept = f"; it has those of {_steps(recorded_steps)}"
     raise ConfigError(
         f"{run_dir} has no samples of step {step}{kept} (train.save_rollouts=true keeps them)"
     )

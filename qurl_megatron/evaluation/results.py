@@ -1,21 +1,86 @@
 """Answers to numbers: per benchmark, over all of them, as JSON and as a table.
 
-``results.json`` is documented in docs/evaluation.md.
+A benchmark's problems are a draw from all that could have been asked, and the responses to each are
+a draw from the policy. The bootstrap resamples problems, each with all of its responses: the means
+of the problems vary by both draws, so the interval covers both. (Resampling the responses of each
+resampled problem as well would count their share twice: Davison and Hinkley 1997, section 3.8.)
+
+Between two policies on the same problems, ``Pair`` resamples the change of each problem: the
+problems' difficulty cancels out.
+
+Shapes: P = problems, K = responses to each, D = draws of the bootstrap.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from qurl_megatron.evaluation.answers import GradedAnswer, Key
 from qurl_megatron.evaluation.benchmarks import ProblemSet
-from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
 
+DRAWS = 10_000
+LEVEL = 0.95
+INDICES_AT_ONCE = 1 << 22  # of the bootstrap: 32 MB
 PERCENT = ", %"  # after the name of a column
-DIGITS = 6  # of what is written: more than a few thousand rewards of 0 or 1 can tell
+DIGITS = 6  # written; finer than a few thousand rewards of 0 or 1 can resolve
+
+Answers = Mapping[Key, Sequence[GradedAnswer]]
+
+
+def resampled_means(mean_P: np.ndarray, seed: Sequence[int], draws: int = DRAWS) -> np.ndarray:
+    """[D] means over P problems drawn with replacement.
+
+    Args:
+        seed: whole numbers of 0 or more; another one gives independent draws.
+    """
+    generator = np.random.default_rng(seed)
+    count = len(mean_P)
+    rows = max(1, INDICES_AT_ONCE // count)
+    means = []
+    for start in range(0, draws, rows):
+        indices = generator.integers(count, size=(min(rows, draws - start), count))
+        means.append(mean_P[indices].mean(axis=1))
+    return np.concatenate(means)
+
+
+def interval(resampled_D: np.ndarray, level: float = LEVEL) -> tuple[float, float] | None:
+    """The percentile interval of resampled means; None where they do not vary.
+
+    If all problems are alike, e.g. none right, a bootstrap has nothing to say.
+    """
+    if np.ptp(resampled_D) == 0:
+        return None
+    tail = 100 * (1 - level) / 2
+    low, high = np.percentile(resampled_D, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def sampling_error(reward_PK: np.ndarray) -> float:
+    """Standard error of the mean over the draw of responses alone, on these very problems.
+
+    sqrt(sum_p s_p^2 / K) / P with the unbiased variance s_p^2 of problem p; nan for K = 1.
+    """
+    problems, responses = reward_PK.shape
+    if responses < 2:
+        return math.nan
+    return float(np.sqrt(reward_PK.var(axis=1, ddof=1).sum() / responses) / problems)
+
+
+def pass_at(right_P: Sequence[int], responses: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k responses is right, as a mean over problems.
+
+    1 - C(n - c, k) / C(n, k) for c right ones of n (Chen et al. 2021, arXiv:2107.03374, Eq. 1).
+
+    Args:
+        right_P: right responses to each problem.
+        responses: n, to each.
+    """
+    all_sets = math.comb(responses, k)
+    failing = sum(math.comb(responses - right, k) / all_sets for right in right_P)
+    return 1 - failing / len(right_P)
 
 
 @dataclass(frozen=True)
@@ -31,74 +96,18 @@ class BenchmarkScore:
     pass_at: Mapping[int, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        document = {
+        document: dict[str, Any] = {
             "k": self.responses,
-            "accuracy": _rounded(self.accuracy),
-            "ci95": _rounded(interval(self.resampled_D)),
-            "truncated": _rounded(self.truncated),
-            "tokens": _rounded(self.tokens),
+            "accuracy": round(self.accuracy, DIGITS),
+            "ci95": _interval_json(self.resampled_D),
+            "truncated": round(self.truncated, DIGITS),
+            "tokens": round(self.tokens, DIGITS),
         }
         if self.sampling_error is not None:
-            document["sampling_error"] = _rounded(self.sampling_error)
+            document["sampling_error"] = round(self.sampling_error, DIGITS)
         if self.pass_at is not None:
-            document["pass_at"] = {str(k): _rounded(value) for k, value in self.pass_at.items()}
+            document["pass_at"] = {str(k): round(p, DIGITS) for k, p in self.pass_at.items()}
         return document
-
-
-def score(
-    benchmark: ProblemSet,
-    answers: Mapping[Key, Sequence[GradedAnswer]],
-    responses: Mapping[str, int],
-    seed: int,
-) -> dict[str, BenchmarkScore]:
-    """The scores of a benchmark that is fully answered, by mode."""
-    scores = {}
-    for mode, count in responses.items():
-        rows = [answers[mode, index] for index in range(len(benchmark.problems))]
-        reward_PK = np.array([[answer.reward for answer in row] for row in rows])
-        # Benchmarks of one size must not be resampled alike, or their mean would vary too much.
-        resampled_D = resampled_means(reward_PK.mean(axis=1), [seed, *benchmark.name.encode()])
-        every = [answer for row in rows for answer in row]
-        right_P = (reward_PK == 1).sum(axis=1).tolist()
-        scores[mode] = BenchmarkScore(
-            responses=count,
-            accuracy=float(reward_PK.mean()),
-            resampled_D=resampled_D,
-            truncated=float(np.mean([answer.finish == "length" for answer in every])),
-            tokens=float(np.mean([answer.tokens for answer in every])),
-            sampling_error=sampling_error(reward_PK) if count > 1 else None,
-            pass_at={k: pass_at(right_P, count, k) for k in _powers(count)} if count > 1 else None,
-        )
-    return scores
-
-
-def mean(scores: Sequence[Mapping[str, BenchmarkScore]]) -> dict[str, BenchmarkScore]:
-    """The mean over benchmarks, each with the same weight however many problems it has."""
-    means = {}
-    for mode in scores[0]:
-        each = [by_mode[mode] for by_mode in scores]
-        sampled = each[0].pass_at is not None
-        means[mode] = BenchmarkScore(
-            responses=each[0].responses,
-            accuracy=_mean(benchmark_score.accuracy for benchmark_score in each),
-            resampled_D=np.mean([benchmark_score.resampled_D for benchmark_score in each], axis=0),
-            truncated=_mean(benchmark_score.truncated for benchmark_score in each),
-            tokens=_mean(benchmark_score.tokens for benchmark_score in each),
-            sampling_error=sum(
-                (benchmark_score.sampling_error or 0.0) ** 2 for benchmark_score in each
-            )
-            ** 0.5
-            / len(each)
-            if sampled
-            else None,
-            pass_at={
-                k: _mean((benchmark_score.pass_at or {})[k] for benchmark_score in each)
-                for k in each[0].pass_at
-            }
-            if each[0].pass_at is not None
-            else None,
-        )
-    return means
 
 
 @dataclass(frozen=True)
@@ -113,112 +122,121 @@ class Pair:
     def change(self) -> float:
         return self.after.accuracy - self.before.accuracy
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "before": self.before.as_json(),
+            "after": self.after.as_json(),
+            "change": round(self.change, DIGITS),
+            "ci95": _interval_json(self.resampled_D),
+        }
+
+
+Scores = dict[str, BenchmarkScore]
+Pairs = dict[str, Pair]
+"""By mode."""
+
+
+def score(
+    benchmark: ProblemSet, answers: Answers, responses: Mapping[str, int], seed: int
+) -> Scores:
+    """Score a benchmark that is fully answered."""
+    scores = {}
+    for mode, count in responses.items():
+        reward_PK = _rewards(benchmark, answers, mode)
+        every: list[GradedAnswer] = []
+        for index in range(len(benchmark.problems)):
+            every += answers[mode, index]
+        error = chances = None
+        if count > 1:
+            error, chances = sampling_error(reward_PK), {}
+            right_P = (reward_PK == 1).sum(axis=1).tolist()
+            for k in _powers(count):
+                chances[k] = pass_at(right_P, count, k)
+        scores[mode] = BenchmarkScore(
+            responses=count,
+            accuracy=float(reward_PK.mean()),
+            resampled_D=_resampled(benchmark, reward_PK.mean(axis=1), seed),
+            truncated=float(np.mean([answer.finish == "length" for answer in every])),
+            tokens=float(np.mean([answer.tokens for answer in every])),
+            sampling_error=error,
+            pass_at=chances,
+        )
+    return scores
+
+
+def mean(scores: Sequence[Scores]) -> Scores:
+    """The mean over benchmarks, each with the same weight however many problems it has."""
+    means, count = {}, len(scores)
+    for mode, first in scores[0].items():
+        of_mode = [by_mode[mode] for by_mode in scores]
+        error = chances = None
+        if first.pass_at is not None:
+            error = math.sqrt(sum((score.sampling_error or 0.0) ** 2 for score in of_mode)) / count
+            chances = {}
+            for k in first.pass_at:
+                chances[k] = sum((score.pass_at or {})[k] for score in of_mode) / count
+        means[mode] = BenchmarkScore(
+            responses=first.responses,
+            accuracy=sum(score.accuracy for score in of_mode) / count,
+            resampled_D=np.mean([score.resampled_D for score in of_mode], axis=0),
+            truncated=sum(score.truncated for score in of_mode) / count,
+            tokens=sum(score.tokens for score in of_mode) / count,
+            sampling_error=error,
+            pass_at=chances,
+        )
+    return means
+
 
 def pair(
-    benchmark: ProblemSet,
-    before: Mapping[Key, Sequence[GradedAnswer]],
-    after: Mapping[Key, Sequence[GradedAnswer]],
-    responses: Mapping[str, int],
-    seed: int,
-) -> dict[str, Pair]:
-    """Two fully answered benchmarks, by mode. What is resampled is the change of each problem: how
-    hard problems are cancels out."""
-    scores = [score(benchmark, answers, responses, seed) for answers in (before, after)]
+    benchmark: ProblemSet, before: Answers, after: Answers, responses: Mapping[str, int], seed: int
+) -> Pairs:
+    """Compare two fully answered benchmarks, problem by problem."""
+    before_scores = score(benchmark, before, responses, seed)
+    after_scores = score(benchmark, after, responses, seed)
     pairs = {}
     for mode in responses:
-        means = [
-            [
-                _mean(answer.reward for answer in answers[mode, index])
-                for index in range(len(benchmark.problems))
-            ]
-            for answers in (before, after)
-        ]
-        change_P = np.subtract(means[1], means[0])
-        resampled_D = resampled_means(change_P, [seed, *benchmark.name.encode()])
-        pairs[mode] = Pair(scores[0][mode], scores[1][mode], resampled_D)
+        change_P = _rewards(benchmark, after, mode).mean(axis=1)
+        change_P -= _rewards(benchmark, before, mode).mean(axis=1)
+        resampled_D = _resampled(benchmark, change_P, seed)
+        pairs[mode] = Pair(before_scores[mode], after_scores[mode], resampled_D)
     return pairs
 
 
-def mean_pair(pairs: Sequence[Mapping[str, Pair]]) -> dict[str, Pair]:
+def mean_pair(pairs: Sequence[Pairs]) -> Pairs:
     """The mean over benchmarks, as ``mean``."""
-    before = mean(
-        [{mode: mode_pair.before for mode, mode_pair in by_mode.items()} for by_mode in pairs]
-    )
-    after = mean(
-        [{mode: mode_pair.after for mode, mode_pair in by_mode.items()} for by_mode in pairs]
-    )
-    return {
-        mode: Pair(
-            before[mode],
-            after[mode],
-            np.mean([by_mode[mode].resampled_D for by_mode in pairs], axis=0),
-        )
-        for mode in pairs[0]
-    }
+    means = {}
+    for mode in pairs[0]:
+        of_mode = [by_mode[mode] for by_mode in pairs]
+        before = mean([{mode: pair.before} for pair in of_mode])
+        after = mean([{mode: pair.after} for pair in of_mode])
+        resampled_D = np.mean([pair.resampled_D for pair in of_mode], axis=0)
+        means[mode] = Pair(before[mode], after[mode], resampled_D)
+    return means
 
 
-def pair_as_json(pairs: Mapping[str, Pair]) -> dict[str, Any]:
-    return {
-        mode: {
-            "before": mode_pair.before.as_json(),
-            "after": mode_pair.after.as_json(),
-            "change": _rounded(mode_pair.change),
-            "ci95": _rounded(interval(mode_pair.resampled_D)),
-        }
-        for mode, mode_pair in pairs.items()
-    }
+def as_json(by_mode: Mapping[str, BenchmarkScore | Pair]) -> dict[str, Any]:
+    return {mode: entry.as_json() for mode, entry in by_mode.items()}
 
 
-def pair_table(
-    lines: Sequence[tuple[str, int | None, Mapping[str, Pair]]], *, right_or_wrong: bool = True
-) -> str:
-    """Text that is a Markdown table as well: a line for each benchmark and mode.
-
-    Args:
-        lines: name, number of problems, and the two models' scores.
-        right_or_wrong: each score is 1 or 0, and means are percentages.
-    """
-    written = partial(_written, right_or_wrong=right_or_wrong)
-    unit = PERCENT if right_or_wrong else ""
-    cells = [["benchmark", "problems", "score", "before", "after", "change"]]
-    for name, problems, pairs in lines:
-        count = "" if problems is None else str(problems)
-        for mode_pair in pairs.values():
-            scores = [
-                written(score.accuracy, score.resampled_D)
-                for score in (mode_pair.before, mode_pair.after)
-            ]
-            change = written(mode_pair.change, mode_pair.resampled_D, sign="+")
-            cells.append([name, count, f"Avg@{mode_pair.after.responses}{unit}", *scores, change])
-    return _aligned(cells)
+def tokens_per_second(answers: Sequence[GradedAnswer]) -> float:
+    tokens = seconds = 0.0
+    for answer in answers:
+        tokens += answer.tokens
+        seconds += answer.seconds
+    return tokens / seconds
 
 
-def tokens_per_second(answers: Mapping[Key, Sequence[GradedAnswer]]) -> float:
-    every = [answer for answers_of_problem in answers.values() for answer in answers_of_problem]
-    return sum(answer.tokens for answer in every) / sum(answer.seconds for answer in every)
-
-
-def weight_versions(answers: Mapping[Key, Sequence[GradedAnswer]]) -> list[int]:
-    """More than one: somebody published to the engines meanwhile, and no one policy was scored."""
-    return sorted(
-        {answer.version for answers_of_problem in answers.values() for answer in answers_of_problem}
-    )
-
-
-def rows(
-    benchmark: ProblemSet, answers: Mapping[Key, Sequence[GradedAnswer]]
-) -> list[dict[str, Any]]:
+def rows(benchmark: ProblemSet, answers: Answers) -> list[dict[str, Any]]:
     """Each problem with its share of right responses, by mode."""
     table_rows: list[dict[str, Any]] = [{"id": problem.id} for problem in benchmark.problems]
-    for (mode, index), answers_of_problem in sorted(answers.items()):
-        table_rows[index][mode] = _rounded(_mean(answer.reward for answer in answers_of_problem))
+    for (mode, index), of_problem in sorted(answers.items()):
+        share = sum(answer.reward for answer in of_problem) / len(of_problem)
+        table_rows[index][mode] = round(share, DIGITS)
     return table_rows
 
 
 def table(
-    lines: Sequence[tuple[str, int | None, Mapping[str, BenchmarkScore], float | None]],
-    *,
-    right_or_wrong: bool = True,
+    lines: Sequence[tuple[str, int | None, Scores, float | None]], *, right_or_wrong: bool = True
 ) -> str:
     """Text that is a Markdown table as well.
 
@@ -226,27 +244,39 @@ def table(
         lines: name, number of problems, scores and tokens per second.
         right_or_wrong: each score is 1 or 0, and means are percentages.
     """
-
-    def written(score: BenchmarkScore) -> str:
-        return _written(score.accuracy, score.resampled_D, right_or_wrong=right_or_wrong)
-
-    modes = lines[0][2]
-    sampled = modes.get("sampled")
-    k = sampled.responses if sampled else 1
     unit = PERCENT if right_or_wrong else ""
+    sampled = lines[0][2].get("sampled")
     header = ["benchmark", "problems", f"Avg@1{unit}"]
-    header += [f"Avg@{k}{unit}", f"pass@{k}{PERCENT}"] if sampled else []
+    if sampled:
+        header += [f"Avg@{sampled.responses}{unit}", f"pass@{sampled.responses}{PERCENT}"]
     cells = [[*header, f"truncated{PERCENT}", "tokens", "tokens/s"]]
     for name, problems, by_mode, speed in lines:
+        row = [name, "" if problems is None else str(problems)]
+        for mode_score in by_mode.values():
+            row.append(_mean_text(mode_score.accuracy, mode_score.resampled_D, right_or_wrong))
+            if mode_score.pass_at is not None:
+                row.append(f"{100 * mode_score.pass_at[mode_score.responses]:.1f}")
         last = by_mode["sampled" if sampled else "greedy"]
-        cells.append([name, "" if problems is None else str(problems), written(by_mode["greedy"])])
-        if sampled:
-            cells[-1] += [written(last), f"{100 * (last.pass_at or {})[k]:.1f}"]
-        cells[-1] += [
-            f"{100 * last.truncated:.1f}",
-            f"{last.tokens:.0f}",
-            "" if speed is None else f"{speed:.0f}",
-        ]
+        row += [f"{100 * last.truncated:.1f}", f"{last.tokens:.0f}"]
+        row.append("" if speed is None else f"{speed:.0f}")
+        cells.append(row)
+    return _aligned(cells)
+
+
+def pair_table(
+    lines: Sequence[tuple[str, int | None, Pairs]], *, right_or_wrong: bool = True
+) -> str:
+    """The same of two models: a line for each benchmark and mode."""
+    unit = PERCENT if right_or_wrong else ""
+    cells = [["benchmark", "problems", "score", "before", "after", "change"]]
+    for name, problems, pairs in lines:
+        count = "" if problems is None else str(problems)
+        for mode_pair in pairs.values():
+            row = [name, count, f"Avg@{mode_pair.after.responses}{unit}"]
+            for side in (mode_pair.before, mode_pair.after):
+                row.append(_mean_text(side.accuracy, side.resampled_D, right_or_wrong))
+            change = _mean_text(mode_pair.change, mode_pair.resampled_D, right_or_wrong, sign="+")
+            cells.append([*row, change])
     return _aligned(cells)
 
 
@@ -254,37 +284,46 @@ def _aligned(cells: Sequence[Sequence[str]]) -> str:
     """A table with the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    padded = [
-        [
-            row[0].ljust(widths[0]),
-            *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-        ]
-        for row in [cells[0], rule, *cells[1:]]
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+    lines = []
+    for row in [cells[0], rule, *cells[1:]]:
+        padded = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines)
 
 
-def _written(mean: float, resampled_D: np.ndarray, *, right_or_wrong: bool, sign: str = "") -> str:
+def _mean_text(
+    mean: float, resampled_D: np.ndarray, right_or_wrong: bool, *, sign: str = ""
+) -> str:
     """A mean with its interval: in percent, or as the scores are."""
 
-    def one(value: float) -> str:
+    def text(value: float) -> str:
         return f"{100 * value:{sign}.1f}" if right_or_wrong else f"{value:{sign}.3f}"
 
-    between = interval(resampled_D)
-    return f"{one(mean)} [{one(between[0])}, {one(between[1])}]" if between else one(mean)
+    ends = interval(resampled_D)
+    return f"{text(mean)} [{text(ends[0])}, {text(ends[1])}]" if ends else text(mean)
+
+
+def _interval_json(resampled_D: np.ndarray) -> list[float] | None:
+    ends = interval(resampled_D)
+    return [round(end, DIGITS) for end in ends] if ends else None
+
+
+def _rewards(benchmark: ProblemSet, answers: Answers, mode: str) -> np.ndarray:
+    """[P, K] rewards."""
+    rewards = []
+    for index in range(len(benchmark.problems)):
+        rewards.append([answer.reward for answer in answers[mode, index]])
+    return np.array(rewards)
+
+
+def _resampled(benchmark: ProblemSet, mean_P: np.ndarray, seed: int) -> np.ndarray:
+    # Benchmarks of one size must not be resampled alike, or their mean would vary too much.
+    return resampled_means(mean_P, [seed, *benchmark.name.encode()])
 
 
 def _powers(count: int) -> list[int]:
     """1, 2, 4, ..., and the count itself."""
-    return [*(2**i for i in range(count.bit_length()) if 2**i < count), count]
-
-
-def _mean(values: Any) -> float:
-    values = list(values)
-    return sum(values) / len(values)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_rounded(element) for element in value]
-    return value if value is None else round(value, DIGITS)
+    powers = [1]
+    while 2 * powers[-1] < count:
+        powers.append(2 * powers[-1])
+    return powers if powers[-1] == count else [*powers, count]

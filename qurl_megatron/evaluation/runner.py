@@ -1,83 +1,128 @@
-"""Runs the cells of a study, several at once, and remembers what became of each.
+"""Runs the cells of a study, several at once.
 
-Every cell is a ``qurl train`` of its own, which resumes, saves and refuses by itself, and then a
-``qurl eval`` of what it has trained. What is kept here is small:
+A cell is a ``qurl train`` of its own, which resumes, saves and refuses by itself, and then a ``qurl
+eval`` of the trained policy. A run's metrics are of its rollouts, at their precision; one trains
+for the last checkpoint, so that answers the held-out questions too, greedily and unquantized.
 
-    OUT/study.pid    the process at work in OUT, which holds a lock on the file
-    OUT/cells.json   why cells have failed, by name; "" for those that run. Whether a cell is done,
-                     its own metrics say.
+    OUT/runs/naive-int4-seed-0/    train.run_dir of a cell, whoever started it
+      trained/step_000080/         its held-out questions, and the results of ``qurl eval``
+    OUT/logs/naive-int4-seed-0.log
+    OUT/cells.json                 why cells have failed, by name; "" for those that are running
+    OUT/.lock                      locked by the study at work in OUT
+
+The evaluation lies in the run's folder: whoever deletes a run deletes its accuracy too.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from qurl_megatron.evaluation.greedy_accuracy import due, empty_checkpoints, evaluation
+from qurl_megatron.checkpoints.integrity import RECORD
+from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.evaluation.plan import Cell, Study
-from qurl_megatron.evaluation.runs import log_file, look, run_dir
 from qurl_megatron.kit.disk import lock, read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.launch import stopping
+from qurl_megatron.observe.history import History
+from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
+from qurl_megatron.training.state import STATE, folders, latest, refuse_other_run
 
 QURL = (sys.executable, "-m", "qurl_megatron.cli")
-PID_FILE = "study.pid"
-STARTED = {"train": "started", "evaluate": "trained, its policy is evaluated unquantized"}
+BENCHMARK = "held_out"
 POLL_S = 0.1
-CLAIM_S = 1.0  # a look at the lock holds it for a moment
 
 
 @dataclass(frozen=True)
-class CellJob:
-    """One cell at work."""
+class Progress:
+    """How far a run is, as its folder shows it."""
 
-    cell: Cell
-    task: str  # train or evaluate
-    popen: subprocess.Popen
-    log: Path
-    log_start: int  # where in the log this attempt begins
-    started: float
+    state: Literal["done", "failed", "waiting"]
+    history: History | None = None  # up to the last step that the study asks for
+    reason: str = ""  # of a failure
+
+    @property
+    def step(self) -> int:
+        return self.history.last_step if self.history else 0
 
 
-def task_of(study: Study, cell: Cell, out: Path) -> str:
-    """What is to be done for a cell next: "train", "evaluate", or "" where all is done."""
-    if look(study, cell, out).state != "done":
+def run_dir(out: Path, cell: Cell) -> Path:
+    return out / "runs" / cell.name
+
+
+def progress(cell: Cell, out: Path) -> Progress:
+    """Read a cell's run folder.
+
+    Done: all steps are measured, and the last one is evaluated where the recipe evaluates. Failed:
+    the folder holds a run with other settings, or its metrics are damaged.
+    """
+    folder = run_dir(out, cell)
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file() or b"\n" not in metrics.read_bytes():
+        return Progress("waiting")
+    try:
+        changes = refuse_other_run(folder, cell.config)
+        if pinned := [change for change in changes if change.rule != "free"]:
+            differences = "; ".join(map(str, pinned))
+            raise ConfigError(
+                f"{folder} holds a run with other settings ({differences}); move it away"
+            )
+        records = read_metrics(metrics)
+    except ConfigError as error:
+        return Progress("failed", reason=str(error))
+    history = History(record for record in records if record.step <= cell.steps)
+    if history.last_step < cell.steps:
+        return Progress("waiting", history)
+    if cell.config.train.eval_prompts > 0:
+        steps = history.series("eval/accuracy")[0] if "eval/accuracy" in history else [0]
+        if steps[-1] < cell.steps:
+            return Progress("waiting", history)
+    return Progress("done", history)
+
+
+def trained_accuracy(cell: Cell, out: Path) -> float | None:
+    """Share of held-out questions that the trained policy answers, or None before it was asked."""
+    results = _trained_dir(out, cell) / "results.json"
+    if not results.is_file():
+        return None
+    benchmark = json.loads(results.read_text(encoding="utf-8"))["benchmarks"][BENCHMARK]
+    return benchmark["greedy"]["accuracy"]
+
+
+def next_task(study: Study, cell: Cell, out: Path) -> str:
+    """Return "train", "evaluate", or "" where nothing is left to do."""
+    if progress(cell, out).state != "done":
         return "train"
-    return "evaluate" if due(study, cell, out) else ""
+    # Other engines than embedded ones cannot load a run's checkpoint, and an embedded one in their
+    # place may take hours for a large model: that must be asked for.
+    loadable = cell.config.rollout.kind.quantizes or study.settings.trained_by_embedded
+    if not (cell.config.train.eval_prompts > 0 and loadable):
+        return ""
+    newest = latest(run_dir(out, cell))
+    at_last_step = newest is not None and newest.name == _last_step(cell)
+    return "evaluate" if at_last_step and trained_accuracy(cell, out) is None else ""
 
 
-def command(study: Study, cell: Cell, out: Path, qurl: Sequence[str] = QURL) -> list[str]:
-    """The ``qurl train`` of one cell."""
-    return [
-        *qurl,
-        "train",
-        str(study.recipe),
-        *cell.overrides,
-        f"train.run_dir={run_dir(out, cell)}",
-    ]
+def train_command(study: Study, cell: Cell, out: Path, qurl: Sequence[str] = QURL) -> list[str]:
+    """The ``qurl train`` of a cell."""
+    folder = f"train.run_dir={run_dir(out, cell)}"
+    return [*qurl, "train", str(study.recipe), *cell.overrides, folder]
 
 
-def run(
-    study: Study,
-    cells: Sequence[Cell],
-    out: Path,
-    *,
-    jobs: int,
-    redraw: Callable[[], None],
-    qurl: Sequence[str] = QURL,
-) -> int:
+def run(study: Study, cells: Sequence[Cell], out: Path, *, jobs: int, qurl: Sequence[str]) -> int:
     """Bring all ``cells`` to their end.
 
     Args:
         jobs: how many run at once.
-        redraw: called after each cell that is done.
         qurl: the command whose ``train`` and ``eval`` are called.
 
     Returns:
@@ -88,214 +133,242 @@ def run(
         ConfigError: another study is at work in ``out``.
     """
     with claim(out):
-        return _Runner(study, out, jobs, qurl, redraw).run(cells)
+        return _Runner(study, out, jobs, qurl).run(cells)
 
 
 def failures(out: Path) -> dict[str, str]:
-    """Why cells have failed when they last ran, by name."""
-    return {name: reason for name, reason in _read(out).items() if reason}
+    """Why cells failed when they last ran, by name."""
+    return {name: reason for name, reason in _noted(out).items() if reason}
 
 
 def running(out: Path) -> set[str]:
-    """Names of the cells that a study is at work on now; empty where none is."""
+    """Names of the cells that a study is working on now."""
     if not at_work(out):
         return set()
-    return {name for name, reason in _read(out).items() if not reason}
+    return {name for name, reason in _noted(out).items() if not reason}
 
 
 @contextlib.contextmanager
 def claim(out: Path) -> Iterator[None]:
-    """Inside, the folder is this process' own.
+    """Keep other studies out of the folder until the block ends.
 
     Raises:
         ConfigError: another study is at work in it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with (out / PID_FILE).open("a") as file:
-        end = time.monotonic() + CLAIM_S
-        while not lock(file, fcntl.LOCK_EX):
-            if time.monotonic() > end:
-                raise ConfigError(
-                    f"a study is at work in {out}; wait for it, stop it, or give another --out"
-                )
-            time.sleep(POLL_S)
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
+    with (out / ".lock").open("a") as file:
+        if not lock(file, fcntl.LOCK_EX):
+            raise ConfigError(
+                f"a study is at work in {out}; wait for it, stop it, or give another --out"
+            )
+        yield
 
 
-def at_work(out: Path) -> int | None:
-    """The process of the study that is at work in ``out``; None where none is."""
-    path = out / PID_FILE
+def at_work(out: Path) -> bool:
+    """Return whether a study is at work in ``out``."""
+    path = out / ".lock"
     if not path.exists():
-        return None
+        return False
     with path.open() as file:
-        if lock(file, fcntl.LOCK_SH):
-            return None
-        return int(file.read() or 0) or None  # it is written right after the lock is taken
+        return not lock(file, fcntl.LOCK_SH)
+
+
+@dataclass(frozen=True)
+class _Job:
+    cell: Cell
+    task: str
+    popen: subprocess.Popen
+    log: Path
+    log_start: int  # where in the log this attempt begins
+    started: float
 
 
 class _Runner:
     """Inside ``run``, signals go to the runs, and nothing new is started after one."""
 
-    def __init__(
-        self,
-        study: Study,
-        out: Path,
-        jobs: int,
-        qurl: Sequence[str],
-        redraw: Callable[[], None],
-    ) -> None:
-        self.study = study
-        self.out = out
-        self.jobs = jobs
-        self.qurl = qurl
-        self.redraw = redraw
-        self.at_work: list[CellJob] = []
-        self.reasons = failures(out)
-        self.failed: list[Cell] = []
+    def __init__(self, study: Study, out: Path, jobs: int, qurl: Sequence[str]) -> None:
+        self.study, self.out, self.jobs, self.qurl = study, out, jobs, qurl
+        self.active: list[_Job] = []
+        self.waiting: list[Cell] = []
+        self.notes = failures(out)
+        self.failed = False
         self.signals: list[int] = []
 
     def run(self, cells: Sequence[Cell]) -> int:
-        self.waiting = waiting = [cell for cell in cells if task_of(self.study, cell, self.out)]
-        self.total, self.done = len(cells), len(cells) - len(waiting)
         for cell in cells:
-            if cell not in waiting:  # it may have ended while no study was at work
-                self._tidy(cell)
-        if self.done:
-            print(f"{self.done} of {self.total} runs are done already", flush=True)
-        # Passed on by the loop, not from within the handler: each run must get each signal once,
-        # since it takes the second one as "now, unsaved".
-        handlers = {
-            number: signal.signal(number, lambda number, _frame: self.signals.append(number))
-            for number in stopping()
-        }
-        passed_on = 0
+            if next_task(self.study, cell, self.out):
+                self.waiting.append(cell)
+            else:  # it may have ended while no study was at work
+                self._empty_checkpoints(cell)
+        if done := len(cells) - len(self.waiting):
+            print(f"{done} of {len(cells)} runs are done already", flush=True)
+        handlers = {}
+        for number in stopping():
+            handlers[number] = signal.signal(number, lambda n, _frame: self.signals.append(n))
         try:
-            while self.at_work or (waiting and not self.signals):
-                for number in self.signals[passed_on:]:
-                    self._pass_on(number)
-                    passed_on += 1
-                ended = [job for job in self.at_work if job.popen.poll() is not None]
-                news = [self._ended(job) for job in ended]
-                while not self.signals and (first := self._next(waiting)):
-                    waiting.remove(first)
-                    self._start(first)
-                if any(news):
-                    self.redraw()  # while the next ones run
-                time.sleep(POLL_S)
+            self._work()
         finally:
             self._pass_on(signal.SIGTERM)  # after an error here; else they have ended
-            for job in self.at_work:
+            for job in self.active:
                 job.popen.wait()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         if self.signals:
             print("stopped; start it again to go on", flush=True)
             return 128 + self.signals[0]
-        return 1 if self.failed else 0
+        return int(self.failed)
+
+    def _work(self) -> None:
+        """Start cells and see them end, until none is left or a signal came.
+
+        Signals are passed on from here, not from their handler: each run must get each signal once,
+        since it takes the second one as "now, unsaved".
+        """
+        passed_on = 0
+        while self.active or (self.waiting and not self.signals):
+            for number in self.signals[passed_on:]:
+                self._pass_on(number)
+                passed_on += 1
+            for job in list(self.active):
+                if job.popen.poll() is not None:
+                    self._ended(job)
+            while not self.signals and (startable := self._startable()):
+                self._start(startable)
+            time.sleep(POLL_S)
 
     def _pass_on(self, number: int) -> None:
-        for job in self.at_work:
+        for job in self.active:
             if job.popen.poll() is None:
                 job.popen.send_signal(number)
 
-    def _next(self, waiting: Sequence[Cell]) -> Cell | None:
+    def _startable(self) -> Cell | None:
         """The first cell that may start now.
 
         A model that does not exist yet is made by one run while the others wait for it.
         """
-        if len(self.at_work) >= self.jobs:
+        if len(self.active) >= self.jobs:
             return None
-        models_in_the_making = {job.cell.model_path for job in self.at_work if job.cell.warmstarted}
-        for cell in waiting:
-            if cell.model_path not in models_in_the_making or cell.model_path.exists():
+        models_in_the_making = set()
+        for job in self.active:
+            config = job.cell.config
+            if config.warmstart.steps > 0 and not Path(config.model.path).exists():
+                models_in_the_making.add(config.model.path)
+        for cell in self.waiting:
+            if cell.config.model.path not in models_in_the_making:
                 return cell
         return None
 
     def _start(self, cell: Cell) -> None:
-        shared, env = share(cell, self.jobs)
-        task = task_of(self.study, cell, self.out)
+        self.waiting.remove(cell)
+        overrides, env = share_cores(cell, self.jobs)
+        task = next_task(self.study, cell, self.out)
         if task == "evaluate":
-            called = evaluation(self.study, cell, self.out, self.qurl)
+            command = _evaluation(cell, self.out, self.qurl)
         else:
-            called = [*command(self.study, cell, self.out, self.qurl), *shared]
-        log = log_file(self.out, cell)
+            command = [*train_command(self.study, cell, self.out, self.qurl), *overrides]
+        log = self.out / "logs" / f"{cell.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             popen = subprocess.Popen(
-                called,
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**env, **os.environ},
                 start_new_session=True,  # Ctrl-C comes once, from here
             )
-            job = CellJob(cell, task, popen, log, file.tell(), time.monotonic())
-        self.at_work.append(job)
+            self.active.append(_Job(cell, task, popen, log, file.tell(), time.monotonic()))
         self._note(cell, "")
-        print(f"{cell.name}: {STARTED[task]}", flush=True)
+        print(f"{cell.name}: {task}", flush=True)
 
-    def _ended(self, job: CellJob) -> bool:
-        """Say how it ended; True where there is something to draw."""
-        self.at_work.remove(job)
-        cell = job.cell
-        run_look = look(self.study, cell, self.out)
-        open_task = task_of(self.study, cell, self.out)
-        if not open_task:
-            self.done += 1
-            self._tidy(cell)
-            self._note(cell, None)
-            took = time.monotonic() - job.started
-            print(
-                f"{cell.name}: done in {took:.0f} s ({self.done} of {self.total} runs)", flush=True
-            )
+    def _ended(self, job: _Job) -> None:
+        """Report how a job ended, and queue its cell again if there is more to do."""
+        self.active.remove(job)
+        cell, reason = job.cell, None
+        reached = progress(cell, self.out)
+        task = next_task(self.study, cell, self.out)
+        if not task:
+            self._empty_checkpoints(cell)
+            outcome = f"done in {time.monotonic() - job.started:.0f} s"
         elif self.signals:
-            self._note(cell, None)
-            print(f"{cell.name}: stopped after step {run_look.step}", flush=True)
-        elif (job.task, open_task) == ("train", "evaluate"):
-            self._note(cell, None)
+            outcome = f"stopped after step {reached.step}"
+        elif (job.task, task) == ("train", "evaluate"):
             self.waiting.insert(0, cell)
+            outcome = "trained"
         else:
-            reason = run_look.reason or _last_line(job) or f"exit status {job.popen.returncode}"
-            self.failed.append(cell)
-            self._note(cell, reason)
-            print(f"{cell.name}: failed after step {run_look.step}: {reason}", flush=True)
-        return run_look.state == "done"
+            self.failed = True
+            reason = reached.reason or _last_line(job) or f"exit status {job.popen.returncode}"
+            outcome = f"failed after step {reached.step}: {reason}"
+        self._note(cell, reason)
+        print(f"{cell.name}: {outcome}", flush=True)
 
-    def _tidy(self, cell: Cell) -> None:
-        """Nothing is left to be done for this cell."""
-        if not self.study.settings.keep_checkpoints:
-            empty_checkpoints(run_dir(self.out, cell))
+    def _empty_checkpoints(self, cell: Cell) -> None:
+        """Delete the weights of a finished run, if the study says so.
+
+        Each checkpoint's state and list of files stay: they tell which run it was, and that it is
+        not whole.
+        """
+        if self.study.settings.keep_checkpoints:
+            return
+        for checkpoint in folders(run_dir(self.out, cell)):
+            for path in checkpoint.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name not in (STATE, RECORD):
+                    path.unlink()
 
     def _note(self, cell: Cell, reason: str | None) -> None:
-        """Remember that a cell runs (""), has failed (why), or neither (None)."""
-        self.reasons.pop(cell.name, None)
+        """Remember that a cell is running (""), has failed (why), or neither (None)."""
+        self.notes.pop(cell.name, None)
         if reason is not None:
-            self.reasons[cell.name] = reason
-        write_whole(self.out / "cells.json", json.dumps(self.reasons, indent=1))
+            self.notes[cell.name] = reason
+        write_whole(self.out / "cells.json", json.dumps(self.notes, indent=1))
 
 
-def share(cell: Cell, jobs: int) -> tuple[list[str], dict[str, str]]:
+def share_cores(cell: Cell, jobs: int) -> tuple[list[str], dict[str, str]]:
     """Overrides and environment with which ``jobs`` runs share the cores of this machine.
 
-    A run alone is left as ``qurl train`` would have it; so is what the recipe or the environment
-    says of threads itself.
+    A run alone is left as ``qurl train`` would have it, and so is the number of threads that the
+    recipe or the environment sets.
     """
     if jobs == 1:
         return [], {}
+    rollout = cell.config.rollout
     cores = max(1, (os.cpu_count() or 1) // jobs)
-    threads = max(1, cores // cell.engines)
-    overrides = [] if cell.engine_threads else [f"rollout.engine_threads={threads}"]
-    return overrides, {"OMP_NUM_THREADS": str(max(1, cores // cell.ranks))}
+    overrides = []
+    if not rollout.engine_threads:
+        overrides.append(f"rollout.engine_threads={max(1, cores // rollout.engines)}")
+    ranks = cell.config.parallel.world_size
+    return overrides, {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
 
 
-def _read(out: Path) -> dict[str, str]:
-    """Read why cells have failed, by name.
+def _evaluation(cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
+    """The ``qurl eval`` of a trained cell; writes the questions it asks."""
+    config, folder = cell.config, _trained_dir(out, cell)
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = folder / f"{BENCHMARK}.jsonl"
+    answers = config.reward.needs_answers
+    with questions.open("w", encoding="utf-8") as file:
+        for q in held_out_questions(config.data, config.train.eval_prompts, answers=answers):
+            row = {**q.metadata, "prompt": list(q.turns) or q.text, "answer": q.answer}
+            file.write(json.dumps(row) + "\n")
+    command = [*qurl, "eval", str(questions), "--prompt-key", "prompt", "--answer-key", "answer"]
+    command += ["--run", str(run_dir(out, cell)), "--out", str(folder)]
+    if not config.rollout.kind.quantizes:
+        command += ["--backend", "embedded", "--engines", "1"]
+    return [*command, "--scheme", "none", "--k", "1"]
+
+
+def _trained_dir(out: Path, cell: Cell) -> Path:
+    return run_dir(out, cell) / "trained" / _last_step(cell)
+
+
+def _last_step(cell: Cell) -> str:
+    return f"step_{cell.steps:06d}"
+
+
+def _noted(out: Path) -> dict[str, str]:
+    """Read OUT/cells.json.
 
     Raises:
         ConfigError: the file is damaged.
@@ -303,19 +376,18 @@ def _read(out: Path) -> dict[str, str]:
     path = out / "cells.json"
     if not path.is_file():
         return {}
-    reasons = read_json(path)
-    for name, reason in reasons.items():
+    notes = read_json(path)
+    for name, reason in notes.items():
         if not isinstance(reason, str):
             raise ConfigError(f"{path}: {name} has no reason in words; delete the file")
-    # Older studies wrote ``Cell.old_name``.
-    return {
-        name.replace(",", "-").replace("=", "-"): printable(reason)
-        for name, reason in reasons.items()
-    }
+    return {name: printable(reason) for name, reason in notes.items()}
 
 
-def _last_line(job: CellJob) -> str:
+def _last_line(job: _Job) -> str:
     with job.log.open("rb") as file:
         file.seek(job.log_start)
-        lines = file.read().decode("utf-8", errors="replace").split("\n")
-    return printable(next((line.strip() for line in reversed(lines) if line.strip()), ""))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    for line in reversed(lines):
+        if line.strip():
+            return printable(line.strip())
+    return ""

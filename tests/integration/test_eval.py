@@ -16,7 +16,7 @@ from tests.runs import QURL, Run, living, make_recipe
 from tests.support.models import tiny_checkpoint
 from tests.waiting import PATIENCE_S
 
-PROBLEMS, K, NEW = 16, 64, 32  # the samples 32 to 63 are two batches of the embedded engine
+PROBLEMS, K, NEW = 16, 64, 32  # sampled in four batches of the embedded engine
 VOCAB = 128
 
 

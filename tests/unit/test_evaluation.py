@@ -6,12 +6,12 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,11 +22,22 @@ from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer as Words
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, tally_of
-from qurl_megatron.evaluation.benchmarks import Problem, ProblemSet, read_benchmarks
-from qurl_megatron.evaluation.command import EvaluationPlan, evaluate, make_plan, make_plans
-from qurl_megatron.evaluation.estimates import interval, pass_at, resampled_means, sampling_error
-from qurl_megatron.evaluation.evaluate import as_prompts, fingerprint
+from qurl_megatron.evaluation.benchmarks import (
+    Problem,
+    ProblemSet,
+    as_prompts,
+    fingerprint,
+    read_benchmarks,
+)
+from qurl_megatron.evaluation.command import evaluate
+from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plan, make_plans
 from qurl_megatron.evaluation.options import Defaults, add_options
+from qurl_megatron.evaluation.results import (
+    interval,
+    pass_at,
+    resampled_means,
+    sampling_error,
+)
 from qurl_megatron.fleet.collect import NEUTRAL, sample_seed
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import quantization_config
@@ -130,7 +141,9 @@ def test_scores_of_a_benchmark_and_their_mean_add_up_by_hand():
     assert average["sampled"].pass_at == {1: 0.625, 2: 0.75}
     assert average["sampled"].sampling_error == pytest.approx(0.125)
     assert average["greedy"].accuracy == 0.75
-    assert results.tokens_per_second(second) == pytest.approx(30 / 1.5)
+    assert results.tokens_per_second(
+        [*second["greedy", 0], *second["sampled", 0]]
+    ) == pytest.approx(30 / 1.5)
     assert results.rows(benchmark_of("a", 2), first) == [
         {"id": "0", "greedy": 1.0, "sampled": 0.5},
         {"id": "1", "greedy": 0.0, "sampled": 0.0},
@@ -167,7 +180,7 @@ def test_what_two_models_differ_by_is_paired_problem_by_problem():
     assert set(np.round(3 * found["greedy"].resampled_D)) == {0, 1, 2, 3}  # never worse
     average = results.mean_pair([found, found])
     assert average["greedy"].change == pytest.approx(1 / 3)
-    assert results.pair_as_json(found)["greedy"]["ci95"] == [0.0, 1.0]
+    assert results.as_json(found)["greedy"]["ci95"] == [0.0, 1.0]
     table = results.pair_table([("a", 3, found), ("mean", None, average)])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert rows[0] == ["benchmark", "problems", "score", "before", "after", "change"]
@@ -210,22 +223,6 @@ def test_a_benchmark_is_read_under_any_of_its_usual_names(tmp_path):
         read_benchmarks([path], answer_key="want", id_key="n")
 
 
-def test_parquet_is_read_like_jsonl(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path = tmp_path / "table.parquet"
-    pq.write_table(pa.table({"problem": ["1 + 1", "2 + 2"], "answer": ["2", "4"]}), path)
-    [found] = read_benchmarks([path])
-    assert asked(found) == [
-        ("1", "1 + 1", "2"),
-        ("2", "2 + 2", "4"),
-    ]
-    path.write_text("no table")
-    with pytest.raises(ConfigError, match=r"table\.parquet is not a readable parquet file"):
-        read_benchmarks([path])
-
-
 GOOD = '{"prompt": "1 + 1", "answer": "2"}\n'
 
 
@@ -233,17 +230,10 @@ GOOD = '{"prompt": "1 + 1", "answer": "2"}\n'
     "text, message",
     [
         ("", "bench.jsonl holds no prompts"),
-        (GOOD + "{nope\n", "bench.jsonl line 2 is not valid JSON"),
-        (GOOD + "[1]\n", "bench.jsonl line 2 must be an object"),
         (
             GOOD + '{"prompt": "1 + 2"}\n',
             "bench.jsonl line 2 has no .* or answer or label; it has prompt: .* --answer-key",
         ),
-        ('{"text": "a", "answer": "2"}\n', "line 1 has no prompt or problem or question"),
-        (GOOD + '{"prompt": "a", "answer": ["2"]}\n', "line 2: the answer must be text or a num"),
-        ('{"prompt": 3, "answer": "2"}\n', "line 1: the prompt must be text or .*, got 3 .int."),
-        ('{"prompt": "a", "answer": true}\n', "line 1: the answer must be text or a number"),
-        ('{"prompt": " ", "answer": "2"}\n', "line 1: the prompt is empty"),
         (
             '{"prompt": "a", "answer": "1", "id": 4}\n{"prompt": "b", "answer": "1", "id": "4"}\n',
             "line 2 has the id '4' of .* line 1; ids",
@@ -255,6 +245,11 @@ def test_a_bad_line_is_named_with_its_file(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_benchmarks([path])
+    (tmp_path / "a").mkdir()
+    path.write_text(GOOD)
+    same_name = shutil.copy(path, tmp_path / "a/bench.jsonl")
+    with pytest.raises(ConfigError, match="both named bench"):
+        read_benchmarks([path, Path(same_name)])
 
 
 def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
@@ -272,21 +267,6 @@ def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
     assert json.loads(chat.input_ids[0]) == [turns[0], ended]
     assert (chat.answer, chat.metadata) == ("2", {"level": 1})
     assert chat.text == "system: s\nuser: 1 + 1\nThink."
-
-
-def test_a_file_that_is_none_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"missing\.jsonl does not exist"):
-        read_benchmarks([tmp_path / "missing.jsonl"])
-    with pytest.raises(ConfigError, match=r"table\.csv must end in \.jsonl or \.parquet"):
-        read_benchmarks([tmp_path / "table.csv"])
-
-
-def test_two_files_of_one_name_are_refused(tmp_path):
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "aime.jsonl").write_text(GOOD)
-    with pytest.raises(ConfigError, match="both named aime"):
-        read_benchmarks([tmp_path / "a/aime.jsonl", tmp_path / "b/aime.jsonl"])
 
 
 def test_the_benchmarks_that_ship_are_whole():
@@ -347,7 +327,7 @@ def test_each_way_in_which_an_environment_failed_is_named():
     [given] = answers_of({"sampled": [[0.0] * 6]}).values()
     whys += ["environment: raised: another", "invalid: inf"]
     tally = tally_of(
-        dataclasses.replace(one, unscored=why) for one, why in zip(given, whys, strict=True)
+        msgspec.structs.replace(one, unscored=why) for one, why in zip(given, whys, strict=True)
     )
     assert (tally.responses, tally.failed) == (6, 5)
     assert tally.said() == (
@@ -386,6 +366,12 @@ def bench(tmp_path) -> Path:
 def run(bench: Path, model: Path, out: Path, *options: str, more: Sequence[str] = ()) -> int:
     short = ["--max-new-tokens", "4", "--reward", "last_number", "--out", str(out)]
     return main(["eval", str(bench), *more, "--model", str(model), *short, *options])
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser, ("none", "int8", "fp8"))
+    return parser.parse_args(arguments)
 
 
 def urls(*engines: FakeEngine) -> list[str]:
@@ -482,12 +468,22 @@ def test_an_evaluation_that_lost_its_engine_goes_on_and_ends_as_if_it_had_not(
         assert "other settings (seed: 0 there, 9 here)" in capsys.readouterr().err
 
 
-def test_an_engine_that_failed_once_is_asked_again(bench, model, tmp_path):
+def test_an_engine_that_failed_once_is_asked_again_and_benchmarks_have_a_mean(
+    bench, model, tmp_path, capsys
+):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "7 7", "answer": str(token_at(5))}) + "\n")
     with FakeEngine() as engine:
         engine.faults = ["500"]
-        assert run(bench, model, tmp_path / "out", *urls(engine), "--k", "1") == 0
-    found = json.loads((tmp_path / "out/results.json").read_text())["benchmarks"]["ladder"]
-    assert found["greedy"]["accuracy"] == 0.5 and "sampled" not in found
+        options = [*urls(engine), "--k", "2", "--suffix", "8 8 8"]
+        assert run(bench, model, tmp_path / "out", *options, more=[str(other)]) == 0
+        assert min(len(b["input_ids"][0]) for b in engine.bodies("/generate")) == 5
+        assert {b["input_ids"][0][-1] for b in engine.bodies("/generate")} == {8}
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    # Three more tokens of prompt: every last token is another, so no answer is right any more.
+    assert found["mean"]["greedy"]["accuracy"] == 0.0
+    assert found["benchmarks"]["other"]["greedy"]["ci95"] is None
+    assert "| mean " in capsys.readouterr().out
 
 
 def test_engines_that_nobody_can_publish_to_are_good_enough(bench, model, tmp_path, monkeypatch):
@@ -504,11 +500,9 @@ def test_a_run_on_sglang_engines_can_be_evaluated_by_an_embedded_one(bench, mode
     theirs = RolloutConfig(
         backend="sglang", engines=8, engine_tensor=4, engine_args=("--tp=4",), colocate=True
     )
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8"))
     given = ["--backend", "embedded", "--engines", "1", "--scheme", "none", "--k", "1"]
     plan = make_plan(
-        parser.parse_args([str(bench), *given]),
+        parsed([str(bench), *given]),
         Defaults(model=model, scheme="int8", rollout=theirs),
     )
     used = plan.rollout
@@ -546,13 +540,8 @@ def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, 
         assert run(bench, model, tmp_path / "out", *options) == 0
         assert lost in capsys.readouterr().out
         assert (tmp_path / "out/results.json").read_text() == whole
-        # Answers of before there were checksums are gone on with, and have one from then on.
         samples = tmp_path / "out/ladder.samples.jsonl"
         text = samples.read_text()
-        samples.write_text(re.sub(f', "code of {own}:score": "[0-9a-f]+"', "", text))
-        assert samples.read_text() != text
-        assert run(bench, model, tmp_path / "out", *options) == 0
-        assert samples.read_text() == text
         own.write_text(own.read_text().replace("/ (", "/ 2 / ("))
         assert run(bench, model, tmp_path / "out", *options) == 2
         edited = rf"other settings \(code of {own}:score: [0-9a-f]+ there, [0-9a-f]+ here\)"
@@ -580,7 +569,7 @@ def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refuse
             error = capsys.readouterr().err.splitlines()[-1]
             none = f"qurl: --reward={own}:fails scored none of 2 responses: 2 raised (K"
             assert error.startswith(none)
-            assert not [*(tmp_path / "bad").glob("results.*")]
+            assert {path.name for path in (tmp_path / "bad").iterdir()} <= {".lock", "logs"}
     found = json.loads((tmp_path / "out/results.json").read_text())
     assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == 1.0
 
@@ -592,12 +581,11 @@ def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_
         "        return {'role': 'user', 'content': '7 7 7'}\n"
     )
     rollout = RolloutConfig(environment=f"{own}:Asks", max_turns=2, environment_workers=1)
-    parser, out = argparse.ArgumentParser(), tmp_path / "out"
-    add_options(parser, ("none",))
+    out = tmp_path / "out"
     options = ["--k", "1", "--reward", "last_number", "--max-new-tokens", "4", "--out", str(out)]
     with FakeEngine() as engine:
         engine.stop_every = 5
-        arguments = parser.parse_args([str(bench), *options, *urls(engine)])
+        arguments = parsed([str(bench), *options, *urls(engine)])
         for _ in range(2):  # again, when all is there already
             assert evaluate(arguments, Defaults(model=model, rollout=rollout)) == 0
             # Turns of 1 to 5 tokens: one of 5 is cut off, and nothing is said to it.
@@ -625,11 +613,9 @@ def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_p
     theirs = Defaults(
         run=tmp_path / "run", model=tmp_path / "step_000004", start=model, scheme="int8"
     )
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none",))
 
     def planned(*options: str, theirs: Defaults = theirs):
-        arguments = parser.parse_args([str(bench), "--k", "2", *options])
+        arguments = parsed([str(bench), "--k", "2", *options])
         return make_plans(arguments, theirs)
 
     first, second = planned("--before", "--backend", "embedded")
@@ -671,8 +657,6 @@ def test_more_samples_are_added_to_fewer_and_end_as_if_asked_for_at_once(
         at_once = asked("whole", 8)
         few, added = asked("out", 4), asked("out", 8)
         assert sorted(few + added) == sorted(at_once) and len(few) == len(added) == 24
-        if embedded:  # in the same batches, too
-            assert few + added == at_once
         assert responses(tmp_path / "out") == responses(tmp_path / "whole")
         assert asked("out", 4) == asked("out", 2) == []
         assert len(responses(tmp_path / "out")) == 6 * 9
@@ -683,14 +667,12 @@ def test_more_samples_are_added_to_fewer_and_end_as_if_asked_for_at_once(
 def test_results_are_named_by_settings_that_are_not_the_usual_ones(bench, model, tmp_path):
     after = tmp_path / "step_000004"
     shutil.copytree(model, after)
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8"))
     theirs = Defaults(
         run=Path("run"), model=after, start=model, out=Path("run/eval", after.name), scheme="int8"
     )
 
     def names(line: str) -> list[str]:
-        plans = make_plans(parser.parse_args([str(bench), *line.split()]), theirs)
+        plans = make_plans(parsed([str(bench), *line.split()]), theirs)
         return [str(plan.out.relative_to("run/eval")) for plan in plans]
 
     for usual in ("", "--k 4", "--temperature 0.6", "--k 1 --temperature 1 --seed 3", "--show 9"):
@@ -701,7 +683,7 @@ def test_results_are_named_by_settings_that_are_not_the_usual_ones(bench, model,
         "start--max_new_tokens-9--reward-exact", "step_000004--max_new_tokens-9--reward-exact",
     ]  # fmt: skip
     assert names("--reward math") == ["step_000004"]
-    [plan] = make_plans(parser.parse_args([str(bench), "--top-p", "0.5", "--out", "mine"]), theirs)
+    [plan] = make_plans(parsed([str(bench), "--top-p", "0.5", "--out", "mine"]), theirs)
     assert plan.out == Path("mine")
 
 
@@ -709,12 +691,10 @@ def test_a_quantized_folder_is_evaluated_as_it_is(bench, model, tmp_path):
     shutil.copytree(model, tmp_path / "out-int8")
     stored = {"quantization_config": quantization_config("int8", "compressed-tensors", ["lm_head"])}
     (tmp_path / "out-int8/config.json").write_text(json.dumps(stored))
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8", "fp8"))
 
     def planned(*options: str, **run: Any) -> EvaluationPlan:
         given = [str(bench), "--model", str(tmp_path / "out-int8"), *options]
-        return make_plan(parser.parse_args(given), Defaults(**run))
+        return make_plan(parsed(given), Defaults(**run))
 
     assert planned().scheme == planned("--scheme", "int8").scheme == "int8"
     assert planned().out.name == "out-int8"  # nothing is rounded here
@@ -725,11 +705,9 @@ def test_a_quantized_folder_is_evaluated_as_it_is(bench, model, tmp_path):
 
 def test_models_of_one_name_have_folders_of_their_own(bench, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8"))
 
     def out(where: Path | str, *options: str) -> str:
-        given = parser.parse_args([str(bench), "--model", str(where), *options])
+        given = parsed([str(bench), "--model", str(where), *options])
         return str(make_plan(given, Defaults()).out)
 
     for name in ("a", "b"):
@@ -737,66 +715,33 @@ def test_models_of_one_name_have_folders_of_their_own(bench, model, tmp_path, mo
     assert [out("a/model"), out(tmp_path / "b/model")] == [
         "runs/eval/a/model", "runs/eval/b/model",
     ]  # fmt: skip
-    assert out("a/model", "--scheme", "int8") == "runs/eval/a/model-int8"
+    assert out("a/model", "--scheme", "int8") == "runs/eval/a/model--scheme-int8"
     assert out(model) == f"runs/eval{model}"  # outside: by its whole path
 
 
-def test_answers_of_others_are_refused_before_an_engine_starts(bench, model, tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none",))
+def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model, tmp_path, capsys):
     shutil.copytree(model, tmp_path / "step_000004")
     theirs = Defaults(run=tmp_path, model=tmp_path / "step_000004", start=model)
-
-    def asked(*options: str) -> argparse.Namespace:
-        return parser.parse_args([str(bench), "--before", "--max-new-tokens", "4", *options])
-
-    _, after = make_plans(asked("--k", "2"), theirs)
+    given = ["--before", "--max-new-tokens", "4", "--k", "2"]
+    arguments = parsed([str(bench), *given])
+    _, after = make_plans(arguments, theirs)
     after.out.mkdir(parents=True)
-    AnswerFile(after.out / "ladder.samples.jsonl", {"problems": "", **after.settings}, {})
-    other = r"step_000004--max_new_tokens-4/lad.* other settings \(problems:  there, \w+ here\)"
-    with pytest.raises(ConfigError, match=other):
-        evaluate(asked("--k", "3"), theirs)
+    path = after.out / "ladder.samples.jsonl"
+    [benchmark] = read_benchmarks([bench])
+    problems = fingerprint(as_prompts(benchmark, Words(model), chat=False, suffix=""))
     served = {k: v for k, v in after.settings.items() if k != "model_files"} | {"served": ["x @ 1"]}
-    (after.out / "ladder.samples.jsonl").unlink()
-    AnswerFile(after.out / "ladder.samples.jsonl", {"problems": "", **served}, {})
-    with pytest.raises(ConfigError, match=r"other settings \(.*served: \['x @ 1'\] there, None h"):
-        evaluate(asked("--k", "2"), theirs)
-    (after.out / "ladder.samples.jsonl").unlink()
-    AnswerFile(after.out / "other.samples.jsonl", after.settings, {})
-    (tmp_path / "step_000004/more").write_text("of other weights")
-    with pytest.raises(ConfigError, match=r"other\.samples\.jsonl holds answers of another mod"):
-        evaluate(asked("--k", "2"), theirs)
-    assert "evaluating" not in capsys.readouterr().out and not [*tmp_path.glob("eval/start*")]
-
-
-def test_all_answers_of_others_are_named_at_once(bench, model, tmp_path):
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none",))
-    shutil.copytree(model, tmp_path / "step_000004")
-    own = tmp_path / "own.py"
-    own.write_text("def score(**given): return 1.0")
-    theirs = Defaults(run=tmp_path, model=tmp_path / "step_000004", start=model)
-    given = ["--before", "--max-new-tokens", "4", "--k", "1", "--reward", f"{own}:score"]
-    arguments = parser.parse_args([str(bench), *given])
-    plans = make_plans(arguments, theirs)
-    file = "ladder.samples.jsonl"
-    problems = fingerprint(
-        as_prompts(*read_benchmarks([bench]), Words(model), chat=False, suffix="")
-    )
-    for plan in plans:
-        plan.out.mkdir(parents=True)
-        AnswerFile(plan.out / file, {"problems": problems, **plan.settings}, {})
-    own.write_text("def score(**given): return 0.0")
-    (plans[0].out / "other.samples.jsonl").write_text('{"settings": {"model_files": ""}}\n')
-    with pytest.raises(ConfigError) as error:
-        evaluate(arguments, theirs)
-    assert re.fullmatch(
-        rf"{plans[0].out}/{file} and {plans[1].out}/{file} hold answers made with other settings "
-        rf"\(code of {own}:score: \w+ there, \w+ here\); {plans[0].out}/other.samples.jsonl holds "
-        r"answers of another model than \S+ is now; undo that to go on with them, give another "
-        "--out, or delete these files",
-        str(error.value),
-    )
+    for settings, change in (
+        ({"problems": "", **after.settings}, r"problems:  there, \w+ here"),
+        ({"problems": problems, **served}, r"served: \['x @ 1'\] there, None here; "),
+        ({"problems": problems, **after.settings, "dtype": "x"}, "dtype: x there, bfloat16 here"),
+    ):
+        settings.pop("k")
+        path.write_text(json.dumps({"settings": settings}) + "\n")
+        message = rf"step_000004--max_new_tokens-4/ladder.* other settings \({change}.*delete that"
+        with pytest.raises(ConfigError, match=message):
+            evaluate(arguments, theirs)
+    assert "evaluating" not in capsys.readouterr().out
+    assert not [*tmp_path.glob("eval/start*/*.jsonl")]
 
 
 def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
@@ -804,12 +749,10 @@ def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
         mix={"a": MixedReward(function="a:b"), "b": MixedReward(kind="math", weight=0.5)}
     )
     assert theirs.described == "1 * a:b + 0.5 * math"
-    parser = argparse.ArgumentParser()
-    add_options(parser, ("none",))
 
     def planned(*options: str, theirs: RewardConfig = theirs) -> RewardConfig:
         given = ["--url", "http://a", "--k", "1", *options]
-        arguments = parser.parse_args([str(bench), *given])
+        arguments = parsed([str(bench), *given])
         return make_plan(arguments, Defaults(model=model, reward=theirs)).reward
 
     assert planned() == theirs
@@ -821,21 +764,6 @@ def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
         ConfigError, match="--reward exakt is not one of math, last_number, exact; g"
     ):
         planned("--reward", "exakt")
-
-
-def test_several_benchmarks_have_a_mean(bench, model, tmp_path, capsys):
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"prompt": "7 7", "answer": str(token_at(5))}) + "\n")
-    with FakeEngine() as engine:
-        options = [*urls(engine), "--k", "2", "--suffix", "8 8 8"]
-        assert run(bench, model, tmp_path / "out", *options, more=[str(other)]) == 0
-        assert min(len(b["input_ids"][0]) for b in engine.bodies("/generate")) == 5
-        assert {b["input_ids"][0][-1] for b in engine.bodies("/generate")} == {8}
-    found = json.loads((tmp_path / "out/results.json").read_text())
-    # Three more tokens of prompt: every last token is another, so no answer is right any more.
-    assert found["mean"]["greedy"]["accuracy"] == 0.0
-    assert found["benchmarks"]["other"]["greedy"]["ci95"] is None
-    assert "| mean " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -872,22 +800,6 @@ def test_a_mistake_is_one_sentence(options, message, bench, model, tmp_path, cap
     assert run(bench, model, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1, error
-
-
-def test_engines_that_are_not_installed_are_missed_before_anything_is_read(
-    bench, model, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)  # where no .venv-sglang is
-    monkeypatch.setitem(sys.modules, "sglang", None)
-    assert run(bench, model, tmp_path / "out", "--backend", "sglang") == 2
-    out, error = capsys.readouterr()
-    assert "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here" in error
-    assert out == "" and not (tmp_path / "out").exists()
-
-
-def test_without_a_model_there_is_nothing_to_evaluate(bench, capsys):
-    assert main(["eval", str(bench)]) == 2
-    assert "needs --model, or --run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from benchmarks.mismatch_page import BEGIN, END, LOSS, PAGE, kept, page, record,
 from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
-from qurl_megatron.evaluation.finished import groups, read_results, to_json
 from qurl_megatron.evaluation.plan import read_study
-from qurl_megatron.evaluation.runs import run_dir
-from qurl_megatron.evaluation.tables import TABLE_MISMATCH, table
+from qurl_megatron.evaluation.runner import run_dir
+from qurl_megatron.evaluation.study_results import read_results, to_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import plus_minus
 
@@ -56,6 +55,10 @@ def row(scheme: str, family: str, label: str, **measured: float) -> dict:
     runs = int(bool(measured))
     found = {"scheme": scheme, "family": family, "label": label, "runs": runs}
     return found | dict.fromkeys(numbers) | measured
+
+
+def passed(mean: float, std: float) -> dict:
+    return {"kl_mean": 3e-5, "update_passed": mean, "update_passed_std": std}
 
 
 def hand_made(*rows: dict) -> dict:
@@ -142,37 +145,13 @@ def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
         update_passed_std=0.0625,
     )  # fmt: skip
     assert made["rows"][1]["runs"] == 0 and made["rows"][1]["kl_mean"] is None
-    # The study's own page has the same table.
-    shown = [g for g in groups(study, results) if g.name in ("none", "uaq")]
-    assert table(shown, TABLE_MISMATCH).splitlines()[2::2] == [
-        "| nothing to answer | BF16 | 2·10⁻¹² | 4 | – | – | 2 | 1 |",
-        "| UAQ | INT4, simulated | 0.200 | 4 | 1.0 % | 0.75 ± 0.06 | 2 | 1 |",
-    ]
 
 
 def test_corrections_of_the_loss_share_one_row_and_have_their_own_below():
     made = hand_made(
         row("none", "", "nothing to answer", kl_mean=1e-11, rho_max=1.0, step_seconds=2.0),
-        row(
-            "int8",
-            LOSS,
-            "TIS",
-            kl_mean=3e-5,
-            rho_max=1.2,
-            step_seconds=2.0,
-            update_passed=1.0092,
-            update_passed_std=0.0021,
-        ),
-        row(
-            "int8",
-            LOSS,
-            "ACR",
-            kl_mean=3e-5,
-            rho_max=1.25,
-            step_seconds=2.5,
-            update_passed=0.9921,
-            update_passed_std=0.067,
-        ),
+        row("int8", LOSS, "TIS", rho_max=1.2, step_seconds=2.0, **passed(1.0092, 0.0021)),
+        row("int8", LOSS, "ACR", rho_max=1.25, step_seconds=2.5, **passed(0.9921, 0.067)),
         row("int8", "Shape the weights", "UAQ", kl_mean=4e-5, rho_max=1.2, code_flip_rate=0.002),
         row("int8", "Align the forward", "weights"),
     )
@@ -211,12 +190,6 @@ def test_a_column_that_no_run_measured_is_left_out():
     lines = rendered({"mismatch_x.json": made}).splitlines()
     assert lines[4] == "| Rollouts | Setting | KL | Largest ρ | Step, s |"
     assert lines[6] == "| INT8 | Correct the loss: TIS | 3·10⁻⁵ | 1.20 | 2 |"
-
-
-def test_one_correction_in_place_of_all_has_its_name_and_no_second_table():
-    one = hand_made(*(row(scheme, LOSS, "ACR", kl_mean=0.1) for scheme in ("int8", "fp8")))
-    text = rendered({"mismatch_x.json": one})
-    assert "| FP8 | Correct the loss: ACR | 0.100 |" in text and "one by one" not in text
 
 
 def timed(root: Path, **seconds: float) -> dict:
@@ -294,20 +267,6 @@ def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, 
     assert "lacks the lines" in capsys.readouterr().err
 
 
-def test_a_study_that_does_not_tell_its_name_has_that_of_the_folder_as_it_is_given(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(mismatch_page, "RESULTS", tmp_path)
-    kept_as = []
-    monkeypatch.setattr(mismatch_page, "write_whole", lambda path, _: kept_as.append(path.name))
-    monkeypatch.setattr(mismatch_page, "record", lambda *_: {"rows": []})
-    (tmp_path / "short").mkdir()
-    (tmp_path / "short/study.json").write_text('{"groups": {}}')
-    (tmp_path / "mismatch_linked").symlink_to(tmp_path / "short")
-    mismatch_page.main([str(tmp_path / "mismatch_linked")])
-    assert kept_as[0] == "mismatch_linked.json"
-
-
 @pytest.mark.parametrize(
     "told, message",
     [
@@ -322,8 +281,3 @@ def test_a_folder_that_is_no_study_of_this_is_named(told, message, tmp_path, cap
     assert mismatch_page.main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_marks_are_needed():
-    with pytest.raises(ConfigError, match="restore them"):
-        page(BEGIN, "tables")

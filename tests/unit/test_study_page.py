@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from qurl_megatron.evaluation.numbers import spread
+from qurl_megatron.evaluation.study_results import spread
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 PAGE = (RESULTS / "study.md").read_text(encoding="utf-8")

@@ -1,0 +1,255 @@
+"""Prompts in, graded responses out: asked of the engines, decoded, scored, put on disk.
+
+Avg@1 is decoded greedily, Avg@k sampled; both go through ``fleet.collect``, as in training.
+
+Embedded engines get batches that follow from the file, the settings and the number of engines
+alone, and a batch is kept whole or not at all: interrupted and resumed, an evaluation ends in the
+same bits. SGLang engines get everything at once, and a problem is graded and kept as soon as it has
+all of its responses. There each response has a seed of its own, but the engine's arithmetic depends
+on what shares its batch.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, Key
+from qurl_megatron.evaluation.benchmarks import ProblemSet
+from qurl_megatron.evaluation.eval_plan import Sampling
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.supervisor import IN_ALL
+from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.kit.errors import ConfigError, Interrupted
+from qurl_megatron.rewards import RewardPool
+from qurl_megatron.rewards.grading import graded
+from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.wire.schema import count, or_none, shortened
+
+BATCH = 256  # responses of one batch of an embedded engine, about
+HEALS = 3  # times in a row that engines which all failed are waited for, without one new answer
+PROGRESS_S = 10.0  # between two lines of progress
+
+
+def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
+    """Each engine's report of itself, as far as it bears on results.
+
+    Args:
+        context: tokens that the model takes, for engines that do not say.
+    """
+    descriptions = []
+    for engine in fleet.serving():
+        if (client := engine.client) is None:  # it has died since
+            continue
+        info = client.server_info()
+        facts = {
+            "kind": engine.kind.name,
+            "model": info.get("model_path"),
+            "weight_version": client.weight_version(),
+            "scheme": info.get("scheme") or info.get("quantization"),
+            "dtype": info.get("dtype"),
+            "tensor": engine.tp,
+            "version": info.get("version"),
+            "max_tokens": _max_tokens(info, context),
+        }
+        descriptions.append({key: value for key, value in facts.items() if value is not None})
+    return descriptions
+
+
+def _max_tokens(info: dict[str, Any], context: float) -> int | None:
+    """Tokens of prompt and response that fit into both cache and context."""
+    cache, length = info.get("max_total_num_tokens"), info.get("context_length")
+    if not (or_none(count)(cache) and or_none(count)(length)):
+        reported = shortened([cache, length])
+        raise ConfigError(
+            f"the engine of {info.get('model_path')} reports {reported} for max_total_num_tokens "
+            "and context_length, which are not numbers of tokens"
+        )
+    limit = min(cache or math.inf, length or context)
+    return int(limit) if math.isfinite(limit) else None
+
+
+class Evaluator:
+    """Answers benchmarks with the engines of a fleet."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        rewards: RewardPool,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        turns: Turns | None = None,
+    ) -> None:
+        """
+        Args:
+            turns: where an environment answers, as in training.
+        """
+        self.fleet, self.rewards, self.tokenizer, self.turns = fleet, rewards, tokenizer, turns
+        self.sampling = sampling
+        engines = fleet.serving()
+        self.in_batches = all(engine.kind.repeats for engine in engines)
+        self.batch = BATCH * len(engines)  # responses
+
+    def answer(self, benchmark: ProblemSet, prompts: Sequence[Prompt], file: AnswerFile) -> None:
+        """Add the missing answers to the file.
+
+        Raises:
+            EngineError: no engine is left, or none can answer; earlier answers are in the file.
+        """
+        for mode in self.sampling.responses:
+            _Round(self, benchmark, file, mode).answer(prompts)
+
+    def await_engines(self) -> bool:
+        """Wait for an engine to serve again; False where none will."""
+        end = time.monotonic() + IN_ALL * self.fleet.config.start_limit_s
+        while not self.fleet.serving():
+            if not self.fleet.engines() or time.monotonic() > end:
+                return False
+            time.sleep(0.2)
+        return True
+
+
+class _Round:
+    """All problems of a benchmark in one mode."""
+
+    def __init__(
+        self, evaluator: Evaluator, benchmark: ProblemSet, file: AnswerFile, mode: str
+    ) -> None:
+        self.evaluator, self.benchmark, self.file, self.mode = evaluator, benchmark, file, mode
+        self.responses = evaluator.sampling.responses[mode]  # of each problem
+        self.last_progress = 0.0
+
+    def answer(self, prompts: Sequence[Prompt]) -> None:
+        if not self.evaluator.in_batches:
+            self._answer_batch(prompts)
+            return
+        size = max(1, self.evaluator.batch // self.responses)
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
+            self._drop_partial(batch)
+            self._answer_batch(batch)
+
+    def _drop_partial(self, batch: Sequence[Prompt]) -> None:
+        """Where a batch was written in part, forget that part."""
+        keys = [self._key(prompt) for prompt in batch]
+        fewest = min(map(self.file.count, keys))
+        if fewest < self.responses:
+            self.file.truncate({**self.file.counts, **dict.fromkeys(keys, fewest)})
+
+    def _answer_batch(self, batch: Sequence[Prompt]) -> None:
+        """Generate until each problem has all its responses, waiting for engines that restart."""
+        heals = HEALS
+        while missing := self._missing(batch):
+            try:
+                self._generate(missing)
+            except EngineError as error:
+                heals -= 1
+                if len(self._missing(batch)) < len(missing):
+                    heals = HEALS
+                if error.ours or not heals or not self.evaluator.await_engines():
+                    raise
+
+    def _missing(self, batch: Sequence[Prompt]) -> list[Prompt]:
+        return [prompt for prompt in batch if self.file.count(self._key(prompt)) < self.responses]
+
+    def _key(self, prompt: Prompt) -> Key:
+        return self.mode, prompt.index
+
+    def _generate(self, prompts: Sequence[Prompt]) -> None:
+        started = time.monotonic()
+        if self.evaluator.in_batches:
+            samples = self._ask(prompts)
+            self._keep(samples, (time.monotonic() - started) / len(samples))
+            return
+        kept: list[Future] = []
+
+        with ThreadPoolExecutor(1) as clerk:  # grades and writes while others are generated
+
+            def hand_over(samples: list[Sample]) -> None:
+                nonlocal started
+                now = time.monotonic()
+                kept.append(clerk.submit(self._keep, samples, (now - started) / len(samples)))
+                started = now
+
+            def clerk_failed() -> bool:
+                return any(future.done() and future.exception() for future in list(kept))
+
+            try:
+                self._ask(prompts, finished=hand_over, stop=clerk_failed)
+            except Interrupted:
+                assert clerk_failed()  # its reason is raised below
+            finally:
+                for future in kept:
+                    future.result()
+
+    def _ask(self, prompts: Sequence[Prompt], **callbacks: Any) -> list[Sample]:
+        evaluator, sampling = self.evaluator, self.evaluator.sampling
+        callbacks["turns"] = evaluator.turns
+        if self.mode == "greedy":
+            return greedy(evaluator.fleet, prompts, sampling.max_new_tokens, **callbacks)
+        first_missing = {prompt.index: self.file.count(self._key(prompt)) for prompt in prompts}
+        return collect(
+            evaluator.fleet,
+            prompts,
+            evaluator.fleet.config,
+            seed=sampling.seed,
+            step=EVALUATION,
+            top_p=sampling.top_p,
+            samples=lambda prompt: range(first_missing[prompt.index], self.responses),
+            **callbacks,
+        )
+
+    def _keep(self, samples: list[Sample], seconds: float) -> None:
+        """Grade and write.
+
+        Args:
+            seconds: of the engines' time that each response took.
+        """
+        evaluator = self.evaluator
+        scored, grades = graded(samples, evaluator.rewards, evaluator.tokenizer)
+        numbers = self.file.counts
+        answers = []
+        for sample, failure in zip(scored, grades.failures, strict=True):
+            index, key = sample.prompt.index, self._key(sample.prompt)
+            number = numbers.get(key, 0)
+            numbers[key] = number + 1
+            answers.append(
+                GradedAnswer(
+                    mode=self.mode,
+                    problem=index,
+                    id=self.benchmark.problems[index].id,
+                    sample=number,
+                    reward=sample.reward,
+                    finish=sample.finish_reason,
+                    tokens=sample.written_tokens,
+                    seconds=seconds,
+                    version=max(version for version, _ in sample.versions),
+                    text=sample.text,
+                    unscored=f"{failure.cause}: {failure.why}" if failure else "",
+                    left_out=sample.left_out,
+                )
+            )
+        self.file.add(answers)
+        self._print_progress()
+
+    def _print_progress(self) -> None:
+        """Print a line to stderr, now and then and at the end."""
+        total = len(self.benchmark.problems)
+        counts = [self.file.count((self.mode, index)) for index in range(total)]
+        done = sum(count >= self.responses for count in counts)
+        if time.monotonic() < self.last_progress + PROGRESS_S and done < total:
+            return
+        self.last_progress = time.monotonic()
+        rewards = [answer.reward for answer in self.file.every if answer.mode == self.mode]
+        share = sum(rewards) / len(rewards)
+        print(
+            f"{self.benchmark.name}, {self.mode}: {done} of {total} problems, "
+            f"mean reward {share:.3f} so far",
+            file=sys.stderr,
+            flush=True,
+        )

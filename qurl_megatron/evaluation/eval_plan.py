@@ -1,0 +1,317 @@
+"""``qurl eval``, decided: the options and a run's recipe become a plan for each model."""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.checkpoints.places import description_of, find_torch_dist
+from qurl_megatron.config.load import variant_name
+from qurl_megatron.config.sections import RewardConfig, RolloutConfig
+from qurl_megatron.engines.embedded.read_weights import refuse_other_scheme, stored_scheme
+from qurl_megatron.engines.kinds import ENGINE_KINDS
+from qurl_megatron.evaluation.options import ADOPTED_S, Defaults
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.quant.export import read_quantization
+from qurl_megatron.rewards import KINDS
+from qurl_megatron.rewards.own_code import checksums, named_code
+from qurl_megatron.schemes import SERVED
+from qurl_megatron.tensors.arch import read_config
+
+TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn; the limit holds for greedy ones, too."""
+
+    k: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"--k must be 1 or more, got {self.k}")
+        if self.k > 1 and not self.temperature > 0:
+            raise ConfigError(
+                f"--temperature {self.temperature:g} would make all --k {self.k} responses the "
+                "same; give a positive one, or --k 1 for greedy decoding alone"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p must lie in (0, 1], got {self.top_p:g}")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
+        if self.seed < 0:
+            raise ConfigError(f"--seed must be 0 or more, got {self.seed}")
+
+    @property
+    def responses(self) -> dict[str, int]:
+        """Responses to each problem, by mode."""
+        return {"greedy": 1, "sampled": self.k} if self.k > 1 else {"greedy": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """One model's evaluation, every option decided."""
+
+    model: Path
+    rollout: RolloutConfig
+    scheme: str
+    dtype: str
+    sampling: Sampling
+    chat: bool
+    suffix: str
+    reward: RewardConfig
+    reward_key: str  # the recipe's section, or the option that names the reward
+    out: Path
+    show: int  # responses to each benchmark
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything the answers depend on, except the engines and the problems."""
+        sampling = self.sampling
+        settings: dict[str, Any] = {"k": sampling.k}
+        if sampling.k > 1:
+            settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        settings["max_new_tokens"] = sampling.max_new_tokens
+        if sampling.k > 1:
+            settings["seed"] = sampling.seed
+        settings |= {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
+        if self.reward.failed:
+            settings["failed"] = self.reward.failed
+        if self.rollout.environment:
+            settings["environment"] = self.rollout.environment
+            settings["max_turns"] = self.rollout.max_turns
+        own_code = named_code(self.reward, self.rollout)
+        for key, checksum in checksums(own_code).items():
+            settings[f"code of {own_code[key]}"] = checksum
+        if not self.rollout.urls:  # running engines report their own weights
+            settings["backend"] = self.rollout.backend
+            settings |= {"scheme": self.scheme, "dtype": self.dtype}
+            settings["model_files"] = _files(find_torch_dist(self.model) or self.model)
+        return settings
+
+    @property
+    def context(self) -> float:
+        """Tokens that the model itself takes, where its config says so in plain words."""
+        if any(argument.startswith("--context-length") for argument in self.rollout.engine_args):
+            return math.inf
+        folder = description_of(self.model)
+        if not (folder / "config.json").is_file():  # a tokenizer alone, for engines that run
+            return math.inf
+        config = read_config(folder)
+        if config.get("rope_scaling"):  # which may stretch the next key's value, or already has
+            return math.inf
+        return config.get("max_position_embeddings") or math.inf
+
+
+def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[EvaluationPlan]:
+    """One plan; with --before first the one of the model that the run began with.
+
+    Raises:
+        ConfigError: as ``make_plan``; --before together with --model, or without its model.
+    """
+    if arguments.model and arguments.step is not None:
+        raise ConfigError("--step names a checkpoint of --run, and --model another model; give one")
+    if not arguments.before:
+        return [make_plan(arguments, defaults)]
+    for option in ("model", "urls"):
+        if getattr(arguments, option):
+            name = option.removesuffix("s")
+            raise ConfigError(f"--before evaluates two models of --run; leave --{name} out")
+    if defaults.start is None or not defaults.start.is_dir():
+        raise ConfigError(
+            f"--before: the run began with model.path={defaults.start}, which is not a folder (any "
+            "more); put that model back, or evaluate another with --model"
+        )
+    assert defaults.run is not None and defaults.model is not None, "--before is of a run"
+    plans = []
+    for name, model in (("start", defaults.start), (defaults.model.name, defaults.model)):
+        plan = make_plan(arguments, dataclasses.replace(defaults, model=model))
+        out = (arguments.out or defaults.run / "eval") / name
+        if arguments.out is None:
+            out = _named(out, arguments, defaults)
+        plans.append(dataclasses.replace(plan, out=out))
+    return plans
+
+
+def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> EvaluationPlan:
+    """Decide every option.
+
+    Raises:
+        ConfigError: some of them are impossible, or do not go together.
+    """
+
+    def given(name: str, fallback: Any) -> Any:
+        value = getattr(arguments, name)
+        return fallback if value is None else value
+
+    sampling = Sampling(
+        k=arguments.k,
+        temperature=given("temperature", defaults.rollout.temperature),
+        top_p=given("top_p", defaults.top_p),
+        max_new_tokens=given("max_new_tokens", defaults.rollout.max_new_tokens),
+        seed=arguments.seed,
+    )
+    model = given("model", defaults.model)
+    if model is None:
+        raise ConfigError("qurl eval needs --model, or --run")
+    if not model.is_dir():
+        raise ConfigError(f"--model {model} is not a folder; name a checkpoint")
+    if arguments.show < 0:
+        raise ConfigError(f"--show must be 0 or more, got {arguments.show}")
+    rollout = _rollout(arguments, defaults.rollout, sampling)
+    out = arguments.out
+    if out is None:
+        out = Path("runs/eval") / _by_path(model)
+        if arguments.model is None and defaults.out is not None:
+            out = defaults.out
+        out = _named(out, arguments, defaults)
+    reward, reward_key = defaults.reward, "reward" if defaults.run else "--reward"
+    if arguments.reward is not None:
+        reward, reward_key = _reward(arguments.reward, defaults.reward), "--reward"
+    return EvaluationPlan(
+        model=model,
+        rollout=rollout,
+        scheme="" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model),
+        dtype=given("dtype", defaults.dtype),
+        sampling=sampling,
+        chat=given("chat", defaults.chat),
+        suffix=arguments.suffix,
+        reward=reward,
+        reward_key=reward_key,
+        out=out,
+        show=arguments.show,
+    )
+
+
+def _named(out: Path, arguments: argparse.Namespace, defaults: Defaults) -> Path:
+    """Name a folder of results by the options that change answers: those may not be mixed."""
+    usual: dict[str, Any] = {
+        "backend": defaults.rollout.backend,
+        "chat": defaults.chat,
+        "dtype": defaults.dtype,
+        "max_new_tokens": defaults.rollout.max_new_tokens,
+        "reward": defaults.reward.described,
+        "scheme": defaults.scheme,
+        "suffix": "",
+    }
+    if arguments.k > 1:
+        usual["temperature"] = defaults.rollout.temperature
+        usual |= {"top_p": defaults.top_p, "seed": 0}
+    variant = {}
+    for name, usual_value in usual.items():
+        value = getattr(arguments, name)
+        if value not in (None, usual_value):
+            variant[name] = f"{value:g}" if isinstance(value, float) else str(value)
+    return out.with_name(variant_name(out.name, variant))
+
+
+def _by_path(model: Path) -> Path:
+    """A relative path that no two models share, whatever their folders are called."""
+    resolved, working_dir = model.resolve(), Path.cwd()
+    if resolved != working_dir and resolved.is_relative_to(working_dir):
+        return resolved.relative_to(working_dir)
+    return resolved.relative_to(resolved.anchor)
+
+
+def _reward(option: str, base: RewardConfig) -> RewardConfig:
+    """The recipe's reward with the kind or the function of --reward in place of its own."""
+    none: dict[str, Any] = dict(kind="", function="", batched=False, url="", key_env="", mix={})
+    if ":" in option:
+        return dataclasses.replace(base, **{**none, "function": option}).beside(Path())
+    if option not in KINDS:
+        raise ConfigError(
+            f"--reward {option} is not one of {', '.join(KINDS)}; give one of them, or a function "
+            "of your own as file.py:name or package.module:name"
+        )
+    return dataclasses.replace(base, **{**none, "kind": option})
+
+
+def _rollout(
+    arguments: argparse.Namespace, base: RolloutConfig, sampling: Sampling
+) -> RolloutConfig:
+    """The recipe's engines, or one, changed by the options."""
+    for option in ("backend", "engines", "tensor", "scheme"):
+        if arguments.urls and getattr(arguments, option):
+            raise ConfigError(
+                f"--{option} is for engines that are started here; leave it or --url out"
+            )
+    changed = {
+        "backend": arguments.backend,
+        "engines": arguments.engines,
+        "engine_tensor": arguments.tensor,
+        "engine_memory_gb": arguments.cache_gb,
+        "engine_args": arguments.engine_args and tuple(arguments.engine_args),
+        "start_timeout_s": arguments.start_timeout or (ADOPTED_S if arguments.urls else None),
+    }
+    settings: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
+    if not ENGINE_KINDS[arguments.backend or base.backend].takes_gpus:
+        if (arguments.tensor or 1) > 1 or arguments.engine_args:
+            raise ConfigError("--tensor and --engine-arg are for --backend sglang")
+        settings |= {"engine_tensor": 1, "engine_args": ()}
+    if sampling.k > 1:
+        settings["temperature"] = sampling.temperature
+    return dataclasses.replace(
+        base,
+        **settings,
+        urls=tuple(arguments.urls),
+        rendezvous="",
+        colocate=False,
+        max_staleness=0,
+        timeout_s=TIMEOUT_S,
+        straggler_s=0.0,
+        samples_per_prompt=sampling.k,
+        max_new_tokens=sampling.max_new_tokens,
+    )
+
+
+def _scheme(option: str | None, defaults: Defaults, backend: str, model: Path) -> str:
+    """The number format of engines that are started here.
+
+    Raises:
+        ConfigError: the backend cannot make it of this checkpoint; names the tool that can.
+    """
+    scheme = option or defaults.scheme
+    if ENGINE_KINDS[backend].quantizes:
+        if option is None and (stored := stored_scheme(model)):
+            return stored  # as it is, whatever a run's recipe says
+        refuse_other_scheme(model, scheme)
+        return scheme
+    if scheme not in SERVED:
+        raise ConfigError(f"--scheme {scheme} is simulated by embedded engines alone")
+    tool = f"quantize.py --scheme {scheme} --model"
+    if scheme == "none":
+        tool = "megatron_to_hf.py --ckpt"
+    convert = f"convert it with `python checkpoints_tools/{tool} {model} --out FOLDER`"
+    if find_torch_dist(model):
+        raise ConfigError(
+            f"SGLang cannot load the Megatron checkpoint {model}; {convert}, and give --model "
+            "FOLDER"
+        )
+    config = read_config(description_of(model))
+    stored = config.get("quantization_config")
+    if option is None and defaults.model is None:  # any format that SGLang knows
+        return stored.get("quant_method", "unknown") if stored else "none"
+    quantization = read_quantization(config)
+    holds = quantization[0] if quantization else "none"
+    if holds == scheme:
+        return holds
+    fix = "give the checkpoint they were made from" if stored else convert
+    raise ConfigError(f"{model} holds weights of scheme {holds}, not {scheme}; {fix}")
+
+
+def _files(folder: Path) -> str:
+    """Changes with every file of a model: their names, sizes and times, not their contents."""
+    stats = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            stat = path.stat()
+            stats.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(json.dumps(sorted(stats)).encode()).hexdigest()[:16]
