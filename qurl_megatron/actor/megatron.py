@@ -5,6 +5,7 @@ Megatron keeps its process groups in module globals. Everything above this modul
 """
 
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -215,6 +216,24 @@ def held(kept: T | None) -> T:
     return kept
 
 
+def everywhere(own_value: Any) -> list:
+    """Gather each rank's value on every rank."""
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, own_value)
+    return values
+
+
+def release_memory() -> None:
+    """Free the device memory that no tensor uses; no rank goes on before all have.
+
+    Engines are sized by the memory they find free, and the leading rank starts those on all GPUs.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    dist.barrier()
+
+
 def _backend(device: torch.device) -> str:
     """What the default group, and with it every group of Megatron's, speaks.
 
@@ -248,10 +267,9 @@ def _refuse_shared_gpus(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, _identity(device))
-    for rank, identity in enumerate(everywhere):
-        first = everywhere.index(identity)
+    identities = everywhere(_identity(device))
+    for rank, identity in enumerate(identities):
+        first = identities.index(identity)
         if first != rank:
             raise ConfigError(
                 f"ranks {first} and {rank} have the same GPU ({identity}); start at most one rank "

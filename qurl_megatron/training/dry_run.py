@@ -19,7 +19,6 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.schemes import SERVED
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training import memory
-from qurl_megatron.training.alignment import alignment
 from qurl_megatron.training.footprint import (
     NODE,
     EngineFootprint,
@@ -32,6 +31,7 @@ from qurl_megatron.training.footprint import (
 )
 from qurl_megatron.training.held import held
 from qurl_megatron.training.memory import GIB, Held
+from qurl_megatron.training.models import alignment
 
 
 def dry_run(

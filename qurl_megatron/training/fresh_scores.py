@@ -131,9 +131,10 @@ def score_rank(config: RunConfig, rollouts: Path, count: int, out: Path) -> int:
 
 def _score(config: RunConfig, rollouts: Path, count: int, out: Path) -> None:
     from qurl_megatron.actor.megatron import megatron_runtime
-    from qurl_megatron.training.sharded_loss import Scorer
-    from qurl_megatron.training.step import attach_scores, lay_out
-    from qurl_megatron.training.trained_models import policy_of  # Megatron comes with it
+    from qurl_megatron.training.layout import lay_out
+    from qurl_megatron.training.losses import Scorer
+    from qurl_megatron.training.models import policy_of  # Megatron comes with it
+    from qurl_megatron.training.step import attach_scores
 
     samples = [entry.sample for entry in read_rollouts(rollouts)[:count]]
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:

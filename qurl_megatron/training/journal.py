@@ -39,7 +39,6 @@ from qurl_megatron.observe.sinks import (
 from qurl_megatron.observe.text import percent
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import Tally
-from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.mismatch import Alarms
 from qurl_megatron.training.rollout_file import Proximal, path_of, write_rollouts
 from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stopped
@@ -69,7 +68,7 @@ class Journal:
         self._measured_since = {
             f"{name}/measured_since": float(step) for name, step in state.measured_since.items()
         }
-        self._growth, self._mismatch = Growth(weight_norm), Alarms()
+        self._weight_norm, self._mismatch = weight_norm, Alarms()
         self._last = state  # with the newest score
         self._refused: ConfigError | None = None
         resume = state.step + 1 if state.step else 0
@@ -151,9 +150,15 @@ class Journal:
         metrics = {**metrics, **self._since("reward")}
         self._log(step, metrics)
         self.progress.step(step, metrics)
-        if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
-            lr = self.config.optimizer.lr
-            self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
+        norm = metrics["optimizer/weight_norm"]
+        if norm > 2 * self._weight_norm:  # no useful learning rate brings this about
+            self.alarm(
+                "weights",
+                f"the norm of the weights has grown from {self._weight_norm:.4g} to {norm:.4g}; "
+                f"optimizer.lr={self.config.optimizer.lr:g} is far too large",
+                step,
+            )
+            self._weight_norm = norm
         if mismatch := self._mismatch.noticed(metrics):
             self.alarm("rollout", mismatch, step)
 

@@ -32,18 +32,20 @@ from qurl_megatron.rewards.line_pool import Abandoned
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.ahead import Ahead
-from qurl_megatron.training.examples import kept_of
-from qurl_megatron.training.journal import Journal
-from qurl_megatron.training.refill import Draft, fill, useful
-from qurl_megatron.training.rollout_metrics import (
+from qurl_megatron.training.groups import (
+    Draft,
     conversation_metrics,
+    fill,
     from_quantized,
+    kept_of,
     mean_overlong_penalty,
     reward_metrics,
     sample_metrics,
+    useful,
 )
+from qurl_megatron.training.inputs import no_room_for_the_environment
+from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.state import TrainState
-from qurl_megatron.training.too_long import no_room_for_the_environment
 from qurl_megatron.types import Prompt, Sample
 
 
@@ -250,12 +252,10 @@ class RolloutSource:
     def _measured(self, step: int, draft: Draft, samples: list[Sample]) -> dict[str, Metric]:
         config, rollout, reward = self.config, self.config.rollout, self.config.reward
         # Groups that only fill up the batch teach nothing, so their rewards are left out.
-        learnt = [
-            sample
-            for group in draft.chosen()
-            if not config.algo.dynamic_sampling or useful(group)
-            for sample in group
-        ]
+        learnt: list[Sample] = []
+        for group in draft.chosen():
+            if useful(group) or not config.algo.dynamic_sampling:
+                learnt += group
         metrics = sample_metrics(samples, newest=step - 1) | reward_metrics(learnt)
         metrics |= draft.metrics()
         # Ahead admits no batch too early, and no engine serves an older version than it confirmed.

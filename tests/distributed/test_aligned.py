@@ -161,8 +161,8 @@ def dense_gradients(folder, samples, chosen, config) -> dict[str, torch.Tensor]:
 
 
 def sharded_gradients(device, config, samples, out) -> None:
-    from qurl_megatron.training.sharded_loss import Scorer
-    from qurl_megatron.training.step import lay_out
+    from qurl_megatron.training.layout import lay_out
+    from qurl_megatron.training.losses import Scorer
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)

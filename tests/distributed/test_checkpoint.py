@@ -396,7 +396,7 @@ def test_what_a_newer_version_wrote_is_refused_and_not_set_aside(part, tmp_path)
 
 
 def begin_with_damage(device, run, damaged):
-    from qurl_megatron.training.whole import refuse_damaged_together
+    from qurl_megatron.training.newest import refuse_damaged_together
 
     with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
         refuse_damaged_together({"model.path": str(run), "algo.reference": str(run.parent)}, ranks)

@@ -70,8 +70,8 @@ def test_parts_join_into_the_whole_and_get_their_gradient(backend, tmp_path):
 
 def scores(device, config, samples, expected) -> None:
     """Every rank knows log-probs and entropies of all response tokens of its samples."""
-    from qurl_megatron.training.sharded_loss import Scorer
-    from qurl_megatron.training.step import lay_out
+    from qurl_megatron.training.layout import lay_out
+    from qurl_megatron.training.losses import Scorer
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)

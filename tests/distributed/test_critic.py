@@ -100,7 +100,7 @@ def named(critic, read=None):
 
 def learn(critic, number: int) -> dict[str, float]:
     """One update on a minibatch; what all ranks saw of it."""
-    from qurl_megatron.training.value_loss import ValueLoss
+    from qurl_megatron.training.losses import ValueLoss
 
     ranks = critic.ranks
     seen = critic.accumulate(minibatch(ranks, number), ValueLoss(ranks.context, clip=CLIP))
@@ -114,7 +114,7 @@ def learn(critic, number: int) -> dict[str, float]:
 
 def observe(device, config, out) -> None:
     """Values and gradients before any update, then the weights after two of them."""
-    from qurl_megatron.training.value_loss import ValueLoss, attach_values
+    from qurl_megatron.training.losses import ValueLoss, attach_values
 
     with megatron_runtime(config.parallel) as ranks:
         critic = build(config, ranks)
@@ -231,7 +231,7 @@ def test_other_families_have_critics_as_well(family, backend, tmp_path):
 
 
 def check_first_updates(device, config) -> None:
-    from qurl_megatron.training.value_loss import attach_values
+    from qurl_megatron.training.losses import attach_values
 
     with megatron_runtime(config.parallel) as ranks:
         critic = build(config, ranks, CriticConfig(lr=1e-3, warmup_steps=2), head=False)
@@ -256,7 +256,7 @@ def test_a_critic_begins_with_zeros_and_its_body_follows_the_head(backend, tmp_p
 
 
 def check_masters(device, config, critic_config, expected) -> None:
-    from qurl_megatron.training.value_loss import attach_values
+    from qurl_megatron.training.losses import attach_values
 
     with megatron_runtime(config.parallel) as ranks:
         critic = build(config, ranks, critic_config)
@@ -303,7 +303,7 @@ def test_a_critic_that_reads_other_tokens_is_refused(backend, tmp_path):
 
 def check_reading(device) -> None:
     from qurl_megatron.data.pack import pad_samples
-    from qurl_megatron.training.value_loss import ValueLoss
+    from qurl_megatron.training.losses import ValueLoss
 
     context = Axis(None, 0, 1)
     sample = next(s for s in SAMPLES if len(s.response_ids) >= 2)

@@ -28,7 +28,7 @@ class Publishing:
 
 
 def start(device, config, refusals: int, why: str) -> None:
-    from qurl_megatron.training.loop import _Run
+    from qurl_megatron.training.loop import Run
     from qurl_megatron.training.state import TrainState
 
     with megatron_runtime(config.parallel) as ranks:
@@ -40,7 +40,7 @@ def start(device, config, refusals: int, why: str) -> None:
             ),
             happened=lambda step: said.append(f"happened by {step}"),
         )
-        run = _Run(
+        run = Run(
             config=config,
             policy=SimpleNamespace(ranks=ranks),
             critic=None,

@@ -59,7 +59,7 @@ def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, *
 
 def build(config: RunConfig, ranks, **kwargs):
     from qurl_megatron.actor.policy import Policy
-    from qurl_megatron.training.alignment import alignment
+    from qurl_megatron.training.models import alignment
 
     align = alignment(config, ranks.device)
     return Policy.build(
@@ -113,8 +113,7 @@ def gradient(policy):
 
 def delivered(ranks, samples, config, *, step: int) -> Responses:
     """This rank's share of what the leading rank has."""
-    from qurl_megatron.training.delivery import deliver
-    from qurl_megatron.training.step import shares
+    from qurl_megatron.training.layout import deliver, shares
 
     whole = Responses.of(samples) if ranks.leads else None
     return deliver(ranks, whole, partial(shares, ranks, config=config, step=step))
@@ -123,8 +122,9 @@ def delivered(ranks, samples, config, *, step: int) -> Responses:
 def of_the_first_minibatch(policy, samples, config: RunConfig) -> dict[str, torch.Tensor]:
     """Its gradients, whole, on every rank."""
     from qurl_megatron.training.credit import attach_advantages
-    from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
-    from qurl_megatron.training.step import attach_scores, lay_out
+    from qurl_megatron.training.layout import lay_out
+    from qurl_megatron.training.losses import PolicyLoss, Scorer
+    from qurl_megatron.training.step import attach_scores
 
     ranks = policy.ranks
     score = Scorer(policy, config.rollout.temperature)

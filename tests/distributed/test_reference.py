@@ -32,7 +32,7 @@ def batches(ranks) -> list:
 
 def scores(policy, temperature=1.0) -> tuple[dict, dict]:
     """Log-probs of every sample's response, of the policy and of its reference, on every rank."""
-    from qurl_megatron.training.sharded_loss import Scorer
+    from qurl_megatron.training.losses import Scorer
 
     score = Scorer(policy, temperature)
     microbatches = batches(policy.ranks)

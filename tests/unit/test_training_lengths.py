@@ -5,7 +5,7 @@ import pytest
 from qurl_megatron.config import RolloutConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch
-from qurl_megatron.training.too_long import (
+from qurl_megatron.training.inputs import (
     longest_prompt,
     no_room_for_the_environment,
     refuse_endless_responses,

@@ -14,7 +14,7 @@ from qurl_megatron.config import AlgoConfig, load
 from qurl_megatron.data.pack import TokenBatch, pad_samples
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
+from qurl_megatron.training.losses import PolicyLoss, Scorer
 from qurl_megatron.training.step import attach_scores
 from qurl_megatron.types import Prompt, Sample
 

@@ -8,7 +8,7 @@ import pytest
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.observe.metrics import values
 from qurl_megatron.training.ahead import Ahead
-from qurl_megatron.training.refill import Draft, fill, useful
+from qurl_megatron.training.groups import Draft, fill, useful
 from qurl_megatron.types import Prompt, Sample
 from tests.waiting import PATIENCE_S
 

@@ -13,14 +13,12 @@ from qurl_megatron.config import DataConfig, load
 from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.training.finite import Growth
-from qurl_megatron.training.loop import _ending
-from qurl_megatron.training.sources import sources
+from qurl_megatron.training.inputs import sources
+from qurl_megatron.training.loop import with_advice
 from qurl_megatron.training.start import (
     _already_done,
     _changes,
     _missing,
-    _tell_of_relatives,
     start,
 )
 from qurl_megatron.training.state import (
@@ -34,7 +32,6 @@ from qurl_megatron.training.state import (
     recipe_of,
     scored,
     stopped,
-    tell_of_left_out,
 )
 from tests.disks import fill, small_disk
 from tests.unit.test_damaged_files import RECIPE_TEXT
@@ -117,19 +114,6 @@ def test_a_finished_run_tells_what_was_not_used(begun, tmp_path, capsys):
     same = load(tmp_path / "recipe.toml", [f"train.run_dir={run}", "train.steps=2"])
     assert _already_done(same, _changes(same))
     assert "is below" not in capsys.readouterr().out
-
-
-def test_an_override_of_the_last_command_that_this_one_leaves_out_is_told(tmp_path, capsys):
-    (tmp_path / "recipe.toml").write_text(RECIPE_TEXT)
-    place = f"train.run_dir={tmp_path}/run"
-    claim(tmp_path / "run", load(tmp_path / "recipe.toml", [place, "optimizer.lr=3e-4"])).close()
-    checkpoint(tmp_path / "run", 2)
-    for given in ([place], [place, "optimizer.lr=1e-3"], [place, "optimizer.lr=3e-4"]):
-        tell_of_left_out(load(tmp_path / "recipe.toml", given), given)
-    assert capsys.readouterr().out == (
-        f"{tmp_path}/run was last started with optimizer.lr=0.0003, which neither this command nor "
-        "its recipe gives: now 1e-06\n"
-    )
 
 
 @pytest.fixture
@@ -222,20 +206,6 @@ def test_a_resumed_run_needs_no_checkpoint_but_its_own_and_the_references(
     assert sources(given, resumed=True) == resumed
 
 
-def test_weights_that_double_are_told_once_for_each_doubling():
-    growth = Growth(10.0)
-    said = [growth.noticed(norm) for norm in (10.1, 19.0, 21.0, 22.0, 41.0, 1e9, 1e9)]
-    assert said == [
-        None,
-        None,
-        "the norm of the weights has grown from 10 to 21",
-        None,
-        None,
-        "the norm of the weights has grown from 21 to 1e+09",
-        None,
-    ]
-
-
 def test_a_run_that_failed_before_its_first_step_pins_nothing(config, tmp_path):
     claim(tmp_path / "run", config).close()
     other = load(tmp_path / "recipe.toml", ["quant.scheme=fp8", "data.task_size=7"])
@@ -277,27 +247,6 @@ def test_a_mistaken_value_is_not_taken_for_another_run(begun, tmp_path, override
     with pytest.raises(ConfigError, match=message) as error:
         _changes(load(tmp_path / "recipe.toml", given))
     assert ("holds another run" in str(error.value)) == (message == "holds another run")
-
-
-def test_a_new_name_beside_a_run_of_the_recipe_is_said_to_begin_a_new_one(begun, tmp_path, capsys):
-    run = begun.parent
-    for other in ("run--optimizer.lr-0.001", "run,optimizer.lr=1e-3"):
-        _tell_of_relatives(run.with_name(other))
-        assert "begins a new run" in capsys.readouterr().out
-    for other in ("running", "run-2", "run,none,seed=1"):  # the last is a study's
-        _tell_of_relatives(run.with_name(other))
-        assert capsys.readouterr().out == "" and not run.with_name(other).exists()
-    _tell_of_relatives(run.with_name("run--optimizer.lr-0.001"))
-    assert capsys.readouterr().out == (
-        f"{run}--optimizer.lr-0.001 begins a new run, as overrides are part of a run's name; to "
-        f"go on with {run}, stop this and add train.run_dir={run}\n"
-    )
-    checkpoint(run.with_name("run--data.chat-true"), 3)
-    _tell_of_relatives(run.with_name("run--optimizer.lr-0.001"))
-    assert "the newest of 2 runs with other overrides, stop" in capsys.readouterr().out
-    _tell_of_relatives(run)
-    _tell_of_relatives(tmp_path / "nowhere/run")
-    assert capsys.readouterr().out == ""
 
 
 def test_a_layout_that_no_model_can_have_is_refused_before_a_run_is_said_to_begin(
@@ -413,7 +362,7 @@ def test_who_stops_a_run_is_told_what_is_saved_and_how_it_goes_on():
     ],
 )
 def test_who_asked_for_what_cannot_be_is_not_told_to_start_again(status, step, kind, then):
-    error = _ending(EngineError("7 + 100000 tokens > 1024", status=status), step)
+    error = with_advice(EngineError("7 + 100000 tokens > 1024", status=status), step)
     assert type(error) is kind
     assert str(error).startswith(f"7 + 100000 tokens > 1024; {then}")
 

@@ -16,7 +16,7 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.training.step import averaged_without, counted_tokens, lay_out
+from qurl_megatron.training.layout import averaged_without, counted_tokens, lay_out
 from qurl_megatron.types import Prompt, Sample
 
 
