@@ -177,7 +177,7 @@ def shaped_rewards(summary: Summary, config: RunConfig) -> Tensor:
     """Return the verifier's rewards less the penalties of overlong responses, [R] float32."""
     reward, limit = config.reward, config.rollout.max_new_tokens
     shaped = []
-    for given, length in zip(summary.rewards_R.tolist(), summary.written, strict=True):
+    for reward_given, length in zip(summary.rewards_R.tolist(), summary.written, strict=True):
         penalty = overlong_penalty(length, limit, reward.overlong_fraction, reward.overlong_penalty)
-        shaped.append(given + penalty)
+        shaped.append(reward_given + penalty)
     return torch.tensor(shaped, dtype=torch.float32)

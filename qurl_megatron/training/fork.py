@@ -98,7 +98,7 @@ def fork(source: Path, config: RunConfig) -> None:
         (run_dir / FORK).write_text(json.dumps(asdict(new_fork), indent=1) + "\n", encoding="utf-8")
         without = REFERENCE if any(change.key in HELD_AGAINST for change in changed_keys) else None
         _copy_checkpoint(newest, run_dir / "checkpoints", begins, without)
-    print(f"{run_dir} {told(new_fork)}", flush=True)
+    print(f"{run_dir} {summary(new_fork)}", flush=True)
 
 
 def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
@@ -121,10 +121,10 @@ def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
     return state
 
 
-def told(begun: Fork) -> str:
+def summary(new_fork: Fork) -> str:
     """Return a sentence on the fork: its source and its changes."""
-    changed = f", with {', '.join(begun.changes)}" if begun.changes else ", unchanged"
-    return f"goes on from step {begun.step} of {begun.source}{changed}"
+    changed = f"with {', '.join(new_fork.changes)}" if new_fork.changes else "unchanged"
+    return f"goes on from step {new_fork.step} of {new_fork.source}, {changed}"
 
 
 def _refuse_another_pace(config: RunConfig, found: Sequence[Change]) -> None:
@@ -160,7 +160,7 @@ def _copy_logs(source: Path, run_dir: Path, begun: Fork) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, run_dir / name)
     timeline = Timeline(run_dir / "timeline.jsonl", resume_step=begun.step + 1)
-    timeline.event("run", f"fork: {told(begun)}", begun.step)
+    timeline.event("run", f"fork: {summary(begun)}", begun.step)
     timeline.close()
 
 

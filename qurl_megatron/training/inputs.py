@@ -34,7 +34,7 @@ def refuse_without_tokenizer(config: RunConfig) -> None:
 
 
 def check_files(config: RunConfig) -> dict[str, DataFile]:
-    """The data files of a run, by key; none where it has a task.
+    """Return the data files of a run, by key; none where it has a task.
 
     Raises:
         ConfigError: a data file is missing, empty or malformed, the reward needs answers that a
@@ -50,7 +50,7 @@ def check_files(config: RunConfig) -> dict[str, DataFile]:
 
 
 def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]) -> None:
-    """Before a model is made that has no chat template."""
+    """Raise ``ConfigError`` where the model to be made lacks the chat template that data needs."""
     path = Path(config.model.path)
     if not config.warmstart.steps or path.exists():
         return
@@ -152,7 +152,7 @@ def describe_data(config: RunConfig) -> list[str]:
 
 
 def room(rollout: RolloutConfig, arch: Arch) -> int | None:
-    """Tokens of a prompt and its response together that engines take.
+    """Return how many tokens of a prompt and its response together engines take.
 
     None where they know better: adopted ones, and SGLang with a context length of its own.
     """
@@ -163,23 +163,20 @@ def room(rollout: RolloutConfig, arch: Arch) -> int | None:
 
 
 def refuse_endless_responses(rollout: RolloutConfig, arch: Arch) -> None:
-    """
-    Raises:
-        ConfigError: a response of full length leaves not one token for its prompt.
-    """
-    most = room(rollout, arch)
-    if most is not None and rollout.max_new_tokens >= most:
+    """Raise ``ConfigError`` where a full response leaves not one token for its prompt."""
+    limit = room(rollout, arch)
+    if limit is not None and rollout.max_new_tokens >= limit:
         raise ConfigError(
             f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt: the "
-            f"model takes {most} tokens of prompt and response together "
-            f"(max_position_embeddings in its config.json); set it below {most}"
+            f"model takes {limit} tokens of prompt and response together "
+            f"(max_position_embeddings in its config.json); set it below {limit}"
         )
 
 
 def longest_prompt(rollout: RolloutConfig, arch: Arch) -> int | None:
-    """Tokens of a prompt that leave room for its response; None: engines know better."""
-    most = room(rollout, arch)
-    return None if most is None else most - rollout.max_new_tokens
+    """Return the longest prompt that leaves room for its response; None: engines know better."""
+    limit = room(rollout, arch)
+    return None if limit is None else limit - rollout.max_new_tokens
 
 
 def no_room_for_the_environment(rollout: RolloutConfig, arch: Arch, longest: int) -> str:
@@ -188,9 +185,9 @@ def no_room_for_the_environment(rollout: RolloutConfig, arch: Arch, longest: int
     Args:
         longest: tokens of the longest prompt.
     """
-    most = longest_prompt(rollout, arch)
+    limit = longest_prompt(rollout, arch)
     fix = "raise it, or have the environment say less"
-    if most is not None and longest >= most:
+    if limit is not None and longest >= limit:
         fix = (
             f"the model takes no more than {arch.max_position} tokens with the prompt: have the "
             "environment say less, or leave out long prompts (data.max_prompt_tokens) and raise it"
@@ -202,7 +199,7 @@ def no_room_for_the_environment(rollout: RolloutConfig, arch: Arch, longest: int
 
 
 def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:
-    """The checkpoints whose weights a run uses, by their keys in the recipe.
+    """Return the checkpoints whose weights a run uses, by their keys in the recipe.
 
     Args:
         resumed: it has a checkpoint of its own, which holds all weights but the reference's.

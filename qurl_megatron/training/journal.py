@@ -52,14 +52,14 @@ class Journal:
     """Use as a context manager: leaving it closes the files."""
 
     def __init__(
-        self, claimed: Claim, state: TrainState, weight_norm: float, told: Sequence[str] = ()
+        self, claimed: Claim, state: TrainState, weight_norm: float, remarks: Sequence[str] = ()
     ) -> None:
         """
         Args:
             claimed: the run's directory and recipe.
             state: the state that the run goes on from; records of later steps are dropped.
             weight_norm: of the weights it goes on with.
-            told: changes since the state was saved, each an event of the report.
+            remarks: changes since the state was saved, each an event of the report.
 
         Raises:
             ConfigError: the run's directory cannot be written.
@@ -87,7 +87,7 @@ class Journal:
                 print(f"{path} {missing}", flush=True)
             self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
             stack.callback(self.timeline.close)
-            for change in told:
+            for change in remarks:
                 self.timeline.event("run", change, state.step)
                 print(change, flush=True)
             self.progress = stack.enter_context(Progress(self.config.train.steps, state.step))

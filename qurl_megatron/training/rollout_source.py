@@ -90,7 +90,7 @@ class RolloutSource:
         """Responses of the step at hand that are examples, by their places in it."""
         self._turns, self._stop = turns, stop
         self._unquantized_since = state.unquantized_since
-        self._told: set[str] = set()  # remarks that are made once
+        self._remarked: set[str] = set()  # remarks that are made once
         self._drawing, self._grading = threading.Lock(), threading.Lock()
         self._ahead = Ahead(
             self._draw,
@@ -228,8 +228,8 @@ class RolloutSource:
 
     def tell_unscored(self, tally: Tally, step: int) -> None:
         """Say why responses have no score, each way once in a run; metrics go on counting."""
-        if new := tally.ways.keys() - self._told:
-            self._told |= new
+        if new := tally.ways.keys() - self._remarked:
+            self._remarked |= new
             self.journal.alarm(
                 "reward",
                 f"{tally.failed} of {how_many(tally.responses, 'response')} could not be scored "
@@ -240,9 +240,9 @@ class RolloutSource:
     def tell_left_out(self, samples: Sequence[Sample], step: int) -> None:
         """Say that the environment's words did not fit, once between two starts."""
         count = sum(sample.left_out for sample in samples)
-        if not count or "left_out" in self._told:
+        if not count or "left_out" in self._remarked:
             return
-        self._told.add("left_out")
+        self._remarked.add("left_out")
         longest = min(self.prompts.longest, self.config.data.max_prompt_tokens)
         ended = f"{count} of {how_many(len(samples), 'conversation')} ended early"
         arch = arch_of(description_of(self.config.model.path))

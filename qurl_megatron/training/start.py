@@ -88,7 +88,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
 
 @dataclass(frozen=True)
 class LookedOver:
-    """What a dry run finds out about a recipe and its data."""
+    """Mistakes and remarks for a dry run."""
 
     mistakes: list[str]  # each of them prevents the start
     data: list[str]  # remarks on the data, a sentence each

@@ -54,7 +54,7 @@ Step = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class TrainState:
-    """The leading rank's is saved with every checkpoint."""
+    """State between two steps; the leading rank saves its own with every checkpoint."""
 
     step: Step = 0  # updates done; also the weight version the engines hold
     cursor: dict[str, Any] | None = None  # where the prompts go on
@@ -86,8 +86,7 @@ class TrainState:
             raise ConfigError(f"{path} is missing") from None
         except (ValueError, RecursionError, msgspec.ValidationError) as error:
             raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
-        known = {field.name for field in fields(TrainState)}
-        if unknown := sorted(values.keys() - known):
+        if unknown := sorted(values.keys() - {field.name for field in fields(TrainState)}):
             raise Unreadable(
                 f"{path} has the keys {', '.join(unknown):.200}, which this version does not know; "
                 "go on with the version that wrote them, or set train.run_dir to a new folder"
@@ -98,11 +97,11 @@ class TrainState:
         (checkpoint / STATE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     def scheme(self, configured: str) -> str:
-        """The number format that rollout weights have from here on."""
+        """Return the number format of rollout weights from here on."""
         return configured if self.unquantized_since is None else "none"
 
     def finished(self, steps: int) -> bool:
-        """True where nothing is left to do of a run of so many steps."""
+        """Return whether a run of so many steps has nothing left to do."""
         return self.step >= steps and not self.unevaluated
 
     def scored(self, step: int, score: float) -> "TrainState":
@@ -113,7 +112,7 @@ class TrainState:
         )
 
     def summary(self, *, right_or_wrong: bool) -> str:
-        """How far the run has come, for a person.
+        """Return a sentence on how far the run has come.
 
         Args:
             right_or_wrong: each held-out score is 1 or 0.
@@ -170,19 +169,19 @@ def stopped(by: str, step: int, steps: int) -> str:
 
 
 def folders(run_dir: Path) -> list[Path]:
-    """All checkpoints of a run, oldest first, whatever has happened to them since."""
+    """Return all checkpoints of a run, oldest first, damaged ones too."""
     folders_of_steps = (run_dir / "checkpoints").glob("step_*")
     steps = [path for path in folders_of_steps if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run that tell their state, oldest first."""
+    """Return the checkpoints of a run that have a state, oldest first."""
     return [path for path in folders(run_dir) if (path / STATE).is_file()]
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run that tells its state, or None."""
+    """Return the newest checkpoint of a run that has a state, or None."""
     return next(reversed(checkpoints(run_dir)), None)
 
 
@@ -225,15 +224,14 @@ def without_scores(state: TrainState) -> TrainState:
 
 
 def setting_of(key: str) -> str:
-    """The setting in which a key lies: ``reward.mix`` of ``reward.mix.brief.function``."""
+    """Return the setting in which a key lies: ``reward.mix`` of ``reward.mix.brief.function``."""
     return ".".join(key.split(".")[:2])
 
 
 def tell_done(
     run_dir: Path, state: TrainState, config: RunConfig, changed: Sequence[Change]
 ) -> None:
-    """Tell that the run directory holds all the steps the recipe asks for, and of which settings
-    and data nothing was used.
+    """Print that the run directory holds all steps, and which changes had no effect.
 
     Args:
         changed: settings that differ from the run's.
@@ -274,8 +272,8 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
     """
     recipe = run_dir / RECIPE
     with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
-        begun = latest(run_dir) is not None
-    if not (begun and recipe.is_file()):
+        has_begun = latest(run_dir) is not None
+    if not (has_begun and recipe.is_file()):
         return []
     changed = changes(recipe_of(run_dir), config)
     if other := refused(changed):
@@ -293,14 +291,14 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
 
 
 def recipe_of(run_dir: Path) -> RunConfig:
-    """The recipe that a run keeps in its folder.
+    """Return the recipe that a run keeps in its folder.
 
     Raises:
         ConfigError: it cannot be read, is not all that ``claim`` has written, or breaks the rules
             that recipes have now.
     """
     recipe = run_dir / RECIPE
-    what = f"{recipe}, which says what run this folder holds,"
+    named = f"{recipe}, which says what run this folder holds,"
     try:
         text = recipe.read_bytes().decode()
         tomllib.loads(text)
@@ -315,14 +313,14 @@ def recipe_of(run_dir: Path) -> RunConfig:
         damage = str(error)
     if damage:
         raise ConfigError(
-            f"{what} is damaged ({damage}); delete it if the recipe is the one the run was started "
-            "with"
+            f"{named} is damaged ({damage}); delete it if the recipe is the one the run was "
+            "started with"
         )
     try:
         return load(recipe)
     except ConfigError as error:
         raise ConfigError(
-            f"{what} was written under other rules: {error}; change it there to what the run was "
+            f"{named} was written under other rules: {error}; change it there to what the run was "
             "started with, or set train.run_dir to a new folder"
         ) from None
 
@@ -375,8 +373,8 @@ class Claim:
 def claim(run_dir: Path, config: RunConfig) -> Claim:
     """Lock the run directory, and write the recipe into it.
 
-    A recipe with changes is for the caller to keep once they are told: a run that is stopped before
-    that is told of them at its next start.
+    A changed recipe is for the caller to keep, once the changes are printed: a run that is stopped
+    before that prints them at its next start.
 
     Raises:
         ConfigError: the directory holds another run, a process is at work in it, or it cannot be
@@ -385,13 +383,13 @@ def claim(run_dir: Path, config: RunConfig) -> Claim:
     refuse_other_run(run_dir, config)
     with refusing(run_dir, key="train.run_dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
-        held = (run_dir / ".lock").open("w")
-    if not lock(held):
+        lock_file = (run_dir / ".lock").open("w")
+    if not lock(lock_file):
         raise ConfigError(
             f"{run_dir} is in use by a run that has not ended; wait for it, stop it, "
             "or set train.run_dir to a new folder"
         )
-    claimed = Claim(run_dir, config, refuse_other_run(run_dir, config), held)
+    claimed = Claim(run_dir, config, refuse_other_run(run_dir, config), lock_file)
     if not claimed.changes:
         claimed.keep_recipe()
     return claimed

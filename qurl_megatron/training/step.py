@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from qurl_megatron.actor.critic import Critic
 from qurl_megatron.actor.policy import Policy
@@ -51,6 +52,7 @@ def improve(
     ranks, algo, summary = policy.ranks, config.algo, samples.summary
     score = Scorer(policy, config.rollout.temperature)
     minibatches = lay_out(ranks, samples, config, step=step)
+    sizes = [len(minibatch) for minibatch in minibatches]
     batches = [batch for minibatch in minibatches for batch in minibatch]
     with timer.phase("score"):
         batches = attach_scores(
@@ -80,16 +82,16 @@ def improve(
                 metrics.append(
                     mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
                 )
-    remaining = iter(batches)
-    minibatches = [[next(remaining) for _ in minibatch] for minibatch in minibatches]
 
     loss = PolicyLoss(score, algo, config.correction, weight_scale=weight_scale)
+    value_loss = ValueLoss(ranks.context, clip=config.critic.clip)
     with timer.phase("train"):
         for _ in range(algo.epochs):
-            for minibatch in minibatches:
+            remaining = iter(batches)
+            for size in sizes:
+                minibatch = list(islice(remaining, size))
                 if critic:
-                    fit = ValueLoss(ranks.context, clip=config.critic.clip)
-                    metrics += _update(critic, minibatch, fit)
+                    metrics += _update(critic, minibatch, value_loss)
                 if critic is None or step > config.critic.ahead_steps:
                     metrics += _update(policy, minibatch, loss)
     merged = merge(metrics)

@@ -138,7 +138,7 @@ def _read_prompts(
 def _resumed_state(
     config: RunConfig, claimed: Claim, newest: tuple[Path, TrainState] | None
 ) -> tuple[TrainState, list[str]]:
-    """Return the state to go on with, and what has changed since it was saved, a sentence each."""
+    """Return the state to go on with, and the changes since it was saved, a sentence each."""
     state = TrainState()
     if newest:
         path, state = newest

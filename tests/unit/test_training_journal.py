@@ -35,8 +35,8 @@ def run_dir(config, tmp_path):
 
 
 @contextmanager
-def opened(config, run_dir, state=FRESH, told=()):
-    with claim(run_dir, config) as claimed, Journal(claimed, state, 8.0, told) as journal:
+def opened(config, run_dir, state=FRESH, remarks=()):
+    with claim(run_dir, config) as claimed, Journal(claimed, state, 8.0, remarks) as journal:
         yield journal
 
 
@@ -48,7 +48,7 @@ def answers(*rewards: float) -> list[Sample]:
 
 
 def test_a_run_leaves_metrics_examples_and_events_and_goes_on_where_it_was(config, run_dir, capsys):
-    with opened(config, run_dir, told=["settings changed: x"]) as journal:
+    with opened(config, run_dir, remarks=["settings changed: x"]) as journal:
         assert journal.evaluated(0, answers(1.0, 0.0, 0.0, 0.0), Tally(4)) == 0.25
         journal.happened(1, [{"engine": "e0", "event": "died", "message": "by 9\nx", "time": 5.0}])
         with journal.timer(1).phase("train"):
