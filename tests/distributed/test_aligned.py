@@ -18,18 +18,22 @@ from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.types import Prompt, Sample
 from tests.cases import all_but
-from tests.distributed import test_checkpoint, test_reference
-from tests.distributed.test_policy import (
+from tests.distributed.test_transformer_engine import run_with_stand_in
+from tests.support.models import as_stored, random_samples, tiny_checkpoint
+from tests.support.policies import (
+    batches,
     build,
     delivered,
     gradient,
+    improve_at,
     joined,
     recipe,
     relative,
+    save_then_go_on,
+    save_weights,
+    scores,
     whole,
 )
-from tests.distributed.test_transformer_engine import run_with_stand_in
-from tests.support.models import as_stored, random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
 from tests.unit.engine_models import decoding_by, engine_for, finish, sequence
 
@@ -360,12 +364,12 @@ def check_the_others(device, config) -> None:
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
-        own, reference = test_reference.scores(policy)
-        again, _ = test_reference.scores(policy)
+        own, reference = scores(policy)
+        again, _ = scores(policy)
         with plain(policy._aligned):
-            full_precision, _ = test_reference.scores(policy)
+            full_precision, _ = scores(policy)
         policy.unalign()
-        unaligned, _ = test_reference.scores(policy)
+        unaligned, _ = scores(policy)
         for i, value in own.items():
             assert torch.equal(again[i], value) and not torch.equal(reference[i], value)
             for other in (full_precision, unaligned):
@@ -392,12 +396,10 @@ def score_then_load_and_go_on(device, config, run_dir, out) -> None:
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
-        policy.score(test_reference.batches(ranks), lambda logits, _: logits.sum())
+        policy.score(batches(ranks), lambda logits, _: logits.sum())
         checkpoint.load(newest_whole(run_dir, ranks)[0], policy)
-        test_checkpoint.improve_at(policy, config, 2)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
+        improve_at(policy, config, 2)
+        save_weights(policy, out)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -405,7 +407,7 @@ def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, tm
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = aligned_recipe(folder, dict(tensor=2, data=2), "full", dtype=dtype)
     run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
-    run_on_ranks(test_checkpoint.save_then_go_on, 4, backend, tmp_path, config, run, a)
+    run_on_ranks(save_then_go_on, 4, backend, tmp_path, config, run, a)
     run_on_ranks(score_then_load_and_go_on, 4, backend, tmp_path, config, run, b)
     expected, actual = torch.load(a), torch.load(b)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -445,16 +447,14 @@ def load_and_compare(device, config, run_dir, out) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
         checkpoint.load(newest_whole(run_dir, ranks)[0], policy)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
+        save_weights(policy, out)
 
 
 def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     fused, aligned = (aligned_recipe(folder, dict(tensor=2), a) for a in ("none", "full"))
     run, ignored = tmp_path / "run", tmp_path / "ignored.pt"
-    run_with_stand_in(test_checkpoint.save_then_go_on, 2, backend, tmp_path, fused, run, ignored)
+    run_with_stand_in(save_then_go_on, 2, backend, tmp_path, fused, run, ignored)
     loaded = []
     for config in (fused, aligned):
         loaded.append(tmp_path / f"{config.train.align}.pt")

@@ -11,55 +11,26 @@ import pytest
 import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.checkpoints.integrity import RECORD, read_record, write_record
+from qurl_megatron.checkpoints.integrity import RECORD, write_record
 from qurl_megatron.config import OptimizerConfig, ParallelConfig
-from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import free
-from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
 from tests.disks import small_disk
-from tests.distributed import test_critic
-from tests.distributed.test_policy import build, joined, recipe, relative, whole
-from tests.support.models import random_samples, tiny_checkpoint
+from tests.support import critics
+from tests.support.models import tiny_checkpoint
+from tests.support.policies import (
+    build,
+    improve_at,
+    joined,
+    load_and_go_on,
+    recipe,
+    relative,
+    save_then_go_on,
+    save_weights,
+    whole,
+)
 from tests.support.ranks import run_on_ranks
-
-
-def improve_at(policy, config, step):
-    from qurl_megatron.training.step import improve
-
-    improve(policy, Responses.of(random_samples(16)), config, step=step, timer=Timer())
-
-
-def save_then_go_on(device, config, run_dir, out):
-    from qurl_megatron.training import checkpoint
-
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks)
-        improve_at(policy, config, 1)
-        state = TrainState(step=1, cursor={"epoch": 0}, accuracy_before=0.25, accuracy=0.5)
-        checkpoint.save(run_dir, policy, state, keep=2)
-        improve_at(policy, config, 2)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
-
-
-def load_and_go_on(device, config, run_dir, out):
-    from qurl_megatron.training import checkpoint
-    from qurl_megatron.training.newest import newest_whole
-
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks)
-        path, state = newest_whole(run_dir, ranks)
-        assert state == TrainState(1, {"epoch": 0}, 0.25, 0.5)
-        files = {f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_file()}
-        assert read_record(path).keys() == files - {RECORD}
-        checkpoint.load(path, policy)
-        improve_at(policy, config, 2)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
 
 
 @pytest.mark.crossed
@@ -124,7 +95,7 @@ def test_a_schedule_goes_on_bit_by_bit_and_a_changed_optimizer_takes_effect(dist
 
 
 def build_both(config, ranks):
-    critic = test_critic.build(config, ranks)
+    critic = critics.build(config, ranks)
     critic.folder = config.model.path
     return build(config, ranks), critic
 
@@ -132,8 +103,8 @@ def build_both(config, ranks):
 def go_on_with_both(policy, critic, config, out):
     """A second step of both; their weights, the critic's under its own prefix."""
     improve_at(policy, config, 2)
-    test_critic.learn(critic, 1)
-    learned = joined(test_critic.named(critic))
+    critics.learn(critic, 1)
+    learned = joined(critics.named(critic))
     weights = whole(policy) | {f"critic.{name}": value for name, value in learned.items()}
     if policy.ranks.leads:
         torch.save(weights, out)
@@ -145,7 +116,7 @@ def save_both_then_go_on(device, config, run_dir, out):
     with megatron_runtime(config.parallel) as ranks:
         policy, critic = build_both(config, ranks)
         improve_at(policy, config, 1)
-        test_critic.learn(critic, 0)
+        critics.learn(critic, 0)
         saved = whole(policy)
         checkpoint.save(run_dir, policy, TrainState(step=1), keep=1, critic=critic)
         if ranks.leads:
@@ -227,7 +198,7 @@ def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
         assert torch.equal(converted.whole(name).float(), value.to(torch.bfloat16).float()), name
 
 
-def load_across(device, config, with_critic, without):
+def load_across(device, config, larger, with_critic, without):
     from qurl_megatron.training import checkpoint
 
     with megatron_runtime(config.parallel) as ranks:
@@ -236,32 +207,17 @@ def load_across(device, config, with_critic, without):
             checkpoint.load(latest(with_critic), policy)
         with pytest.raises(ConfigError, match="has no critic, and algo.advantage needs one"):
             checkpoint.load(latest(without), policy, critic)
+        with pytest.raises(ConfigError, match="cannot be loaded into this model"):
+            checkpoint.load(latest(without), build(larger, ranks))
 
 
-def test_a_checkpoint_and_a_run_must_agree_on_whether_there_is_a_critic(backend, tmp_path):
+def test_a_checkpoint_of_another_model_or_with_another_critic_is_refused(backend, tmp_path):
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), {})
+    larger = recipe(tiny_checkpoint(tmp_path / "large", "qwen2", intermediate_size=128), {})
     a, b = tmp_path / "a", tmp_path / "b"
     run_on_ranks(save_both_then_go_on, 1, backend, tmp_path, config, a, tmp_path / "a.pt")
     run_on_ranks(save_then_go_on, 1, backend, tmp_path, config, b, tmp_path / "b.pt")
-    run_on_ranks(load_across, 1, backend, tmp_path, config, a, b)
-
-
-def load_into_another_model(device, folder, run_dir):
-    from qurl_megatron.training import checkpoint
-
-    config = recipe(folder, {})
-    with megatron_runtime(ParallelConfig()) as ranks:
-        policy = build(config, ranks)
-        with pytest.raises(ConfigError, match="cannot be loaded into this model"):
-            checkpoint.load(latest(run_dir), policy)
-
-
-def test_a_checkpoint_of_another_model_is_refused(backend, tmp_path):
-    small = tiny_checkpoint(tmp_path / "small", "qwen2")
-    large = tiny_checkpoint(tmp_path / "large", "qwen2", intermediate_size=128)
-    run = tmp_path / "run"
-    run_on_ranks(save_then_go_on, 1, backend, tmp_path, recipe(small, {}), run, tmp_path / "a.pt")
-    run_on_ranks(load_into_another_model, 1, backend, tmp_path, large, run)
+    run_on_ranks(load_across, 1, backend, tmp_path, config, larger, a, b)
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -331,13 +287,17 @@ def damage_and_look(device, root):
                 newest_whole(run, ranks)
             if ranks.leads:
                 assert folders(run) == [older], "nothing is touched where nothing is whole"
+        if ranks.leads:
+            (pretend_checkpoint(root / "old", 4) / RECORD).unlink()
+        dist.barrier()
+        assert newest_whole(root / "old", ranks)[0].name == "step_000004"
 
 
-def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one_taken(
-    tmp_path,
-):
+def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one_taken(tmp_path):
+    """One without checksums, written before there were any, is taken with a note."""
     run_on_ranks(damage_and_look, 2, "gloo", tmp_path, tmp_path)
     said = (tmp_path / "said").read_text().splitlines()
+    assert "has no files.json, as it was written without checksums" in said.pop()
     assert len(said) == len(PARTS) * len(DAMAGES)
     for line, (part, what) in zip(said, ((p, w) for p in PARTS for w in DAMAGES), strict=True):
         assert f"step_000004/{part} " in line and (what in line or part == STATE), line
@@ -419,22 +379,6 @@ def test_a_run_does_not_begin_with_weights_that_have_changed(tmp_path):
     run_on_ranks(begin_with_damage, 2, "gloo", tmp_path, tmp_path / "run", tmp_path / "damaged")
 
 
-def look_at_an_old_one(device, run_dir):
-    from qurl_megatron.training.newest import newest_whole
-
-    with megatron_runtime(ParallelConfig()) as ranks, said_into(run_dir / "said"):
-        assert newest_whole(run_dir, ranks)[0].name == "step_000004"
-
-
-def test_a_checkpoint_without_checksums_is_taken_with_a_note(tmp_path):
-    (pretend_checkpoint(tmp_path / "run", 4) / RECORD).unlink()
-    run_on_ranks(look_at_an_old_one, 1, "gloo", tmp_path, tmp_path / "run")
-    assert (
-        "has no files.json, as it was written without checksums"
-        in (tmp_path / "run/said").read_text()
-    )
-
-
 def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(tmp_path):
     for name in ("step_000004.damaged", "step_000004.damaged-2"):
         assert set_aside(pretend_checkpoint(tmp_path, 4)).name == name
@@ -474,15 +418,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_told_on_every_rank_and_the_old_o
         run_on_ranks(
             save_where_there_is_no_room, world, "gloo", tmp_path, config, disk / "run", disk
         )
-
-
-def test_an_unfinished_checkpoint_does_not_exist(tmp_path):
-    whole, torn = tmp_path / "checkpoints/step_000001", tmp_path / "checkpoints/step_000002"
-    for folder in (whole, torn, tmp_path / "checkpoints/.step_000003"):
-        folder.mkdir(parents=True)
-    TrainState(step=1).write(whole)
-    assert latest(tmp_path) == whole
-    assert latest(tmp_path / "empty") is None
 
 
 class LazyAdam(torch.optim.Optimizer):
@@ -537,9 +472,7 @@ def save_at(device, config, run_dir, out, *, lazy, step):
             improve_at(policy, config, 1 + index)
         checkpoint.save(run_dir, policy, TrainState(step=step), keep=1)
         improve_at(policy, config, step + 1)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
+        save_weights(policy, out)
 
 
 def load_at(device, config, run_dir, out, *, lazy, step):
@@ -552,9 +485,7 @@ def load_at(device, config, run_dir, out, *, lazy, step):
         improve_at(policy, config, 7)  # what was there before must not shine through
         checkpoint.load(latest(run_dir), policy)
         improve_at(policy, config, step + 1)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
+        save_weights(policy, out)
 
 
 @pytest.mark.parametrize("step", [0, 2])

@@ -10,8 +10,8 @@ from qurl_megatron.actor.context import ContextPart, zigzag
 from qurl_megatron.actor.megatron import Axis, megatron_runtime
 from qurl_megatron.config import TrainConfig
 from qurl_megatron.data.responses import Responses
-from tests.distributed.test_policy import build, recipe
 from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.policies import build, recipe
 from tests.support.ranks import run_on_ranks
 
 

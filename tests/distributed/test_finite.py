@@ -9,8 +9,8 @@ import torch.distributed as dist
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
-from tests.distributed.test_policy import build, recipe, whole
 from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.policies import build, recipe, whole
 from tests.support.ranks import run_on_ranks
 
 

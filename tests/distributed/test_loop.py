@@ -7,7 +7,7 @@ import pytest
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.fleet.client import EngineError
-from tests.distributed.test_policy import recipe
+from tests.support.policies import recipe
 from tests.support.ranks import run_on_ranks
 
 

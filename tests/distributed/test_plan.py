@@ -5,8 +5,8 @@ import pytest
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.publish.routes import Layout, trainer_part
 from qurl_megatron.tensors.table import hf_tensor
-from tests.distributed.test_policy import build, hf_shards, recipe
 from tests.support.models import tiny_checkpoint
+from tests.support.policies import build, hf_shards, recipe
 from tests.support.ranks import run_on_ranks
 
 

@@ -16,9 +16,9 @@ from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.manifest import Manifest, read_version
-from tests.distributed.test_policy import build, recipe
 from tests.publishing import KeepsVersions
 from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
+from tests.support.policies import build, recipe
 from tests.support.ranks import run_on_ranks
 
 SEED = 5
