@@ -2,7 +2,7 @@
 
 Torch's fake process group answers every collective at once, so Megatron's groups can be made for
 thousands of ranks in a process of their own; on the meta device a model of any size takes no
-memory. What is built so is the real thing, cut for the real place: only its numbers are missing.
+memory. Models built so are real, cut for their real place: only their numbers are missing.
 
 That process sees no GPU: on a laptop and on a node full of them it finds the same.
 """
@@ -31,7 +31,7 @@ META = torch.device("meta")
 
 
 def without_gpus(function: Callable[..., T], *args: object) -> T:
-    """``function(*args)``, called in a process that sees no GPU; one serves all calls.
+    """Return ``function(*args)``, called in a process that sees no GPU; one serves all calls.
 
     Args:
         function: at the top of an importable module, as its arguments' types are.
@@ -45,12 +45,12 @@ def without_gpus(function: Callable[..., T], *args: object) -> T:
 
 @functools.cache
 def _process() -> ProcessPoolExecutor:
-    # The caller may have started CUDA, or have Megatron with what that takes for a GPU.
+    # The caller may have started CUDA, or imported Megatron with a GPU in sight.
     pool = ProcessPoolExecutor(
         1,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is for the one that waits
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is for the caller
     )
     # Megatron warns of every optional package it does not find.
     settings = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

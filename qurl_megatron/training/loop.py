@@ -146,11 +146,7 @@ class Run:
             self._evaluate()
 
     def _samples(self, step: int, timer: Timer) -> tuple[Responses, Rollout]:
-        """Return one step's graded samples, each rank's share on it.
-
-        Raises:
-            As ``RolloutSource.take``, on every rank.
-        """
+        """Return one step's graded samples, each rank's share on it."""
         responses: Responses | None = None  # stays where it is: of the tokens nothing is pickled
 
         def take(lead: Lead) -> Rollout:
@@ -169,8 +165,7 @@ class Run:
         """Update on one step's samples.
 
         Returns:
-            The metrics of all ranks, the norm of the weights, and the advantages of the responses
-            that are kept as examples.
+            The metrics of all ranks, the norm of the weights, and the advantages of the examples.
 
         Raises:
             NotFinite: the policy is broken, on every rank.
@@ -187,11 +182,10 @@ class Run:
         weights = examine([self.policy, self.critic] if self.critic else [self.policy])
         all_metrics, all_weights = [], []
         advantages: dict[int, float] = {}
-        for rank in everywhere((own_metrics, own_advantages, weights)):
-            rank_metrics, rank_advantages, rank_weights = rank
-            all_metrics.append(rank_metrics)
-            all_weights.append(rank_weights)
-            advantages |= rank_advantages
+        for metrics, kept, weights in everywhere((own_metrics, own_advantages, weights)):
+            all_metrics.append(metrics)
+            all_weights.append(weights)
+            advantages |= kept
         measured = merge(all_metrics)
         check_losses(values(measured))
         return measured, norm_of(all_weights), advantages
@@ -273,10 +267,6 @@ class Run:
         """Return the result of ``act``.
 
         Where no engine is left, those that come back get ``version``, and ``act`` is called again.
-
-        Raises:
-            EngineError: it needs engines that do not come back.
-            Exception: any other that ``act`` raises.
         """
         for _ in range(HEALS):
             try:
