@@ -85,8 +85,8 @@ def group_advantages(rewards: Tensor, kind: GroupKind = "grpo") -> Tensor:
 def standardised(rewards: Tensor) -> Tensor:
     """(reward - mean) / (std + 1e-6) with the sample deviation (n - 1).
 
-    The GRPO paper only says "std"; verl computes n - 1, on which the paper's recipes
-    (DeepScaleR, DAPO) run. The population deviation would give advantages larger by
+    The GRPO paper only says "std"; verl, on which the paper's recipes (DeepScaleR, DAPO) run,
+    computes n - 1. The population deviation would give advantages larger by
     sqrt(G / (G - 1)).
     """
     return centred(rewards) / (rewards.std(dim=1, keepdim=True, correction=1) + STD_EPSILON)

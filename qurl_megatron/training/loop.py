@@ -179,10 +179,10 @@ class Run:
             critic=self.critic,
             scored=partial(self.lead.keep_rollout, step) if self.lead else None,
         )
-        weights = examine([self.policy, self.critic] if self.critic else [self.policy])
+        own_weights = examine([self.policy, self.critic] if self.critic else [self.policy])
         all_metrics, all_weights = [], []
         advantages: dict[int, float] = {}
-        for metrics, kept, weights in everywhere((own_metrics, own_advantages, weights)):
+        for metrics, kept, weights in everywhere((own_metrics, own_advantages, own_weights)):
             all_metrics.append(metrics)
             all_weights.append(weights)
             advantages |= kept
