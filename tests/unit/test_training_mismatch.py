@@ -153,21 +153,6 @@ def test_merging_microbatches_and_ranks_equals_measuring_everything_at_once():
     assert values(merge(ranks)) == pytest.approx(whole, rel=1e-9)
 
 
-def test_policies_that_agree_have_no_mismatch():
-    proximal, _, owners = random_batch([4, 6])
-    measured = values(mismatch(proximal, proximal, owners, 2, cap=2.0))
-    assert measured.pop("rollout/tokens") == 10
-    ones = {"rho_mean", "rho_max", "rho_min", "ess", "mult_prob_error", "prob_correlation"}
-    ones |= {f"rho_{level}_{x}" for level in ("sequence", "geometric") for x in ("mean", "max")}
-    for name, value in measured.items():
-        short = name.removeprefix("rollout/")
-        if short in ones or short in ("ppl_ratio", "rho_sequence_min", "rho_geometric_min"):
-            assert value == pytest.approx(1), name
-        elif not short.endswith(("ppl_proximal", "ppl_behaviour")):
-            assert value == pytest.approx(0, abs=1e-9), name
-    assert measured["rollout/ppl_proximal"] == measured["rollout/ppl_behaviour"]
-
-
 def test_without_tokens_there_is_no_extreme_and_nothing_to_average():
     nothing = torch.zeros(0)
     metrics = mismatch(nothing, nothing, torch.zeros(0, dtype=torch.int64), 2, cap=2.0)
