@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -41,7 +40,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException
 
 from qurl_megatron.actor.critic import Critic
-from qurl_megatron.actor.megatron import Ranks, share
+from qurl_megatron.actor.megatron import Ranks, everywhere, share
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.actor.trained import Trained
 from qurl_megatron.checkpoints.integrity import (
@@ -97,17 +96,16 @@ def save(
         written = strategy.sums
         if policy.reference_moved:
             written = written | _write_reference(aside / REFERENCE, policy)
-    sums: list[dict[str, FileSum]] = [{}] * policy.ranks.world_size
-    dist.all_gather_object(sums, written)
+    sums: dict[str, FileSum] = {}
+    for rank_sums in everywhere(written):
+        sums |= rank_sums
     with _together(final, aside, size, policy.ranks):
         if policy.ranks.leads:
             # The checkpoint describes itself: the converters need no other folder.
             config = policy.source.folded_config(policy.uaq_scale)
             describe(policy.source, aside / DESCRIPTION, config)
             state.write(aside)
-            write_record(
-                aside, {name: file_sum for part in sums for name, file_sum in part.items()}
-            )
+            write_record(aside, sums)
             if final.exists():  # nobody resumed from it: it is not whole
                 set_aside(final)
             aside.rename(final)
@@ -196,7 +194,7 @@ class _Alone(OSError):
 
 @contextlib.contextmanager
 def _together(final: Path, aside: Path, size: int, ranks: Ranks) -> Iterator[None]:
-    """A part of saving that fails on all ranks alike, and then leaves no half of a checkpoint."""
+    """Make a part of saving fail on all ranks alike, and leave no half of a checkpoint."""
     failure: ConfigError | None = None
     unknown: CheckpointException | None = None
     try:
@@ -209,9 +207,7 @@ def _together(final: Path, aside: Path, size: int, ranks: Ranks) -> Iterator[Non
         failure = refusal(error, final, key="train.run_dir", size=size)
         if isinstance(error, _Alone):
             raise ConfigError(f"checkpoint {failure}; older checkpoints stay") from error
-    everywhere: list[ConfigError | None] = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, failure)
-    failure = next(filter(None, everywhere), None)
+    failure = next(filter(None, everywhere(failure)), None)
     if failure is None:
         if unknown is not None:
             raise unknown
@@ -255,7 +251,7 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
 
 
 def _load_reference(folder: Path, policy: Policy) -> None:
-    """The reference, where it had moved and one is kept."""
+    """Load the reference, where it had moved and one is kept."""
     exists = share(folder.is_dir() if policy.ranks.leads else None, waiting_for=str(folder))
     if not (exists and policy.has_reference):
         return
@@ -276,15 +272,12 @@ _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
 
 def _bytes_to_write(sharded: dict[str, Any]) -> int:
     """Return the bytes of all ranks together, without small files; every rank calls it."""
-    own_bytes = sum(
-        value.data.nbytes
-        for value in nested_values(sharded)
-        if isinstance(value, ShardedTensor | ShardedTensorFactory)
-        and is_main_replica(value.replica_id)
-    )
-    total = torch.tensor(own_bytes)
-    dist.all_reduce(total)
-    return int(total)
+    own_bytes = 0
+    for value in nested_values(sharded):
+        is_tensor = isinstance(value, ShardedTensor | ShardedTensorFactory)
+        if is_tensor and is_main_replica(value.replica_id):
+            own_bytes += value.data.nbytes
+    return sum(everywhere(own_bytes))
 
 
 def _check_critic(checkpoint: Path, critic: Critic | None) -> None:
@@ -313,7 +306,7 @@ def _sharded_state(policy: Policy, critic: Critic | None, *, loading: bool) -> d
 
 
 def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
-    """Model, optimizer and schedule."""
+    """Return model, optimizer and schedule as Megatron saves them."""
     metadata = _metadata(trained)
     in_place(trained.optimizer)
     model = trained.gpt.sharded_state_dict(metadata=metadata)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.actor.megatron import everywhere
 from qurl_megatron.config import GuardConfig
 from qurl_megatron.kit.errors import Foreseen
 
@@ -89,12 +89,12 @@ def check_gradient(model: "Trained", norm: float) -> None:
         if gradient is not None and not bool(gradient.isfinite().all()):
             first_bad = f"{name} on rank {model.ranks.rank} {_how_bad(gradient)}"
             break
-    everywhere: list[str | None] = [None] * model.ranks.world_size
-    dist.all_gather_object(everywhere, first_bad)
-    first = next(
-        filter(None, everywhere), "each tensor is, but not the sum of their squares in FP32"
+    for bad in everywhere(first_bad):
+        if bad:
+            raise NotFinite(f"the gradient is not finite: {bad}")
+    raise NotFinite(
+        "the gradient is not finite: each tensor is, but not the sum of their squares in FP32"
     )
-    raise NotFinite(f"the gradient is not finite: {first}")
 
 
 def check_losses(metrics: dict[str, float]) -> None:

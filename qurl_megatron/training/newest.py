@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
-from qurl_megatron.actor.megatron import Ranks, on_lead
+from qurl_megatron.actor.megatron import Ranks, everywhere, on_lead
 from qurl_megatron.checkpoints.integrity import (
     FIX,
     RECORD,
@@ -135,17 +133,15 @@ def find_damage(
     """
     largest_first = sorted(record, key=lambda name: -record[name].bytes)
     own_files = largest_first[ranks.rank :: ranks.world_size]
-    result: str | ConfigError | None
+    own_result: str | ConfigError | None
     try:
         for name in own_files:
             wait_until_seen(folder / name, "rank 0 sees it", key=key)
-        result = damaged(folder, record, own_files)
+        own_result = damaged(folder, record, own_files)
     except ConfigError as error:  # the others wait for this rank's result
-        result = error
-    results: list[str | ConfigError | None] = [None] * ranks.world_size
-    dist.all_gather_object(results, result)
+        own_result = error
     damages = []
-    for result in results:
+    for result in everywhere(own_result):
         if isinstance(result, ConfigError):
             raise result
         if result is not None:
