@@ -21,6 +21,7 @@ from tests.cases import all_but
 from tests.distributed.test_transformer_engine import run_with_stand_in
 from tests.support.models import as_stored, random_samples, tiny_checkpoint
 from tests.support.policies import (
+    assert_same_weights,
     batches,
     build,
     delivered,
@@ -411,8 +412,7 @@ def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, tm
     run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
     run_on_ranks(save_then_go_on, 4, backend, tmp_path, config, run, a)
     run_on_ranks(score_then_load_and_go_on, 4, backend, tmp_path, config, run, b)
-    expected, actual = torch.load(a), torch.load(b)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_same_weights(b, a)
 
 
 def found_gradients(runner, backend, tmp_path, config) -> dict[str, torch.Tensor]:
@@ -461,9 +461,7 @@ def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
     for config in (fused, aligned):
         loaded.append(tmp_path / f"{config.train.align}.pt")
         run_with_stand_in(load_and_compare, 2, backend, tmp_path, config, run, loaded[-1])
-    expected, actual = map(torch.load, loaded)
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_same_weights(loaded[1], loaded[0])
 
 
 # -- what cannot be aligned -----------------------------------------------------------------------

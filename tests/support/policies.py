@@ -76,6 +76,17 @@ def save_weights(policy, out: Path) -> None:
         torch.save(weights, out)
 
 
+def assert_same_weights(actual_file: Path, expected_file: Path, *, rounding: float = 0.0) -> None:
+    """Compare two files of ``save_weights``, bit for bit unless they may differ by rounding."""
+    actual, expected = torch.load(actual_file), torch.load(expected_file)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if rounding:
+            assert relative(actual[name], value) < rounding, name
+        else:
+            assert torch.equal(actual[name], value), name
+
+
 def hf_shards(policy, read=None):
     """This rank's FP32 masters, or what is read of them; all ranks of its copies iterate."""
     for index in range(policy.parameter_count):
