@@ -381,7 +381,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """torch's own AdamW instances, which Megatron uses where TE and apex bring no fused one."""
+    """Yield torch's own AdamW instances, which Megatron uses where TE and apex bring no fused one."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             yield part.optimizer

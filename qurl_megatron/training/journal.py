@@ -121,7 +121,7 @@ class Journal:
         return self._refused
 
     def timer(self, step: int) -> Timer:
-        """Times the phases of one step, for its metrics and the timeline."""
+        """Return a timer of one step's phases, for its metrics and the timeline."""
 
         def record(phase: str, seconds: float) -> None:
             end = now()
@@ -211,7 +211,7 @@ class Journal:
             self._keep_examples(step, [example_of(samples[i], step, HELD_OUT) for i in kept])
 
     def saved(self) -> None:
-        """A checkpoint has been made with the settings of this start, which the run keeps now.
+        """Keep the settings of this start, now that a checkpoint has been made with them.
 
         Kept any earlier, a start from the checkpoint before would not know of the changes.
         """
@@ -278,7 +278,7 @@ class Journal:
         self._keep(self.run_dir / "metrics.jsonl", write)
 
     def _since(self, group: str) -> dict[str, float]:
-        """The step after which the group's metrics are measured as now; nothing where all are."""
+        """Return the step after which the group's metrics are measured as now, if any."""
         key = f"{group}/measured_since"
         return {key: self._measured_since[key]} if key in self._measured_since else {}
 

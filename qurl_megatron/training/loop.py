@@ -100,7 +100,7 @@ class Run:
         self._end()
 
     def _step(self) -> None:
-        """Rollout, update, guard, publication, metrics, evaluation.
+        """Run one step: rollout, update, guard, publication, metrics, evaluation.
 
         Raises:
             Foreseen: a cause that ends the run, on every rank. Before the update the state is the

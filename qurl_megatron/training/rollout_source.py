@@ -155,8 +155,7 @@ class RolloutSource:
         self._ahead.retry()
 
     def evaluate(self) -> tuple[list[Sample], Tally]:
-        """Responses to the held-out prompts, graded, by the engines as they are: at rollout
-        precision.
+        """Return graded responses to the held-out prompts, at rollout precision.
 
         Raises:
             Interrupted: a stop was requested meanwhile.
@@ -187,7 +186,7 @@ class RolloutSource:
         return samples, tally
 
     def recover(self) -> None:
-        """No engine is left: wait until one can take the weights in again.
+        """Wait until an engine can take the weights in again, when none is left.
 
         Raises:
             Interrupted: a stop was requested meanwhile.
@@ -294,7 +293,7 @@ class RolloutSource:
         return cursor, Draft(prompts, count, algo.max_refills if algo.dynamic_sampling else None)
 
     def _produce(self, step: int, draft: Draft, stop: Callable[[], bool]) -> Draft:
-        """Answers to one step's prompts, graded; runs on a thread of its own."""
+        """Have one step's prompts answered and graded; runs on a thread of its own."""
         config, timeline = self.config, self.journal.timeline
 
         def answer(prompts: Sequence[Prompt]) -> list[Sample]:

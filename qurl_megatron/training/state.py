@@ -105,7 +105,7 @@ class TrainState:
         return self.step >= steps and not self.unevaluated
 
     def scored(self, step: int, score: float) -> "TrainState":
-        """The state once ``step`` is evaluated."""
+        """Return the state once ``step`` is evaluated."""
         before = score if step == self.begun else self.accuracy_before
         return replace(
             self, accuracy=score, accuracy_step=step, accuracy_before=before, unevaluated=False
