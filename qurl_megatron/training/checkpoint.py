@@ -380,19 +380,13 @@ def _reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield torch's own AdamW instances, which Megatron uses where TE and apex bring no fused one."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            yield part.optimizer
-
-
 def _unshare_adam_step(optimizer: Any) -> None:
-    """Give every state its own ``step``: Megatron loads one tensor into all of them.
+    """Give every state of torch's Adam its own ``step``: Megatron loads one tensor into all.
 
     Each parameter's update would advance it for all, and the bias correction would be wrong
-    without any error.
+    without any error. Megatron uses torch's Adam where TE and apex bring no fused one.
     """
-    for adam in _adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = state["step"].clone()
