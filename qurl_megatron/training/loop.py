@@ -53,18 +53,15 @@ T = TypeVar("T")
 
 @dataclass
 class Run:
-    """A run on one rank; ``lead`` is there on the leading one alone."""
+    """A run on one rank."""
 
     config: RunConfig
     policy: Policy
     critic: Critic | None
     publisher: Publisher
-    lead: Lead | None
-    state: TrainState
-    """After the newest step; its cursor and scores, too, are the same on every rank."""
-
-    saved: int | None
-    """The newest step that is on disk; None: none is."""
+    lead: Lead | None  # on the leading rank alone
+    state: TrainState  # after the newest step, the same on every rank
+    saved: int | None  # the newest step that is on disk
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
