@@ -57,7 +57,7 @@ def train(arguments: argparse.Namespace) -> int:
     config = load(arguments.recipe, arguments.overrides, named_by=named_by)
     from qurl_megatron.training.start import start
 
-    return start(config, arguments.fork, arguments.overrides)
+    return start(config, arguments.fork)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
         from qurl_megatron.training.dry_run import dry_run, render
-        from qurl_megatron.training.inputs import look_over
+        from qurl_megatron.training.start import look_over
 
         inputs = look_over(config, arguments.config)
         for mistake in inputs.mistakes:

@@ -7,7 +7,7 @@
 
 Gradients go straight through the rounding, to masters and tokens alike, but are those of the
 product that was computed: dX = dY W with the weight on its grid, and dW = dY' X with the tokens on
-theirs. So the loss's slope is that of the quantized policy, which is what acts; only the steps of
+theirs. So the loss has the slope of the quantized policy, which acts; only the steps of
 the rounding itself, whose slope is 0 or infinite, count as if they were not there. Codes are exact
 in BF16, so the backward pass multiplies them in the model's own format, and scales go into dY.
 
@@ -32,7 +32,7 @@ from qurl_megatron.quant.products import scaled_product
 
 @dataclass(frozen=True)
 class Align:
-    """What the trainer's linear layers do as the engines' do."""
+    """How the trainer's linear layers follow the engines'."""
 
     scheme: str
     activations: bool = False  # tokens are quantized as well
@@ -41,7 +41,7 @@ class Align:
 
 
 class Aligned:
-    """What a layer has besides Megatron's: the codes to multiply by, while there are some."""
+    """Adds to a layer of Megatron's the codes to multiply by, while there are some."""
 
     split_inputs: bool  # over tensor ranks
     tp_group: dist.ProcessGroup  # Megatron's, as is the weight
@@ -62,7 +62,7 @@ class Aligned:
         )
 
     def encode(self, tokens_TI: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What this layer multiplies of its tokens, and the scales [T, 1] that go with it."""
+        """Return the tokens as this layer multiplies them, and their scales, [T, 1]."""
         align = self.align
         if not align.activations:
             return tokens_TI, None
@@ -87,14 +87,16 @@ class AlignedColumn(Aligned, ColumnParallelLinear):
 
 
 class AlignedRow(Aligned, RowParallelLinear):
-    """Tensor ranks have different inputs of all outputs: they agree on the weights' scales, and on
-    the tokens' as far as an engine rank sees what several of them have."""
+    """Tensor ranks have different inputs of all outputs: they agree on the weights' scales.
+
+    They also agree on the scales of tokens, as far as one engine rank has the parts of several.
+    """
 
     split_inputs = True
 
 
 def as_engines_split(amax_T1: Tensor, group: dist.ProcessGroup, engine_tensor: int) -> Tensor:
-    """Largest magnitudes of tokens over the part of them that one engine rank has.
+    """Return the largest magnitudes of tokens over the part that one engine rank has.
 
     Args:
         amax_T1: of this rank's part.
@@ -197,7 +199,7 @@ def _product(
     codes_OI, scale_O = quantized.values, quantized.scale[:, 0]
     if scale_T1 is not None:
         return scaled_product(a_TI, scale_T1, codes_OI, scale_O, bias_O, dtype)
-    # The scales come after the product: on the weight, BF16 would round what the codes say.
+    # The scales come after the product: on the weight, BF16 would round codes times scales.
     y_TO = (a_TI @ codes_OI.to(dtype).t()).float() * scale_O
     return (y_TO if bias_O is None else y_TO + bias_O).to(dtype)
 
@@ -209,7 +211,7 @@ def _both_gathered(
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Of all ranks, one behind the other along the first dimension."""
+    """Gather the tensors of all ranks, one behind the other along the first dimension."""
     gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
     as_bytes = x.dtype == torch.float8_e4m3fn  # which collectives do not know
     to, part = (t.view(torch.uint8) if as_bytes else t for t in (gathered, x.contiguous()))

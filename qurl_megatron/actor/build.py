@@ -28,7 +28,7 @@ ACTIVATIONS = {
 def transformer_config(
     arch: Arch, model: ModelConfig, parallel: ParallelConfig
 ) -> TransformerConfig:
-    """Megatron's configuration of this model; only Transformer Engine brings fused kernels.
+    """Return Megatron's configuration of this model; only Transformer Engine brings fused kernels.
 
     Raises:
         ConfigError: Megatron does not compute the model so.
@@ -113,11 +113,11 @@ def build_model(
     fp32_output: bool = False,
     align: Align | None = None,
 ) -> GPTModel:
-    """This rank's part of the model, with undefined weights, on its device.
+    """Build this rank's part of the model, with undefined weights, on its device.
 
     Args:
         fp32_output: compute logits in FP32, whatever the format of weights and hidden states.
-        align: what its linear layers do as the engines' do, once they are given codes.
+        align: how its linear layers follow the engines', once they are given codes.
 
     Raises:
         ConfigError: experts shall quantize their tokens as an engine's do.
@@ -152,7 +152,7 @@ def build_model(
 
 
 def _scale_embedding(model: GPTModel, scale: float) -> None:
-    """Multiply what the first layer reads; GPTModel builds its embedding without such a switch.
+    """Multiply the first layer's input; GPTModel builds its embedding without such a switch.
 
     The output layer reads the same weights unscaled where they are tied, so they stay as they are.
     """
@@ -184,12 +184,12 @@ def _accumulate_in_place(model: GPTModel) -> None:
 
 
 def padded_vocab(arch: Arch, ranks: Ranks) -> int:
-    """The vocabulary rounded up to a multiple of the tensor-parallel size."""
+    """Return the vocabulary rounded up to a multiple of the tensor-parallel size."""
     return -(-arch.vocab // ranks.tensor.size) * ranks.tensor.size
 
 
 def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[str, Op]:
-    """The op behind each parameter this rank holds, by the local name GPTModel gives it.
+    """Return the op behind each parameter this rank holds, by the local name GPTModel gives it.
 
     Megatron numbers layers from 0 on every pipeline stage; ops carry global numbers.
 
@@ -231,8 +231,7 @@ def load_weights(
         output_layer: False leaves the output layer as it is; the checkpoint need not have one.
 
     Returns:
-        The same values in FP32 by local name, for the master weights: they keep what BF16 rounds
-        away.
+        The same values in FP32 by local name, for the master weights, which BF16 would round.
 
     Raises:
         ConfigError: the checkpoint lacks a tensor or has one of another shape than its config says.

@@ -1,7 +1,7 @@
 """A sequence split over context-parallel ranks: who has which positions, and how parts are joined.
 
 Of n ranks, each gets two of 2n equal chunks of every sequence, rank r the chunks r and 2n-1-r:
-what a position costs in causal attention grows with its place, and an early chunk and a late one
+the cost of a position in causal attention grows with its place, and an early chunk and a late one
 make up for each other. This zig-zag is Megatron's; its rotary embeddings and Transformer Engine's
 attention expect it.
 
@@ -44,7 +44,7 @@ class ContextPart:
 
     @property
     def runs(self) -> list[Run]:
-        """What this rank has, in the order in which it has it."""
+        """This rank's positions, in order."""
         return zigzag(self.starts, self.axis.rank, self.axis.size)
 
     def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
@@ -64,13 +64,15 @@ class ContextPart:
         return part if self.axis.size == 1 else _Join.apply(part, self, dim, False)
 
     def gather(self, part: Tensor, dim: int = 1) -> Tensor:
-        """The same for something of which each rank makes something else, as attention does of keys
-        and values: its gradient is the sum of the ranks' gradients."""
+        """Join parts that each rank uses differently, as attention uses keys and values.
+
+        The gradient is the sum of the ranks' gradients.
+        """
         return part if self.axis.size == 1 else _Join.apply(part, self, dim, True)
 
 
 def zigzag(starts: tuple[int, ...], rank: int, size: int) -> list[Run]:
-    """The runs that one of ``size`` ranks has of each of the sequences between ``starts``."""
+    """Return the runs that one of ``size`` ranks has of each sequence between ``starts``."""
     if size == 1:
         return [Run(begin, begin, end) for begin, end in zip(starts, starts[1:], strict=False)]
     runs = []
@@ -86,7 +88,7 @@ def zigzag(starts: tuple[int, ...], rank: int, size: int) -> list[Run]:
 def _places(
     starts: tuple[int, ...], size: int, device: torch.device
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Places in S of what each rank has, [s] each; and where each place is among all of these, [S].
+    """Return each rank's places in S, [s] each; and the index of each place among all these, [S].
 
     Made on the CPU: on a GPU, each of the many small runs would be a kernel.
     """

@@ -1,6 +1,6 @@
-"""How the real Megatron-Core is made to run without CUDA; the only module that knows.
+"""Make the real Megatron-Core run without CUDA; the only module that knows.
 
-Megatron-Core is written for GPUs, but little of what this package uses needs one: it asks for "the
+Megatron-Core is written for GPUs, but few of the parts used here need one: it asks for "the
 current device", spells ``device="cuda"`` in a few places, and tells parameters apart by the string
 ``torch.cuda.FloatTensor``. ``install`` answers these questions for a machine whose device is
 the CPU.
@@ -20,8 +20,8 @@ import torch
 CPU = torch.device("cpu")
 _current = CPU
 
-# Modules on our paths that spell device="cuda" in a tensor factory, or pin its memory, and what
-# they make there.
+# Modules on our paths that spell device="cuda" in a tensor factory, or pin its memory; and the
+# tensors they make there.
 _SPELL_CUDA = (
     "megatron.core.pipeline_parallel.schedules",  # the running token count
     "megatron.core.optimizer.optimizer",  # overflow flag and loss scale

@@ -5,6 +5,7 @@ Megatron keeps its process groups in module globals. Everything above this modul
 """
 
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -131,7 +132,7 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         copies=axis_of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
     )
     # Only after success: where this rank failed, the others may be in a collective, and the process
-    # that tears its groups down would wait for them instead of saying what went wrong.
+    # that tears its groups down would wait for them instead of naming the failure.
     parallel_state.destroy_model_parallel()
     if started_here:
         dist.destroy_process_group()
@@ -158,7 +159,7 @@ def axis_of(group: dist.ProcessGroup) -> Axis:
 
 
 def share(value: Any, *, waiting_for: str) -> Any:
-    """The leading rank's value, on every rank; those wait on the CPU.
+    """Return the leading rank's value on every rank; those wait on the CPU.
 
     Args:
         waiting_for: task of the leading rank, for the error message.
@@ -180,21 +181,21 @@ def share(value: Any, *, waiting_for: str) -> Any:
 
 
 def on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T:
-    """The leading rank acts; what comes of it is the same on every rank.
+    """Return on every rank the result of ``act``, which the leading rank alone calls.
 
     Args:
-        act: called on the leading rank alone. What it returns is pickled.
+        act: its result is pickled.
         waiting_for: as for ``share``.
 
     Raises:
-        Foreseen: ``act`` did, on every rank. What else it raises is raised there alone.
+        Foreseen: ``act`` did, on every rank. Any other exception is raised there alone.
     """
     result: T | None = None
     failure: Foreseen | None = None
     if ranks.leads:
         try:
             result = act()
-        except Foreseen as error:  # the others must not wait for what never comes
+        except Foreseen as error:  # the others must not wait in vain
             failure = error
     result, failure = share((result, failure), waiting_for=waiting_for)
     if failure is not None:
@@ -203,7 +204,7 @@ def on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T:
 
 
 def kept_on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T | None:
-    """As ``on_lead``, but what ``act`` returns stays there; None on the others."""
+    """Return the result of ``act`` on the leading rank, and None on the others."""
     kept: list[T] = []
     on_lead(lambda: kept.append(act()), ranks, waiting_for=waiting_for)
     return kept[0] if kept else None
@@ -215,10 +216,28 @@ def held(kept: T | None) -> T:
     return kept
 
 
-def _backend(device: torch.device) -> str:
-    """What the default group, and with it every group of Megatron's, speaks.
+def everywhere(own_value: Any) -> list:
+    """Gather each rank's value on every rank."""
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, own_value)
+    return values
 
-    On GPUs it is two: NCCL for tensors there, gloo for what is not a tensor on a GPU. Objects and
+
+def release_memory() -> None:
+    """Free the device memory that no tensor uses; no rank goes on before all have.
+
+    Engines are sized by the memory they find free, and the leading rank starts those on all GPUs.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    dist.barrier()
+
+
+def _backend(device: torch.device) -> str:
+    """Return the backend of the default group, and so of every group of Megatron's.
+
+    On GPUs it is two: NCCL for tensors there, gloo for everything else. Objects and
     barriers, ours as well as Megatron's, then meet over gloo, in any group; over NCCL a rank would
     wait for rollouts in a kernel that spins on the engines' GPU. No device is bound to the group:
     barriers would go there, and a communicator of all ranks would be made that nobody needs.
@@ -248,10 +267,9 @@ def _refuse_shared_gpus(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, _identity(device))
-    for rank, identity in enumerate(everywhere):
-        first = everywhere.index(identity)
+    identities = everywhere(_identity(device))
+    for rank, identity in enumerate(identities):
+        first = identities.index(identity)
         if first != rank:
             raise ConfigError(
                 f"ranks {first} and {rank} have the same GPU ({identity}); start at most one rank "
@@ -261,8 +279,8 @@ def _refuse_shared_gpus(device: torch.device) -> None:
 
 
 def _identity(device: torch.device) -> str:
-    """Names a GPU, or the part of one that MIG makes, among those of all nodes."""
+    """Return a name of a GPU, or of a part that MIG makes, unique among all nodes."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if device.index < len(named) and named[device.index].startswith("MIG-"):
-        return named[device.index]  # CUDA's own answer may be that of the whole GPU
+        return named[device.index]  # CUDA's own answer may name the whole GPU
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -42,7 +42,7 @@ class Policy(Trained):
         self.uaq_scale = uaq_scale  # folded into the weights, there or on the way
         self.arch = source.arch
         self._aligned = aligned_layers(self.gpt)
-        self._coded = not self._aligned  # what they multiply by is of the weights as they are
+        self._coded = not self._aligned  # their codes are of the weights as they are
         self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
         self._parameters = list(self.gpt.named_parameters())
         self._reference: WaitingWeights | None = None
@@ -65,7 +65,7 @@ class Policy(Trained):
             uaq_scale: the factor the weights shall have; a checkpoint that was converted with it
                 has it already.
             reference: the frozen policy to be kept, for the KL term; folded like the actor.
-            align: what the linear layers do as the engines' do; None: nothing.
+            align: how the linear layers follow the engines'; None: they do not.
 
         Raises:
             ConfigError: a checkpoint is unusable; the actor's is folded by another factor, or does
@@ -126,7 +126,7 @@ class Policy(Trained):
 
     @property
     def align(self) -> Align | None:
-        """What the linear layers do as the engines' do; None: nothing."""
+        """How the linear layers follow the engines'; None: they do not."""
         return self._aligned[0].align if self._aligned else None
 
     def unalign(self) -> None:
@@ -143,8 +143,10 @@ class Policy(Trained):
         return super()._schedule(*arguments, **named)
 
     def _take_codes(self) -> None:
-        """Have the codes made once for each state of the weights, from the FP32 masters, as for a
-        published version."""
+        """Make the codes once for each state of the weights, from the FP32 masters.
+
+        They equal the codes of a published version.
+        """
         if self._coded:
             return
         for layer in self._aligned:
@@ -157,24 +159,24 @@ class Policy(Trained):
         return len(self._parameters)
 
     def hf_layout(self) -> list[list[Shard]]:
-        """The shards of each Megatron parameter on the meta device: places without values."""
+        """Return the shards of each Megatron parameter on the meta device, without values."""
         return [
             list(self.hf_parameter(index, lambda parameter: parameter.detach().to("meta")))
             for index in range(self.parameter_count)
         ]
 
     def master_shards(self, index: int, *, owner: int) -> list[Shard]:
-        """The shards of one Megatron parameter from its FP32 master, on one rank of its copies.
+        """Return the shards of one parameter from its FP32 master, on one rank of its copies.
 
         Args:
             owner: which of ``ranks.copies`` gets them. All of these must call together; the others
-                lend what they own and get an empty list.
+                lend their ranges and get an empty list.
         """
         value = self._read_master(self._parameters[index][1], owner=owner)
         return [] if value is None else list(self.hf_parameter(index, lambda _: value))
 
     def hf_parameter(self, index: int, read: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:
-        """``read`` of one Megatron parameter, as the Hugging Face tensors it holds."""
+        """Yield the Hugging Face tensors of one Megatron parameter, as ``read`` returns it."""
         name, parameter = self._parameters[index]
         if self.arch.tied and name == "output_layer.weight":
             return
@@ -192,7 +194,7 @@ class Policy(Trained):
         return value
 
     def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
-        """The FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.
+        """Return the FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.
 
         With a distributed optimizer each of them owns a range of it: the ranges are summed into
         place, which is exact because the others are zero.

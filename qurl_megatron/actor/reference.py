@@ -16,7 +16,7 @@ from qurl_megatron.kit.errors import ConfigError
 
 Memory = Literal["device", "host"]
 
-# What an Arch says of a checkpoint that does not change the function its weights compute here.
+# Fields of an Arch that do not change the function its weights compute here.
 _NAMES = ("family", "max_position")
 
 
@@ -44,7 +44,7 @@ class WaitingWeights:
 
     @torch.no_grad()
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy what the parameters hold now, in the place of what was copied before."""
+        """Copy the parameters' present values over the earlier copies."""
         for parameter, other in zip(parameters, self.tensors, strict=True):
             other.copy_(parameter.detach(), non_blocking=True)
 

@@ -40,13 +40,13 @@ from qurl_megatron.config.env import use_transformer_engine
 def decoder_spec(
     config: TransformerConfig, *, qk_norm: bool, align: Align | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec that GPTModel builds its decoder from.
+    """Return the spec that GPTModel builds its decoder from.
 
     Experts are a list of MLPs in both specs, not one grouped product, so that their weights have
     the same names everywhere.
 
     Args:
-        align: what the linear layers do as the engines' do; None: nothing.
+        align: how the linear layers follow the engines'; None: they do not.
     """
     experts = config.num_moe_experts
     if use_transformer_engine() and align is None:
@@ -83,7 +83,7 @@ def decoder_spec(
 
 
 def _submodules(spec: ModuleSpec | partial) -> Any:
-    """What a module is built of; Megatron-Core 0.17 gives experts as builders, 0.18 any MLP."""
+    """Return a module's parts; Megatron-Core 0.17 gives experts as builders, 0.18 any MLP."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 

@@ -1,10 +1,9 @@
 """A Megatron model that learns: forward through Megatron's schedules, gradients, optimizer steps.
 
-What it learns is not its business: losses and readers are arguments. The policy and the critic are
-two of it.
+Losses and readers are arguments. The policy and the critic are trained models.
 
 Shapes: B = rows, S = padded length, s = this context-parallel rank's part of it, v = this tensor
-rank's part of what the output layer gives.
+rank's part of the output layer's result.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from qurl_megatron.data.pack import TokenBatch
 Loss = Callable[[Tensor, TokenBatch], tuple[Tensor, dict[str, Any]]]
 """(output [B, s, v], microbatch) -> (this microbatch's share of the batch loss, its metrics).
 
-The microbatch is whole; ``ContextPart.join`` makes [B, S] out of what is computed of an output. All
+The microbatch is whole; ``ContextPart.join`` makes [B, S] of each rank's results. All
 context-parallel ranks return the same loss."""
 
 
@@ -60,7 +59,7 @@ class Trained:
     def score(
         self, microbatches: Sequence[TokenBatch], read: Callable[[Tensor, TokenBatch], Tensor]
     ) -> list[Tensor]:
-        """``read(output, microbatch)`` of every microbatch, without gradients; see ``Loss``.
+        """Return ``read(output, microbatch)`` of every microbatch, without gradients.
 
         Returns:
             One result per microbatch on the last pipeline stage, an empty list on the others.
@@ -73,7 +72,7 @@ class Trained:
             return self._schedule(microbatches, collect, forward_only=True)
 
     def accumulate(self, microbatches: Sequence[TokenBatch], loss: Loss) -> list[dict[str, Any]]:
-        """Forward and backward over ``microbatches``; gradients end up reduced over all ranks.
+        """Run forward and backward over ``microbatches``; gradients are reduced over all ranks.
 
         ``loss`` returns shares of one batch loss: they are summed, over microbatches and data
         ranks. Megatron averages over both instead, so each share is scaled up by their number;
@@ -94,7 +93,7 @@ class Trained:
         return self._schedule(microbatches, share, forward_only=False)
 
     def apply(self) -> dict[str, float]:
-        """One optimizer step on the accumulated gradients."""
+        """Make one optimizer step on the accumulated gradients."""
         self.scheduler.step(1)
         lr = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
@@ -102,7 +101,7 @@ class Trained:
         return {"optimizer/grad_norm": float(grad_norm), "optimizer/lr": float(lr)}
 
     def weights_changed(self) -> None:
-        """Whoever writes into weights or masters of a model that has computed says so."""
+        """To be called after writing into weights or masters of a model that has computed."""
 
     def _schedule(
         self, microbatches: Sequence[TokenBatch], finish: Callable, *, forward_only: bool
@@ -152,7 +151,7 @@ class Trained:
             master.copy_(value.flatten()[self.owned_range(parameter)])
 
     def masters(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """The FP32 values this rank's optimizer updates: name, value, and whether it counts here.
+        """Yield the FP32 values this rank's optimizer updates: name, value, whether it counts here.
 
         A distributed optimizer's rank has a part of each, flattened. Over all ranks each value
         counts once, wherever else there are copies of it.
@@ -169,7 +168,7 @@ class Trained:
             yield name, master.detach(), once and not getattr(parameter, "shared", False)
 
     def owned_range(self, parameter: nn.Parameter) -> slice:
-        """The part of a flattened parameter this rank's optimizer updates; may be empty.
+        """Return the part of a flattened parameter this rank's optimizer updates; may be empty.
 
         The ranges of ``ranks.copies`` make up the whole.
         """
@@ -205,7 +204,7 @@ def _packed(batch: TokenBatch, *, split: bool) -> PackedSeqParams | None:
 def with_optimizer(
     gpt: GPTModel, config: TransformerConfig, optimizer: OptimizerConfig
 ) -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
-    """A loaded model wrapped for data parallelism, its optimizer and schedule."""
+    """Wrap a loaded model for data parallelism; return it, its optimizer and schedule."""
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -216,7 +215,7 @@ def with_optimizer(
             # own part, while the reference changes places with them, checkpoints and FP32 versions
             # read them, and the next pass would come too late for all of these.
             overlap_param_gather=False,
-            # It would end one rank in the middle of what all do. The norm tells all of them.
+            # It would end one rank in the middle of a collective. The norm tells all of them.
             check_for_nan_in_grad=False,
         ),
         gpt,
@@ -287,7 +286,7 @@ def schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # What a recipe says now counts, not what it said when a checkpoint was written.
+        # The present recipe counts, not the one a checkpoint was written with.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -51,7 +51,7 @@ def token_advantages(
         group_size: G.
         indices: which of the step's responses are this rank's, [r]; None: all of them, in order.
         penalty: penalty taken off each token's reward (KL), [N]; None: nothing.
-        values: what a critic expected from before each token on, [N]; for gae.
+        values: a critic's expected return before each token, [N]; for gae.
         gamma: discount per token.
         lam: gae's lambda.
         group: the ranks that have the step's other responses; None: there are none.
@@ -85,8 +85,8 @@ def group_advantages(rewards: Tensor, kind: GroupKind = "grpo") -> Tensor:
 def standardised(rewards: Tensor) -> Tensor:
     """(reward - mean) / (std + 1e-6) with the sample deviation (n - 1).
 
-    The GRPO paper only says "std"; n - 1 is what verl computes, on which the paper's recipes
-    (DeepScaleR, DAPO) run. The population deviation would give advantages larger by
+    The GRPO paper only says "std"; verl, on which the paper's recipes (DeepScaleR, DAPO) run,
+    computes n - 1. The population deviation would give advantages larger by
     sqrt(G / (G - 1)).
     """
     return centred(rewards) / (rewards.std(dim=1, keepdim=True, correction=1) + STD_EPSILON)
@@ -141,7 +141,7 @@ def gae(
 
     Args:
         rewards: reward of each token, [N].
-        values: what the critic expected from before each token on, [N].
+        values: the critic's expected return before each token, [N].
         lengths: tokens of each response, [R]; 0 is allowed.
         gamma: discount per token.
         lam: 1 gives the discounted return minus the value, 0 the one-step error.
@@ -160,7 +160,7 @@ def gae(
 
 
 def _accumulated(rows_RL: Tensor, factor: float) -> Tensor:
-    """Each entry plus ``factor`` times what has been accumulated behind it.
+    """Return each entry plus ``factor`` times the sum accumulated behind it.
 
     Padding is behind the tokens and 0, so nothing flows from it.
     """

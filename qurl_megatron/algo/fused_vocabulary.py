@@ -89,7 +89,7 @@ def write_gradient(
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    # Autograd does not see what a kernel writes; whoever saved the logits is to find it out.
+    # Autograd does not see a kernel's writes; whoever saved the logits must find out.
     torch.autograd.graph.increment_version(grad_Tv)
 
 

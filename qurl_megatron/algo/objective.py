@@ -2,8 +2,8 @@
 
 All of them are one surrogate: a ratio, kept below an upper and above a lower bound, times a weight
 that corrects for the quantized rollout policy. They differ in which policy the ratio is taken
-against, in the weight, and in the upper bound; ``OBJECTIVES`` says how, a line each. What becomes
-of the bounded ratio is in ``SURROGATES``, what the ratios are in ``ratios``.
+against, in the weight, and in the upper bound; ``OBJECTIVES`` says how, a line each.
+``SURROGATES`` says how the bounded ratio is used; ``ratios`` computes the ratios.
 
     behaviour  the quantized engine that sampled the tokens
     proximal   the full-precision actor before this update
@@ -134,9 +134,9 @@ def objective_terms(
         advantages: advantage of each token.
         kind: paper Eq. 3 (naive), Eq. 1 on quantized rollouts (proximal), Eq. 4 (decoupled),
             Eq. 5 (tis), Eq. 9 (acr), or IcePop (arXiv:2510.18855).
-        level: what the weight is of: rho of each token, the product over its response, or its
+        level: source of the weight: rho of each token, the product over its response, or its
             geometric mean.
-        ratio: what is clipped: each token's ratio, or its response's geometric mean (GSPO,
+        ratio: the clipped ratio: each token's, or its response's geometric mean (GSPO,
             arXiv:2507.18071). acr raises the bound by the rho on this scale, whatever ``level``.
         owners: response of each token, [N] int64; needed unless level and ratio are token.
         responses: R, how many there are.
@@ -292,7 +292,7 @@ def dual_clipped_value(value: Tensor, advantages: Tensor, limits: Limits) -> tup
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Where the bounds count, by the sign of the advantage, and what the bounded ratio is for.
+    """Where the bounds count, by the sign of the advantage, and how the bounded ratio is used.
 
     ``min(R A, clip(R, lower, upper) A)`` is R A bounded above where A > 0 and below where A < 0.
     Spelled out like this because ``torch.minimum`` halves the gradient of every token whose ratio

@@ -1,6 +1,6 @@
 """Responses on which the quantized and the full-precision policy disagree too much to learn from.
 
-Importance weights correct what a policy sampled with the wrong probabilities; a response that the
+Importance weights correct for wrong sampling probabilities; a response that the
 other policy would hardly have begun, or that went through one impossible token, is better dropped.
 The criteria are those of Liu et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
 """

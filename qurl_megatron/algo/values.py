@@ -15,7 +15,7 @@ def value_loss(
     Args:
         values: predictions of the critic being optimised, [N].
         before: its predictions before this update, [N].
-        returns: what they should have been, [N].
+        returns: their targets, [N].
         clip: how far a value may move from ``before``; 0 does not clip.
 
     Returns:

@@ -20,7 +20,7 @@ from qurl_megatron.kit.errors import ConfigError, reading
 from qurl_megatron.kit.filesystem import free, refusing
 from qurl_megatron.tensors.arch import Arch, read_arch, read_config
 from qurl_megatron.training.footprint import find_models, footprint
-from qurl_megatron.training.sources import sources
+from qurl_megatron.training.inputs import sources
 from qurl_megatron.training.state import latest, refuse_other_run
 
 GIB = 1 << 30

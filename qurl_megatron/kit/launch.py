@@ -36,7 +36,7 @@ NO_CODE = 255
 """Exit code that multiprocessing reports for a process whose fork server is gone."""
 
 FORK_SERVER = "qurl_megatron.kit.fork_server"
-PRELOAD = ["qurl_megatron.training.loop"]
+PRELOAD = ["qurl_megatron.training.train"]
 """Imported once by the fork server: Megatron takes seconds to import, a fork of it none."""
 
 

@@ -75,7 +75,7 @@ class Ahead(Generic[Drawn, Batch]):
         self._pool.shutdown(cancel_futures=True)
 
     def admit(self, version: int) -> None:
-        """``version`` is with the engines: begin every batch that may be generated from it."""
+        """Begin every batch that may be generated from ``version``, which engines have now."""
         while self._next <= min(version + 1 + self.max_staleness, self._last):
             cursor, drawn = self._draw()
             future = self._begin(self._next, drawn)

@@ -6,23 +6,20 @@ policy, all of its names prefixed, so that who reads the checkpoint as a model d
 Every file's checksum is recorded, of the large ones as they are written, so that damage is found
 before anything is resumed from it (``newest``).
 
-On a GPU neither saving nor loading needs memory to speak of, so both go on while engines hold the
-rest of it: tensors go to and from the files one at a time, from and to where they lie (``boxes``).
+On a GPU neither saving nor loading needs memory to speak of, so both work while engines hold the
+rest of it: tensors go to and from the files one at a time (``in_place``).
 """
 
 import contextlib
 import errno
 import os
 import pickle
-import queue
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -35,25 +32,20 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
 )
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException
 
 from qurl_megatron.actor.critic import Critic
-from qurl_megatron.actor.megatron import Ranks, share
+from qurl_megatron.actor.megatron import Ranks, everywhere, share
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.actor.trained import Trained
 from qurl_megatron.checkpoints.integrity import (
     RECORD,
     FileSum,
-    Summing,
     read_record,
     to_disk,
     write_record,
@@ -63,7 +55,7 @@ from qurl_megatron.checkpoints.places import DESCRIPTION
 from qurl_megatron.checkpoints.source import describe
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import FIXES, free, refusal, refusing
-from qurl_megatron.training.boxes import in_place
+from qurl_megatron.training.in_place import OneTensorAtATime, in_place
 from qurl_megatron.training.state import (
     REFERENCE,
     STATE,
@@ -98,23 +90,22 @@ def save(
             (aside / REFERENCE if policy.reference_moved else aside).mkdir(parents=True)
             if size > free(aside):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    strategy = _OneTensorAtATime("torch_dist", 1)
+    strategy = OneTensorAtATime("torch_dist", 1)
     with _together(final, aside, size, policy.ranks):
         _write_sharded(sharded, aside, strategy, policy)
         written = strategy.sums
         if policy.reference_moved:
             written = written | _write_reference(aside / REFERENCE, policy)
-    sums: list[dict[str, FileSum]] = [{}] * policy.ranks.world_size
-    dist.all_gather_object(sums, written)
+    sums: dict[str, FileSum] = {}
+    for rank_sums in everywhere(written):
+        sums |= rank_sums
     with _together(final, aside, size, policy.ranks):
         if policy.ranks.leads:
             # The checkpoint describes itself: the converters need no other folder.
             config = policy.source.folded_config(policy.uaq_scale)
             describe(policy.source, aside / DESCRIPTION, config)
             state.write(aside)
-            write_record(
-                aside, {name: file_sum for part in sums for name, file_sum in part.items()}
-            )
+            write_record(aside, sums)
             if final.exists():  # nobody resumed from it: it is not whole
                 set_aside(final)
             aside.rename(final)
@@ -157,7 +148,7 @@ def _write_reference(folder: Path, policy: Policy) -> dict[str, FileSum]:
     Returns:
         The sums of this rank's files, by their names in the checkpoint.
     """
-    strategy = _OneTensorAtATime("torch_dist", 1)
+    strategy = OneTensorAtATime("torch_dist", 1)
     with policy.reference():
         model = policy.gpt.sharded_state_dict(metadata=_metadata(policy))
         _write_sharded({"model": model}, folder, strategy, policy)
@@ -165,7 +156,7 @@ def _write_reference(folder: Path, policy: Policy) -> dict[str, FileSum]:
 
 
 def _write_sharded(
-    sharded: dict[str, Any], folder: Path, strategy: "_OneTensorAtATime", policy: Policy
+    sharded: dict[str, Any], folder: Path, strategy: OneTensorAtATime, policy: Policy
 ) -> None:
     """Have Megatron write.
 
@@ -203,7 +194,7 @@ class _Alone(OSError):
 
 @contextlib.contextmanager
 def _together(final: Path, aside: Path, size: int, ranks: Ranks) -> Iterator[None]:
-    """A part of saving that fails on all ranks alike, and then leaves no half of a checkpoint."""
+    """Make a part of saving fail on all ranks alike, and leave no half of a checkpoint."""
     failure: ConfigError | None = None
     unknown: CheckpointException | None = None
     try:
@@ -216,9 +207,7 @@ def _together(final: Path, aside: Path, size: int, ranks: Ranks) -> Iterator[Non
         failure = refusal(error, final, key="train.run_dir", size=size)
         if isinstance(error, _Alone):
             raise ConfigError(f"checkpoint {failure}; older checkpoints stay") from error
-    everywhere: list[ConfigError | None] = [None] * ranks.world_size
-    dist.all_gather_object(everywhere, failure)
-    failure = next(filter(None, everywhere), None)
+    failure = next(filter(None, everywhere(failure)), None)
     if failure is None:
         if unknown is not None:
             raise unknown
@@ -262,7 +251,7 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
 
 
 def _load_reference(folder: Path, policy: Policy) -> None:
-    """The reference, where it had moved and one is kept."""
+    """Load the reference, where it had moved and one is kept."""
     exists = share(folder.is_dir() if policy.ranks.leads else None, waiting_for=str(folder))
     if not (exists and policy.has_reference):
         return
@@ -283,15 +272,12 @@ _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
 
 def _bytes_to_write(sharded: dict[str, Any]) -> int:
     """Return the bytes of all ranks together, without small files; every rank calls it."""
-    own_bytes = sum(
-        value.data.nbytes
-        for value in nested_values(sharded)
-        if isinstance(value, ShardedTensor | ShardedTensorFactory)
-        and is_main_replica(value.replica_id)
-    )
-    total = torch.tensor(own_bytes)
-    dist.all_reduce(total)
-    return int(total)
+    own_bytes = 0
+    for value in nested_values(sharded):
+        is_tensor = isinstance(value, ShardedTensor | ShardedTensorFactory)
+        if is_tensor and is_main_replica(value.replica_id):
+            own_bytes += value.data.nbytes
+    return sum(everywhere(own_bytes))
 
 
 def _check_critic(checkpoint: Path, critic: Critic | None) -> None:
@@ -320,7 +306,7 @@ def _sharded_state(policy: Policy, critic: Critic | None, *, loading: bool) -> d
 
 
 def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
-    """Model, optimizer and schedule."""
+    """Return model, optimizer and schedule as Megatron saves them."""
     metadata = _metadata(trained)
     in_place(trained.optimizer)
     model = trained.gpt.sharded_state_dict(metadata=metadata)
@@ -394,98 +380,13 @@ def _reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _adams(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """torch's own AdamW instances, which Megatron uses where TE and apex bring no fused one."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            yield part.optimizer
-
-
 def _unshare_adam_step(optimizer: Any) -> None:
-    """Give every state its own ``step``: Megatron loads one tensor into all of them.
+    """Give every state of torch's Adam its own ``step``: Megatron loads one tensor into all.
 
     Each parameter's update would advance it for all, and the bias correction would be wrong
-    without any error.
+    without any error. Megatron uses torch's Adam where TE and apex bring no fused one.
     """
-    for adam in _adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
-
-
-class _OneTensorAtATime(TorchDistSaveShardedStrategy):
-    """Megatron's own writer, without copying all that a rank saves into host memory first."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.sums: dict[str, FileSum] = {}  # of the files this rank has written, by name
-        self.failure: Exception | None = None
-
-    def async_save(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, **strategy: Any
-    ) -> AsyncRequest:
-        # Megatron would start a process that serves such a queue to writers in other processes.
-        filesystem_async._results_queue = queue.Queue()
-        # Megatron-Core 0.19 says which of its two ways it wants, its own; before there was one.
-        request = super().async_save(sharded_state_dict, checkpoint_dir, **strategy)
-        if request.async_fn is None:  # nothing to write on this rank
-            return request
-        transforms, *_ = request.async_fn.args
-        return request._replace(
-            async_fn=partial(self._write, transforms),
-            async_fn_args=request.async_fn_args,
-            preload_fn=None,
-        )
-
-    def _write(self, transforms: list, _rank: int, files: list, written: Any) -> None:
-        """Write this rank's files, and put the results that Megatron expects into ``written``."""
-        results: dict[int, Any] = {}  # lists, or exceptions
-        for index, (path, name, (objects, tensors)) in enumerate(files):
-            # Megatron writes in processes of its own, which these two queues go to and fro.
-            outcome: queue.Queue[Any] = queue.Queue()
-            busy: queue.Queue[int] = queue.Queue()
-            busy.put(index)
-            staged = ((item, tensor.cpu()) for item, tensor in tensors)
-            summed = [
-                _Summed(summed_transform) for summed_transform in transforms
-            ]  # none before torch 2.7
-            FileSystemWriterAsync.write_preloaded_data(
-                summed, index, (path, name, (objects, staged)), outcome, busy, use_fsync=True
-            )
-            _, results[index] = outcome.get()
-            if isinstance(results[index], Exception):
-                self.failure = results[index]
-                return written.put(results[index])
-            for summed_transform in summed:
-                self.sums[name] = summed_transform.done(Path(path))
-        written.put(results)
-
-
-class _Summed:
-    """Computes the checksum of a file that torch writes: items, one behind the other."""
-
-    def __init__(self, transforms: Any) -> None:
-        """
-        Args:
-            transforms: torch's own, which encode an item on its way to the file.
-        """
-        self._transforms, self._summing = transforms, Summing()
-
-    def transform_save_stream(self, item: Any, stream: Any) -> Any:
-        return self._transforms.transform_save_stream(item, _Tee(stream, self._summing))
-
-    def done(self, path: Path) -> FileSum:
-        file_sum = self._summing.done()
-        assert file_sum.bytes == path.stat().st_size, f"{path} was not written in one pass"
-        return file_sum
-
-
-class _Tee:
-    def __init__(self, stream: Any, summing: Summing) -> None:
-        self._stream, self._summing = stream, summing
-
-    def write(self, data: Any) -> int:
-        self._summing.update(data)
-        return self._stream.write(data)
-
-    def flush(self) -> None:
-        self._stream.flush()
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = state["step"].clone()

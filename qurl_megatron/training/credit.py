@@ -1,15 +1,18 @@
-"""Advantages and returns of response tokens, once all models have scored the batch.
+"""The worth of each response token, fixed once per step before any update moves the policy.
+
+First the correction, from the distance of the behaviour policy: which responses are too far off
+to learn from, and by how much importance weights are scaled. Then advantages and returns.
 
 Every rank knows rewards and lengths of all responses of the step, but only the scores of its own
-microbatches: figures of a whole group of responses, or of the whole batch, are summed over the
-data-parallel ranks. Pipeline stages before the last have no scores and need no advantages.
+microbatches: figures of a whole group, or of the whole batch, are summed over the data-parallel
+ranks. Pipeline stages before the last have no scores and need no advantages.
 
 The environment's words between two turns of the policy are part of the transition from the last
 token of one turn to the first of the next. The critic values the latter with these words read, and
 neither gamma nor lambda counts them as steps.
 
-Shapes: R = responses of the step, P x G = prompts and responses to each; n = tokens that the policy
-wrote and r = responses of this rank's microbatches together.
+Shapes: R = responses of the step; n = tokens that the policy wrote, of this rank's microbatches
+together.
 """
 
 from collections.abc import Sequence
@@ -17,21 +20,109 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.actor.megatron import Ranks
-from qurl_megatron.algo import kl_penalty, token_advantages
-from qurl_megatron.config import RunConfig
+from qurl_megatron.algo import Limits, importance_weights, kept, kl_penalty, token_advantages
+from qurl_megatron.config import AlgoConfig, CorrectionConfig, RunConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Summary
-from qurl_megatron.observe.metrics import Mean, Metric
+from qurl_megatron.observe.metrics import Max, Mean, Metric
 from qurl_megatron.rewards import overlong_penalty
+
+
+def attach_correction(
+    ranks: Ranks, batches: Sequence[TokenBatch], algo: AlgoConfig, correction: CorrectionConfig
+) -> tuple[list[TokenBatch], float, dict[str, Metric]]:
+    """Mark rejected responses, then find the scale of the importance weights of all others.
+
+    Returns:
+        The microbatches, with the tokens of rejected responses marked; the factor that makes the
+        mean importance weight of the tokens in the loss 1 (1.0 where ``correction.normalise`` is
+        off); metrics.
+    """
+    batches = list(batches)
+    metrics: dict[str, Metric] = {}
+    if not ranks.last_stage:
+        return batches, 1.0, metrics
+    if correction.rejects:
+        batches, metrics = _marked(batches, correction)
+    if not correction.normalise:
+        return batches, 1.0, metrics
+    scale = _weight_scale(ranks, batches, algo, correction)
+    return batches, scale, metrics | {"correction/weight_scale": Max(scale)}
+
+
+def _marked(
+    batches: Sequence[TokenBatch], correction: CorrectionConfig
+) -> tuple[list[TokenBatch], dict[str, Metric]]:
+    marked = []
+    responses = rejected_count = tokens = rejected_tokens = 0
+    for batch in batches:
+        kept_N = kept(
+            batch.proximal,
+            batch.behaviour,
+            batch.owners,
+            len(batch.lengths),
+            low=correction.reject_low,
+            high=correction.reject_high,
+            veto=correction.veto,
+        )
+        marked.append(replace(batch, kept=kept_N))
+        responses += len(batch.lengths)
+        rejected_count += len(batch.owners[~kept_N].unique())
+        tokens += len(kept_N)
+        rejected_tokens += int((~kept_N).sum())
+    return marked, {
+        "correction/rejected_responses": Mean(float(rejected_count), float(responses)),
+        "correction/rejected_fraction": Mean(float(rejected_tokens), float(tokens)),
+    }
+
+
+def rejected_responses(ranks: Ranks, batches: Sequence[TokenBatch], count: int) -> list[int]:
+    """Return which of the step's ``count`` responses are rejected, on whatever data rank."""
+    rejected_R = torch.zeros(count, device=ranks.device)
+    for batch in batches:
+        if batch.kept is not None:
+            owners = torch.tensor(batch.indices, device=ranks.device)[batch.owners]
+            rejected_R[owners[~batch.kept]] = 1.0
+    dist.all_reduce(rejected_R, group=ranks.data.group)
+    return rejected_R.nonzero().flatten().tolist()
+
+
+def _weight_scale(
+    ranks: Ranks, batches: Sequence[TokenBatch], algo: AlgoConfig, correction: CorrectionConfig
+) -> float:
+    """Return one over the mean importance weight of the step's tokens in the loss.
+
+    Tokens of rejected responses do not count: one rho of e^15 there would make the weights of all
+    others nearly 0.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # of weights; of tokens
+    for batch in batches:
+        weights = importance_weights(
+            batch.proximal,
+            batch.behaviour,
+            kind=algo.objective,
+            limits=Limits.of(algo, correction),
+            level=correction.level,
+            owners=batch.owners,
+            responses=len(batch.lengths),
+        )
+        counts = batch.weights > 0
+        if batch.kept is not None:
+            counts &= batch.kept
+        total += torch.stack([weights[counts].double().sum(), counts.double().sum()])
+    dist.all_reduce(total, group=ranks.data.group)
+    # All weights are 0 where every token lies outside icepop's band: nothing to scale.
+    return (total[1] / total[0]).item() if total[0] > 0 else 1.0
 
 
 def attach_advantages(
     ranks: Ranks, batches: Sequence[TokenBatch], summary: Summary, config: RunConfig
 ) -> tuple[list[TokenBatch], dict[str, Metric]]:
-    """The same microbatches with advantages (and, with a critic, returns), [N]; and metrics.
+    """Return the microbatches with advantages (and, with a critic, returns), [N]; and metrics.
 
     Args:
         batches: this rank's microbatches of the step, scored.
@@ -44,14 +135,17 @@ def attach_advantages(
     metrics: dict[str, Metric] = {}
     penalty_n = None
     if algo.kl_coef and algo.kl_in == "reward":
-        kl_n = torch.cat(
-            [
+        penalties = []
+        for b in batches:
+            penalties.append(
                 kl_penalty(b.proximal, b.reference, algo.kl_estimator, highest=algo.kl_max)
-                for b in batches
-            ]
-        )
+            )
+        kl_n = torch.cat(penalties)
         penalty_n = algo.kl_coef * kl_n
         metrics["reference/kl"] = Mean(kl_n.double().sum().item(), float(len(kl_n)))
+    values_n = None
+    if batches[0].values is not None:
+        values_n = torch.cat([b.values for b in batches])
     advantages_n, returns_n = token_advantages(
         rewards_R,
         list(chain(*(b.lengths for b in batches))),
@@ -59,7 +153,7 @@ def attach_advantages(
         group_size=config.rollout.samples_per_prompt,
         indices=list(chain(*(b.indices for b in batches))),
         penalty=penalty_n,
-        values=None if batches[0].values is None else torch.cat([b.values for b in batches]),
+        values=values_n,
         gamma=algo.gamma,
         lam=algo.gae_lambda,
         group=ranks.data.group,
@@ -67,23 +161,23 @@ def attach_advantages(
     metrics["advantage/abs_mean"] = Mean(
         advantages_n.double().abs().sum().item(), float(len(advantages_n))
     )
-    sizes = [len(batch.owners) for batch in batches]
-    parts = advantages_n.split(sizes)
-    returns = [None] * len(batches) if returns_n is None else returns_n.split(sizes)
-    return [
-        replace(batch, advantages=a, returns=r)
-        for batch, a, r in zip(batches, parts, returns, strict=True)
-    ], metrics
+    with_advantages = []
+    begin = 0
+    for batch in batches:
+        end = begin + len(batch.owners)
+        batch = replace(batch, advantages=advantages_n[begin:end])
+        if returns_n is not None:
+            batch = replace(batch, returns=returns_n[begin:end])
+        with_advantages.append(batch)
+        begin = end
+    return with_advantages, metrics
 
 
 def shaped_rewards(summary: Summary, config: RunConfig) -> Tensor:
     """Return the verifier's rewards less the penalties of overlong responses, [R] float32."""
     reward, limit = config.reward, config.rollout.max_new_tokens
-    return torch.tensor(
-        [
-            given
-            + overlong_penalty(length, limit, reward.overlong_fraction, reward.overlong_penalty)
-            for given, length in zip(summary.rewards_R.tolist(), summary.written, strict=True)
-        ],
-        dtype=torch.float32,
-    )
+    shaped = []
+    for reward_given, length in zip(summary.rewards_R.tolist(), summary.written, strict=True):
+        penalty = overlong_penalty(length, limit, reward.overlong_fraction, reward.overlong_penalty)
+        shaped.append(reward_given + penalty)
+    return torch.tensor(shaped, dtype=torch.float32)

@@ -17,8 +17,8 @@ from qurl_megatron.schemes import SERVED, simulation
 from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
 from qurl_megatron.training import memory
 from qurl_megatron.training.buffers import held_from_shapes
+from qurl_megatron.training.inputs import longest_prompt
 from qurl_megatron.training.memory import GIB, Held, Pass
-from qurl_megatron.training.too_long import longest_prompt
 from qurl_megatron.wire import SLOTS
 
 SHAPES = ROOT / "launch/models"

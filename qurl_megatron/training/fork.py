@@ -36,9 +36,9 @@ from qurl_megatron.training.state import (
 )
 
 FORK = "fork.json"
-ORDER = ("data.", "train.seed")  # keys that say which prompt comes when ...
-NOT_ORDER = ("data.prompts_per_step",)  # ... and one that only says how many
-HELD_AGAINST = ("algo.reference", "algo.reference_every", "model.path")
+ORDER = ("data.", "train.seed")  # keys that determine which prompt comes when ...
+NOT_ORDER = ("data.prompts_per_step",)  # ... and one that only sets how many
+REFERENCE_KEYS = ("algo.reference", "algo.reference_every", "model.path")
 UPDATES = ("algo.epochs", "algo.minibatches", "algo.advantage", "critic.ahead_steps")  # of a step
 
 
@@ -69,14 +69,14 @@ def fork(source: Path, config: RunConfig) -> None:
             f"--fork: {source} has no checkpoint to begin with; set train.run_dir to the folder of "
             "the run to fork, or leave --fork out"
         )
-    changed_keys = changes(recipe_of(source), config)
-    if never := refused(changed_keys, fork=True):
+    setting_changes = changes(recipe_of(source), config)
+    if never := refused(setting_changes, fork=True):
         raise ConfigError(
             f"--fork: the checkpoints of {source} are of other settings, which are part of what is "
             f"in them ({', '.join(map(str, never))}); set these back, or begin again with the "
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
-    _refuse_another_pace(config, changed_keys)
+    _refuse_another_pace(config, setting_changes)
     state = TrainState.read(newest)
     state = replace(state, begun=state.step, unevaluated=config.train.eval_prompts > 0)
     files = changed_files(config.data, (state.cursor or {}).get("files", {}))
@@ -88,48 +88,52 @@ def fork(source: Path, config: RunConfig) -> None:
             "leaves none to do; set train.steps higher"
         )
     with claim(run_dir, config), refusing(run_dir, key="--fork"):
-        begins = forked(state, changed_keys)
+        begins = forked(state, setting_changes)
         named = named_code(config.reward, config.rollout, config.algo.function)
         code = edited(named, begins.own_code)
         changed = [f"other data in {file}" for file in files.values()]
         changed += [f"edited code of {setting}" for setting in code.values()]
-        new_fork = Fork(str(source.resolve()), state.step, (*map(str, changed_keys), *changed))
+        new_fork = Fork(str(source.resolve()), state.step, (*map(str, setting_changes), *changed))
         _copy_logs(source, run_dir, new_fork)
         (run_dir / FORK).write_text(json.dumps(asdict(new_fork), indent=1) + "\n", encoding="utf-8")
-        without = REFERENCE if any(change.key in HELD_AGAINST for change in changed_keys) else None
+        without = None
+        if any(change.key in REFERENCE_KEYS for change in setting_changes):
+            without = REFERENCE
         _copy_checkpoint(newest, run_dir / "checkpoints", begins, without)
-    print(f"{run_dir} {told(new_fork)}", flush=True)
+    print(f"{run_dir} {summary(new_fork)}", flush=True)
 
 
-def forked(state: TrainState, found: Sequence[Change]) -> TrainState:
+def forked(state: TrainState, setting_changes: Sequence[Change]) -> TrainState:
     """Return the part of the other run's state that the fork begins with.
 
     Args:
         state: ``unevaluated`` where the fork is to evaluate before its first step.
     """
-    keys = {change.key for change in found}
-    same = {
-        key: checksum for key, checksum in state.own_code.items() if setting_of(key) not in keys
-    }
-    state = replace(after(keys, state), guard={}, own_code=same)
-    if any(change.key.startswith(ORDER) and change.key not in NOT_ORDER for change in found):
-        state = replace(state, cursor=None)
-    if any(change.key.startswith("quant.") for change in found):
-        state = replace(state, unquantized_since=None, notice="")
+    keys = {change.key for change in setting_changes}
+    own_code = {}
+    for key, checksum in state.own_code.items():
+        if setting_of(key) not in keys:
+            own_code[key] = checksum
+    state = replace(after(keys, state), guard={}, own_code=own_code)
+    for key in keys:
+        if key.startswith(ORDER) and key not in NOT_ORDER:
+            state = replace(state, cursor=None)
+        if key.startswith("quant."):
+            state = replace(state, unquantized_since=None, notice="")
     if state.unevaluated:  # its outcome is the fork's own "before"
         state = without_scores(state)
     return state
 
 
-def told(begun: Fork) -> str:
+def summary(new_fork: Fork) -> str:
     """Return a sentence on the fork: its source and its changes."""
-    changed = f", with {', '.join(begun.changes)}" if begun.changes else ", unchanged"
-    return f"goes on from step {begun.step} of {begun.source}{changed}"
+    changed = f"with {', '.join(new_fork.changes)}" if new_fork.changes else "unchanged"
+    return f"goes on from step {new_fork.step} of {new_fork.source}, {changed}"
 
 
-def _refuse_another_pace(config: RunConfig, found: Sequence[Change]) -> None:
+def _refuse_another_pace(config: RunConfig, setting_changes: Sequence[Change]) -> None:
     """Raise ``ConfigError`` where a schedule would count the updates done as others."""
-    paced = [change.key for change in found if change.key in UPDATES]
+    paced = [change.key for change in setting_changes if change.key in UPDATES]
     optimizer = config.optimizer
     if paced and optimizer.schedule != "constant" and not optimizer.decay_steps:
         raise ConfigError(
@@ -160,7 +164,7 @@ def _copy_logs(source: Path, run_dir: Path, begun: Fork) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, run_dir / name)
     timeline = Timeline(run_dir / "timeline.jsonl", resume_step=begun.step + 1)
-    timeline.event("run", f"fork: {told(begun)}", begun.step)
+    timeline.event("run", f"fork: {summary(begun)}", begun.step)
     timeline.close()
 
 
@@ -180,12 +184,11 @@ def _copy_checkpoint(newest: Path, root: Path, state: TrainState, without: str |
             _link(path, aside / name)
     state.write(aside)
     if record is not None:
-        kept = {
-            n: file_sum
-            for n, file_sum in record.items()
-            if n != STATE and Path(n).parts[0] != without
-        }
-        write_record(aside, kept)
+        copied = {}
+        for file, file_sum in record.items():
+            if file != STATE and Path(file).parts[0] != without:
+                copied[file] = file_sum
+        write_record(aside, copied)
     aside.rename(root / newest.name)
     to_disk(root)
 

@@ -36,8 +36,9 @@ from qurl_megatron.types import Sample
 def fresh_engine(
     checkpoint: Path, rollout: RolloutConfig, *, scheme: str, dtype: str
 ) -> Iterator[EngineClient]:
-    """An engine of the run's kind; embedded ones quantize the checkpoint themselves, SGLang loads
-    an export of it.
+    """Start an engine of the run's kind.
+
+    Embedded ones quantize the checkpoint themselves, SGLang loads an export of it.
 
     Raises:
         ConfigError: it cannot be started.
@@ -67,8 +68,10 @@ def fresh_engine(
 def engine_scores(
     client: EngineClient, samples: Sequence[Sample], temperature: float
 ) -> list[np.ndarray | None]:
-    """Log-probs of the tokens that the policy wrote, float32, of each sample; None where it leaves
-    no room in the engine for the token that scoring asks for."""
+    """Return each sample's log-probs of the tokens that the policy wrote, float32.
+
+    None where a sample leaves no room in the engine for the token that scoring asks for.
+    """
     longest = client.longest_scored()
     log_probs: list[np.ndarray | None] = []
     for sample in samples:
@@ -84,14 +87,14 @@ def engine_scores(
 def actor_scores(
     config: RunConfig, checkpoint: Path, rollouts: Path, count: int, *, scheme: str
 ) -> list[np.ndarray] | int:
-    """The same by the full-precision actor, on ranks of this machine, split as the run's is.
+    """Score by the full-precision actor, on ranks of this machine, split as the run's is.
 
     Args:
         rollouts: file of samples, of which the first ``count`` are scored.
         scheme: of the engines that sampled them.
 
     Returns:
-        The log-probs, or where a rank failed, which has said why, the exit code.
+        The log-probs; or the exit code of a rank that failed, which printed the reason.
     """
     config = actor_recipe(config, checkpoint, count, scheme)
     with tempfile.TemporaryDirectory(prefix="qurl-rescore-") as folder:
@@ -104,7 +107,7 @@ def actor_scores(
 
 
 def actor_recipe(config: RunConfig, checkpoint: Path, count: int, scheme: str) -> RunConfig:
-    """The run's recipe, for ranks that score ``count`` responses once."""
+    """Return the run's recipe for ranks that score ``count`` responses once."""
     train = replace(config.train, micro_batch=math.gcd(count, config.train.micro_batch))
     if scheme == "none":  # since the guard fell back, too, the actor was not aligned
         train = replace(train, align="none")
@@ -118,7 +121,7 @@ def actor_recipe(config: RunConfig, checkpoint: Path, count: int, scheme: str) -
 
 
 def score_rank(config: RunConfig, rollouts: Path, count: int, out: Path) -> int:
-    """One rank of ``actor_scores``."""
+    """Score as one rank of ``actor_scores``; return its exit code."""
     prepare_cuda(config.parallel)
     try:
         use_transformer_engine()
@@ -131,9 +134,10 @@ def score_rank(config: RunConfig, rollouts: Path, count: int, out: Path) -> int:
 
 def _score(config: RunConfig, rollouts: Path, count: int, out: Path) -> None:
     from qurl_megatron.actor.megatron import megatron_runtime
-    from qurl_megatron.training.sharded_loss import Scorer
-    from qurl_megatron.training.step import attach_scores, lay_out
-    from qurl_megatron.training.trained_models import policy_of  # Megatron comes with it
+    from qurl_megatron.training.layout import lay_out
+    from qurl_megatron.training.losses import Scorer
+    from qurl_megatron.training.models import policy_of  # Megatron comes with it
+    from qurl_megatron.training.step import attach_scores
 
     samples = [entry.sample for entry in read_rollouts(rollouts)[:count]]
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:

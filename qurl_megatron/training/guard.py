@@ -1,4 +1,8 @@
-"""Notice a collapse by thresholds on every step's metrics, and decide on the action.
+"""Notice a collapse, before it travels: numbers that are not finite, and crossed thresholds.
+
+Every rank looks at its own masters after a step: one pass and one word to the host, which goes to
+the other ranks with the step's metrics. So nothing is published or saved that no forward pass can
+compute with, and the newest checkpoint stays one that a run can go on from.
 
 A threshold trips when it has been crossed ``guard.patience`` steps in a row, once per excursion: it
 must be respected again before it can trip again. The counts are part of the training state, so a
@@ -6,29 +10,126 @@ run that was interrupted in the middle of an excursion trips at the step at whic
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from qurl_megatron.actor.megatron import everywhere
 from qurl_megatron.config import GuardConfig
 from qurl_megatron.kit.errors import Foreseen
 
+if TYPE_CHECKING:  # a rank imports this module before Megatron
+    from qurl_megatron.actor.trained import Trained
+
+LARGEST = 1e7
+"""Root mean square of a tensor from which on products of a few weights leave the range of FP32."""
+
 
 class Collapse(Foreseen, RuntimeError):
-    """The run's own numbers end it: which metric or tensor, its value, at which step."""
+    """The run's own numbers end it; names the metric or tensor, its value, and the step."""
+
+
+class NotFinite(RuntimeError):
+    """Losses, gradients or weights are not finite; the same on every rank."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One rank's part of the weights."""
+
+    squares: float  # their sum; over all ranks each weight counts once
+    bad: str | None  # the first tensor that is not finite, or too large
+
+
+@torch.no_grad()
+def examine(models: "Sequence[Trained]") -> Weights:
+    """Examine this rank's masters after a step."""
+    squares, bad = 0.0, None
+    for model in models:
+        masters = list(model.masters())
+        if not masters:
+            continue
+        norms_N = torch.stack(torch._foreach_norm([master for _, master, _ in masters]))
+        sizes_N = norms_N.new_tensor([max(1, master.numel()) for _, master, _ in masters])
+        once_N = norms_N.new_tensor([float(once) for _, _, once in masters])
+        rms_N = norms_N / sizes_N.sqrt()
+        total = (norms_N.double() * once_N).square().sum()
+        total, largest = torch.stack([total, rms_N.max().double()]).tolist()
+        squares += total
+        if bad is None and not largest <= LARGEST:  # NaN is not
+            for (name, master, _), rms in zip(masters, rms_N.tolist(), strict=True):
+                if not rms <= LARGEST:
+                    bad = f"{name} on rank {model.ranks.rank} {_how_bad(master)}"
+                    break
+    return Weights(squares, bad)
+
+
+def norm_of(parts: Sequence[Weights]) -> float:
+    """Return the norm of all weights, from the parts of every rank.
+
+    Raises:
+        NotFinite: a rank has weights that are not finite, or too large.
+    """
+    for part in parts:
+        if part.bad:
+            raise NotFinite(f"weights are not finite, or too large to compute with: {part.bad}")
+    return math.sqrt(sum(part.squares for part in parts))
+
+
+def check_gradient(model: "Trained", norm: float) -> None:
+    """Raise ``NotFinite`` where the norm, the same on every rank, is not finite; all call it."""
+    if math.isfinite(norm):
+        return
+    first_bad = None
+    for name, parameter in model.gpt.named_parameters():
+        gradient = getattr(parameter, "main_grad", None)
+        if gradient is not None and not bool(gradient.isfinite().all()):
+            first_bad = f"{name} on rank {model.ranks.rank} {_how_bad(gradient)}"
+            break
+    for bad in everywhere(first_bad):
+        if bad:
+            raise NotFinite(f"the gradient is not finite: {bad}")
+    raise NotFinite(
+        "the gradient is not finite: each tensor is, but not the sum of their squares in FP32"
+    )
+
+
+def check_losses(metrics: dict[str, float]) -> None:
+    """Raise ``NotFinite`` where a loss is not finite.
+
+    Args:
+        metrics: merged over all ranks.
+    """
+    for name, value in metrics.items():
+        if name.endswith("/loss") and not math.isfinite(value):
+            raise NotFinite(f"{name} is {value}")
+
+
+def _how_bad(tensor: Tensor) -> str:
+    if bool(tensor.isnan().any()):
+        return "has NaN"
+    if bool(tensor.isinf().any()):
+        return "has infinity"
+    return f"has values up to {tensor.abs().max().item():.3g}"
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """One key of the guard section, and the metric that it is held against."""
+    """One key of the guard section, and the metric that it is compared with."""
 
-    what: str  # its name in guard/<name>, which counts the steps in a row that crossed it
+    name: str  # in guard/<name>, which counts the steps in a row that crossed it
     key: str  # of GuardConfig
     metrics: tuple[str, ...]  # the first that the step has
     above: bool  # crossed above it, else below it
 
     def crossed(self, value: float, limit: float) -> bool:
-        """A value that is not finite has crossed every threshold."""
-        return not math.isfinite(value) or (value > limit if self.above else value < limit)
+        """Return whether a value crossed the threshold; one that is not finite crosses every."""
+        if not math.isfinite(value):
+            return True
+        return value > limit if self.above else value < limit
 
 
 THRESHOLDS = (
@@ -45,11 +146,11 @@ THRESHOLDS = (
 class Verdict:
     """Judgement of one step's metrics; the same on every rank."""
 
-    counts: dict[str, int]  # to be remembered, for the next ``Guard``
+    counts: dict[str, int]  # for the next ``Guard``
     metrics: dict[str, float]
-    why: str = ""  # a threshold tripped at this step
+    reason: str = ""  # a threshold tripped at this step
     halt: bool = False
-    fall_back: bool = False  # rollouts are to be unquantized from the next version on
+    fall_back: bool = False  # rollouts are unquantized from the next version on
 
 
 class Guard:
@@ -66,14 +167,14 @@ class Guard:
         self.config, self.own_engines = config, own_engines
         # 0 is not watched; a threshold that is new, or was left alone meanwhile, begins at 0.
         self.watched = [t for t in THRESHOLDS if getattr(config, t.key)]
-        self.counts = {t.what: counts.get(t.what, 0) for t in self.watched}
+        self.counts = {t.name: counts.get(t.name, 0) for t in self.watched}
 
     def judge(self, step: int, metrics: Mapping[str, float], *, quantized: bool) -> Verdict:
-        """Take in a step.
+        """Count a step's crossings, and decide.
 
         Args:
             metrics: of all ranks; a threshold whose metric is missing stays as it is.
-            quantized: rollouts are.
+            quantized: whether rollouts are.
         """
         if not self.watched:
             return Verdict({}, {})
@@ -85,41 +186,41 @@ class Guard:
             if name is None:
                 continue
             value, limit = metrics[name], getattr(self.config, threshold.key)
-            crossed = threshold.crossed(value, limit)
-            count = self.counts[threshold.what] + 1 if crossed else 0
-            self.counts[threshold.what] = count
+            count = 0
+            if threshold.crossed(value, limit):
+                count = self.counts[threshold.name] + 1
+            self.counts[threshold.name] = count
             # Beyond it where the run was only warned, and then started again with another action.
             if count == patience or (acts and count > patience):
-                reasons.append(self._reason(threshold, name, value, limit, step))
-        tripped = any(count >= patience for count in self.counts.values())
-        guard_metrics = {
-            f"guard/{threshold_name}": float(count) for threshold_name, count in self.counts.items()
-        }
-        guard_metrics["guard/tripped"] = float(tripped)
-        explanation = "; ".join(reasons)
+                reasons.append(_reason(threshold, name, value, limit, step, count))
+        guard_metrics = {f"guard/{name}": float(count) for name, count in self.counts.items()}
+        guard_metrics["guard/tripped"] = float(max(self.counts.values()) >= patience)
+        reason = "; ".join(reasons)
         if not reasons or not acts:
             if reasons and action == "bf16":
-                explanation += "; rollouts are unquantized already"
-            return Verdict(dict(self.counts), guard_metrics, explanation)
+                reason += "; rollouts are unquantized already"
+            return Verdict(dict(self.counts), guard_metrics, reason)
         if action == "bf16" and not self.own_engines:
-            explanation += (
+            reason += (
                 "; guard.action=bf16 cannot restart the engines that rollout.urls or "
                 "rollout.rendezvous name: start them for unquantized weights"
             )
         # Later crossings count from 0: they have their own patience.
         self.counts = dict.fromkeys(self.counts, 0)
-        halt = action == "halt" or not self.own_engines
         return Verdict(
-            dict(self.counts), guard_metrics, explanation, halt=halt, fall_back=action == "bf16"
+            dict(self.counts),
+            guard_metrics,
+            reason,
+            halt=action == "halt" or not self.own_engines,
+            fall_back=action == "bf16",
         )
 
-    def _reason(
-        self, threshold: Threshold, name: str, value: float, limit: float, step: int
-    ) -> str:
-        if math.isfinite(value):
-            how = f"is {'above' if threshold.above else 'below'}"
-        else:
-            how = "is not a finite number, held against"
-        rows = self.counts[threshold.what]
-        when = f"at step {step}" if rows == 1 else f"{rows} steps in a row up to step {step}"
-        return f"{name} = {value:.4g} {how} guard.{threshold.key} = {limit:g}, {when}"
+
+def _reason(
+    threshold: Threshold, name: str, value: float, limit: float, step: int, count: int
+) -> str:
+    how = "is not a finite number, held against"
+    if math.isfinite(value):
+        how = "is above" if threshold.above else "is below"
+    when = f"at step {step}" if count == 1 else f"{count} steps in a row up to step {step}"
+    return f"{name} = {value:.4g} {how} guard.{threshold.key} = {limit:g}, {when}"

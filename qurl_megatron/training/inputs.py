@@ -1,67 +1,22 @@
-"""The data of a run, read and checked before models load.
+"""The inputs of a run, checked before models load: its data, the room for it, its checkpoints.
 
 ``qurl train`` reads the files before it starts a rank, and the leading rank once more, with the
 tokenizer, before it loads the model; under torchrun or srun that rank does both, and reads them
 once. ``qurl show --dry-run`` does both, the second where there is a tokenizer.
 """
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from qurl_megatron.checkpoints.places import description_of
-from qurl_megatron.config import RunConfig
+from qurl_megatron.config import RolloutConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
-from qurl_megatron.engines.starting import refuse_not_installed
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many
-from qurl_megatron.rewards import check_rewards
-from qurl_megatron.rewards.environment_pool import check_environment
-from qurl_megatron.tensors.arch import arch_of
-from qurl_megatron.training.footprint import find_models
+from qurl_megatron.tensors.arch import Arch, arch_of
 from qurl_megatron.training.state import TrainState
-from qurl_megatron.training.too_long import longest_prompt, refuse_endless_responses
-
-
-@dataclass(frozen=True)
-class LookedOver:
-    """Findings on a run before it starts."""
-
-    mistakes: list[str]  # each of them prevents the start
-    data: list[str]  # remarks on the data, a sentence each
-
-
-def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
-    """Check all that ``qurl train`` refuses before it loads a model, but for layouts.
-
-    Args:
-        model_config: as of ``find_models``.
-
-    Raises:
-        ConfigError: there is no config.json to check against.
-    """
-    arch = find_models(config, model_config).policy
-    data: list[str] = []
-    checks = (
-        partial(arch.refuse_without_engine, f"model.path={config.model.path}: "),
-        partial(refuse_endless_responses, config.rollout, arch),
-        partial(refuse_without_tokenizer, config),
-        partial(refuse_not_installed, config.rollout),
-        partial(check_rewards, config.reward),
-        partial(check_environment, config.rollout),
-        partial(check_own_loss, config),
-        lambda: data.extend(describe_data(config)),
-    )
-    mistakes = []
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            mistakes.append(str(error))
-    return LookedOver(list(dict.fromkeys(mistakes)), data)
 
 
 def check_own_loss(config: RunConfig) -> None:
@@ -79,7 +34,7 @@ def refuse_without_tokenizer(config: RunConfig) -> None:
 
 
 def check_files(config: RunConfig) -> dict[str, DataFile]:
-    """The data files of a run, by key; none where it has a task.
+    """Return the data files of a run, by key; none where it has a task.
 
     Raises:
         ConfigError: a data file is missing, empty or malformed, the reward needs answers that a
@@ -95,7 +50,7 @@ def check_files(config: RunConfig) -> dict[str, DataFile]:
 
 
 def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]) -> None:
-    """Before a model is made that has no chat template."""
+    """Raise ``ConfigError`` where the model to be made lacks the chat template that data needs."""
     path = Path(config.model.path)
     if not config.warmstart.steps or path.exists():
         return
@@ -194,3 +149,67 @@ def describe_data(config: RunConfig) -> list[str]:
         f"how long prompts are is not checked: model.path={folder} "
         + (f"holds no {FILES[0]}" if folder.is_dir() else "is not there yet"),
     ]
+
+
+def room(rollout: RolloutConfig, arch: Arch) -> int | None:
+    """Return how many tokens of a prompt and its response together engines take.
+
+    None where they know better: adopted ones, and SGLang with a context length of its own.
+    """
+    own_length = any(argument.startswith("--context-length") for argument in rollout.engine_args)
+    if own_length or rollout.urls or rollout.rendezvous:
+        return None
+    return arch.max_position
+
+
+def refuse_endless_responses(rollout: RolloutConfig, arch: Arch) -> None:
+    """Raise ``ConfigError`` where a full response leaves not one token for its prompt."""
+    limit = room(rollout, arch)
+    if limit is not None and rollout.max_new_tokens >= limit:
+        raise ConfigError(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt: the "
+            f"model takes {limit} tokens of prompt and response together "
+            f"(max_position_embeddings in its config.json); set it below {limit}"
+        )
+
+
+def longest_prompt(rollout: RolloutConfig, arch: Arch) -> int | None:
+    """Return the longest prompt that leaves room for its response; None: engines know better."""
+    limit = room(rollout, arch)
+    return None if limit is None else limit - rollout.max_new_tokens
+
+
+def no_room_for_the_environment(rollout: RolloutConfig, arch: Arch, longest: int) -> str:
+    """Return the reason why conversations ended before the environment's next words, and advice.
+
+    Args:
+        longest: tokens of the longest prompt.
+    """
+    limit = longest_prompt(rollout, arch)
+    fix = "raise it, or have the environment say less"
+    if limit is not None and longest >= limit:
+        fix = (
+            f"the model takes no more than {arch.max_position} tokens with the prompt: have the "
+            "environment say less, or leave out long prompts (data.max_prompt_tokens) and raise it"
+        )
+    return (
+        "what the environment said next did not fit into rollout.max_new_tokens="
+        f"{rollout.max_new_tokens}, which all turns and its words share; {fix}"
+    )
+
+
+def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:
+    """Return the checkpoints whose weights a run uses, by their keys in the recipe.
+
+    Args:
+        resumed: it has a checkpoint of its own, which holds all weights but the reference's.
+    """
+    reference = config.algo.kl_coef > 0
+    paths = {}
+    if not resumed or (reference and not config.algo.reference):
+        paths["model.path"] = config.model.path
+    if reference and config.algo.reference:
+        paths["algo.reference"] = config.algo.reference
+    if not resumed and config.algo.advantage == "gae" and config.critic.path:
+        paths["critic.path"] = config.critic.path
+    return paths

@@ -39,7 +39,6 @@ from qurl_megatron.observe.sinks import (
 from qurl_megatron.observe.text import percent
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import Tally
-from qurl_megatron.training.finite import Growth
 from qurl_megatron.training.mismatch import Alarms
 from qurl_megatron.training.rollout_file import Proximal, path_of, write_rollouts
 from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stopped
@@ -53,14 +52,14 @@ class Journal:
     """Use as a context manager: leaving it closes the files."""
 
     def __init__(
-        self, claimed: Claim, state: TrainState, weight_norm: float, told: Sequence[str] = ()
+        self, claimed: Claim, state: TrainState, weight_norm: float, remarks: Sequence[str] = ()
     ) -> None:
         """
         Args:
             claimed: the run's directory and recipe.
             state: the state that the run goes on from; records of later steps are dropped.
             weight_norm: of the weights it goes on with.
-            told: changes since the state was saved, each an event of the report.
+            remarks: changes since the state was saved, each an event of the report.
 
         Raises:
             ConfigError: the run's directory cannot be written.
@@ -69,7 +68,7 @@ class Journal:
         self._measured_since = {
             f"{name}/measured_since": float(step) for name, step in state.measured_since.items()
         }
-        self._growth, self._mismatch = Growth(weight_norm), Alarms()
+        self._weight_norm, self._mismatch = weight_norm, Alarms()
         self._last = state  # with the newest score
         self._refused: ConfigError | None = None
         resume = state.step + 1 if state.step else 0
@@ -88,7 +87,7 @@ class Journal:
                 print(f"{path} {missing}", flush=True)
             self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
             stack.callback(self.timeline.close)
-            for change in told:
+            for change in remarks:
                 self.timeline.event("run", change, state.step)
                 print(change, flush=True)
             self.progress = stack.enter_context(Progress(self.config.train.steps, state.step))
@@ -122,7 +121,7 @@ class Journal:
         return self._refused
 
     def timer(self, step: int) -> Timer:
-        """Times the phases of one step, for its metrics and the timeline."""
+        """Return a timer of one step's phases, for its metrics and the timeline."""
 
         def record(phase: str, seconds: float) -> None:
             end = now()
@@ -151,9 +150,15 @@ class Journal:
         metrics = {**metrics, **self._since("reward")}
         self._log(step, metrics)
         self.progress.step(step, metrics)
-        if grown := self._growth.noticed(metrics["optimizer/weight_norm"]):
-            lr = self.config.optimizer.lr
-            self.alarm("weights", f"{grown}; optimizer.lr={lr:g} is far too large", step)
+        norm = metrics["optimizer/weight_norm"]
+        if norm > 2 * self._weight_norm:  # no useful learning rate brings this about
+            self.alarm(
+                "weights",
+                f"the norm of the weights has grown from {self._weight_norm:.4g} to {norm:.4g}; "
+                f"optimizer.lr={self.config.optimizer.lr:g} is far too large",
+                step,
+            )
+            self._weight_norm = norm
         if mismatch := self._mismatch.noticed(metrics):
             self.alarm("rollout", mismatch, step)
 
@@ -206,7 +211,7 @@ class Journal:
             self._keep_examples(step, [example_of(samples[i], step, HELD_OUT) for i in kept])
 
     def saved(self) -> None:
-        """A checkpoint has been made with the settings of this start, which the run keeps now.
+        """Keep the settings of this start, now that a checkpoint has been made with them.
 
         Kept any earlier, a start from the checkpoint before would not know of the changes.
         """
@@ -273,7 +278,7 @@ class Journal:
         self._keep(self.run_dir / "metrics.jsonl", write)
 
     def _since(self, group: str) -> dict[str, float]:
-        """The step after which the group's metrics are measured as now; nothing where all are."""
+        """Return the step after which the group's metrics are measured as now, if any."""
         key = f"{group}/measured_since"
         return {key: self._measured_since[key]} if key in self._measured_since else {}
 

@@ -69,14 +69,14 @@ def leading(
     state: TrainState,
     weight_norm: float,
     prompts: PromptStream,
-    told: Sequence[str] = (),
+    remarks: Sequence[str] = (),
 ) -> Iterator[Lead]:
     """Inside, engines and workers are up; leaving ends them.
 
     Args:
         claimed: the run's directory, given back on leaving.
         state, prompts: the points that the run goes on from.
-        weight_norm, told: as for ``Journal``.
+        weight_norm, remarks: as for ``Journal``.
 
     Raises:
         Interrupted: a stop was requested while engines were waited for.
@@ -92,7 +92,7 @@ def leading(
         if config.rollout.environment:
             pool = stack.enter_context(EnvironmentPool(config.rollout))
             turns = Turns(pool, prompts.tokenizer, chat=config.data.chat)
-        journal = stack.enter_context(Journal(claimed, state, weight_norm, told))
+        journal = stack.enter_context(Journal(claimed, state, weight_norm, remarks))
         source = stack.enter_context(
             RolloutSource(
                 config, state, prompts, fleet, rewards, journal, turns, stop=lambda: bool(stop)

@@ -139,7 +139,7 @@ def mismatch(
 
 
 def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metric]:
-    """Metrics over tokens, whichever response they belong to."""
+    """Return metrics over tokens, whichever response they belong to."""
     log_rho = proximal - behaviour
     rho = bounded_exp(log_rho)
     prob_diff = (proximal.exp() - behaviour.exp()).abs()
@@ -168,7 +168,7 @@ def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metr
 def of_responses(
     proximal: Tensor, behaviour: Tensor, owners: Tensor, responses: int
 ) -> dict[str, Metric]:
-    """Metrics over responses, each of them counting once, however long it is."""
+    """Return metrics over responses, each counting once, however long it is."""
     some = sum_per_response(torch.ones_like(proximal), owners, responses) > 0
     log_product = sum_per_response(proximal - behaviour, owners, responses)[some]
     log_ppl_proximal = -mean_per_response(proximal, owners, responses)[some]

@@ -1,27 +1,35 @@
-"""The newest undamaged checkpoint of a run, found by all ranks together.
+"""Whole checkpoints: recorded checksums compared by all ranks together.
 
-Rank 0 looks at names and sizes, and all ranks at the bytes (``whole``). A damaged checkpoint is set
-aside under another name once an older one has proved whole. Where none has, nothing is touched: a
-run that began from scratch would write over files that can perhaps be restored.
+Rank 0 looks at names and sizes, and all ranks at the bytes, each at some of the files; every rank
+gets the same result. Their own look at a folder might differ: directories of network file systems
+are cached.
+
+A damaged checkpoint of a run is set aside under another name once an older one has proved whole.
+Where none has, nothing is touched: a run that began from scratch would write over files that can
+perhaps be restored. A file that the system cannot read ends the run, but is not called damaged.
 """
 
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from qurl_megatron.actor.megatron import Ranks, on_lead
-from qurl_megatron.checkpoints.integrity import RECORD, FileSum, damaged, read_record, wrong_size
+from qurl_megatron.actor.megatron import Ranks, everywhere, on_lead
+from qurl_megatron.checkpoints.integrity import (
+    FIX,
+    RECORD,
+    FileSum,
+    damaged,
+    read_record,
+    wrong_size,
+)
+from qurl_megatron.checkpoints.places import find_torch_dist
 from qurl_megatron.kit.errors import ConfigError, Unreadable
 from qurl_megatron.kit.filesystem import wait_until_seen
 from qurl_megatron.training.state import STATE, TrainState, folders, set_aside
-from qurl_megatron.training.whole import damage
 
 
 def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
-    """The newest whole checkpoint and its state, on every rank alike; None where there is none yet.
-
-    All ranks call it together. Their own look at the folder might differ: directories of network
-    file systems are cached.
+    """Return a run's newest whole checkpoint and its state; None where there is none yet.
 
     Raises:
         ConfigError: there are checkpoints, and none is whole, or one cannot be read; nothing was
@@ -31,17 +39,19 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     reading = "reading the run directory"
     for folder in reversed(on_lead(lambda: folders(run_dir), ranks, waiting_for=reading)):
         try:
-            look = partial(_at_first_sight, folder)
+            look = partial(_look, folder)
             state, record = on_lead(look, ranks, waiting_for=str(folder))
         except Unreadable:
             raise
         except ConfigError as error:
             broken.append((folder, str(error)))
             continue
-        if reason := _closely(folder, record or {}, ranks):
-            broken.append((folder, reason))
+        wait_until_seen(folder / STATE, "rank 0 resumes from it", key="train.run_dir")
+        if damage := find_damage(folder, record or {}, ranks, key="train.run_dir"):
+            broken.append((folder, damage))
             continue
-        on_lead(partial(_tell, folder, record, broken), ranks, waiting_for=str(folder))
+        tell = partial(_set_aside, broken, folder, recorded=record is not None)
+        on_lead(tell, ranks, waiting_for=str(folder))
         return folder, state
     if broken:
         raise ConfigError(
@@ -51,7 +61,7 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     return None
 
 
-def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None]:
+def _look(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None]:
     """Return the state and the record of a checkpoint.
 
     Raises:
@@ -65,23 +75,75 @@ def _at_first_sight(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None
     return TrainState.read(folder), record
 
 
-def _closely(folder: Path, record: Mapping[str, FileSum], ranks: Ranks) -> str | None:
-    """Return the reason why a checkpoint's bytes are damaged, or None if they are as written."""
-    wait_until_seen(folder / STATE, "rank 0 resumes from it", key="train.run_dir")
-    return damage(folder, record, ranks, key="train.run_dir")
-
-
-def _tell(folder: Path, record: object, broken: list[tuple[Path, str]]) -> None:
+def _set_aside(broken: list[tuple[Path, str]], newest: Path, *, recorded: bool) -> None:
     for path, reason in broken:
         kept = set_aside(path)
         print(
             f"{reason}: {path.name} is set aside as {kept.name}, and the run goes on from "
-            f"{folder.name}, the newest whole checkpoint",
+            f"{newest.name}, the newest whole checkpoint",
             flush=True,
         )
-    if record is None:
+    if not recorded:
         print(
-            f"{folder} has no {RECORD}, as it was written without checksums: its files are taken "
+            f"{newest} has no {RECORD}, as it was written without checksums: its files are taken "
             "as they are",
             flush=True,
         )
+
+
+def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
+    """Compare all files of the checkpoints that a recipe names and that have checksums.
+
+    Args:
+        paths: checkpoints of any kind, by their keys in the recipe.
+
+    Raises:
+        ConfigError: one is damaged.
+    """
+    for key, path in paths.items():
+        record = partial(_recorded, Path(path))
+        folder, sums = on_lead(record, ranks, waiting_for=f"{key}={path}")
+        if damage := find_damage(folder, sums, ranks, key=key):
+            raise ConfigError(f"{damage}; {FIX}")
+
+
+def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:
+    """Return the folder that a path leads to, and its record.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    folder = find_torch_dist(path) or path
+    record = read_record(folder) or {}
+    if wrong := wrong_size(folder, record):
+        raise ConfigError(f"{wrong}; {FIX}")
+    return folder, record
+
+
+def find_damage(
+    folder: Path, record: Mapping[str, FileSum], ranks: Ranks, *, key: str
+) -> str | None:
+    """Return how a checkpoint's bytes are damaged, or None if they are as written.
+
+    Args:
+        key: recipe key of the folder.
+
+    Raises:
+        ConfigError: a rank does not see a file, or cannot read it.
+    """
+    largest_first = sorted(record, key=lambda name: -record[name].bytes)
+    own_files = largest_first[ranks.rank :: ranks.world_size]
+    own_result: str | ConfigError | None
+    try:
+        for name in own_files:
+            wait_until_seen(folder / name, "rank 0 sees it", key=key)
+        own_result = damaged(folder, record, own_files)
+    except ConfigError as error:  # the others wait for this rank's result
+        own_result = error
+    damages = []
+    for result in everywhere(own_result):
+        if isinstance(result, ConfigError):
+            raise result
+        if result is not None:
+            damages.append(result)
+    return damages[0] if damages else None

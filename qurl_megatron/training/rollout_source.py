@@ -32,18 +32,20 @@ from qurl_megatron.rewards.line_pool import Abandoned
 from qurl_megatron.rewards.pool import Tally, refuse_none_scored
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.ahead import Ahead
-from qurl_megatron.training.examples import kept_of
-from qurl_megatron.training.journal import Journal
-from qurl_megatron.training.refill import Draft, fill, useful
-from qurl_megatron.training.rollout_metrics import (
+from qurl_megatron.training.groups import (
+    Draft,
     conversation_metrics,
+    fill,
     from_quantized,
+    kept_of,
     mean_overlong_penalty,
     reward_metrics,
     sample_metrics,
+    useful,
 )
+from qurl_megatron.training.inputs import no_room_for_the_environment
+from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.state import TrainState
-from qurl_megatron.training.too_long import no_room_for_the_environment
 from qurl_megatron.types import Prompt, Sample
 
 
@@ -88,7 +90,7 @@ class RolloutSource:
         """Responses of the step at hand that are examples, by their places in it."""
         self._turns, self._stop = turns, stop
         self._unquantized_since = state.unquantized_since
-        self._told: set[str] = set()  # remarks that are made once
+        self._remarked: set[str] = set()  # remarks that are made once
         self._drawing, self._grading = threading.Lock(), threading.Lock()
         self._ahead = Ahead(
             self._draw,
@@ -153,8 +155,7 @@ class RolloutSource:
         self._ahead.retry()
 
     def evaluate(self) -> tuple[list[Sample], Tally]:
-        """Responses to the held-out prompts, graded, by the engines as they are: at rollout
-        precision.
+        """Return graded responses to the held-out prompts, at rollout precision.
 
         Raises:
             Interrupted: a stop was requested meanwhile.
@@ -185,7 +186,7 @@ class RolloutSource:
         return samples, tally
 
     def recover(self) -> None:
-        """No engine is left: wait until one can take the weights in again.
+        """Wait until an engine can take the weights in again, when none is left.
 
         Raises:
             Interrupted: a stop was requested meanwhile.
@@ -226,8 +227,8 @@ class RolloutSource:
 
     def tell_unscored(self, tally: Tally, step: int) -> None:
         """Say why responses have no score, each way once in a run; metrics go on counting."""
-        if new := tally.ways.keys() - self._told:
-            self._told |= new
+        if new := tally.ways.keys() - self._remarked:
+            self._remarked |= new
             self.journal.alarm(
                 "reward",
                 f"{tally.failed} of {how_many(tally.responses, 'response')} could not be scored "
@@ -238,9 +239,9 @@ class RolloutSource:
     def tell_left_out(self, samples: Sequence[Sample], step: int) -> None:
         """Say that the environment's words did not fit, once between two starts."""
         count = sum(sample.left_out for sample in samples)
-        if not count or "left_out" in self._told:
+        if not count or "left_out" in self._remarked:
             return
-        self._told.add("left_out")
+        self._remarked.add("left_out")
         longest = min(self.prompts.longest, self.config.data.max_prompt_tokens)
         ended = f"{count} of {how_many(len(samples), 'conversation')} ended early"
         arch = arch_of(description_of(self.config.model.path))
@@ -250,12 +251,10 @@ class RolloutSource:
     def _measured(self, step: int, draft: Draft, samples: list[Sample]) -> dict[str, Metric]:
         config, rollout, reward = self.config, self.config.rollout, self.config.reward
         # Groups that only fill up the batch teach nothing, so their rewards are left out.
-        learnt = [
-            sample
-            for group in draft.chosen()
-            if not config.algo.dynamic_sampling or useful(group)
-            for sample in group
-        ]
+        learnt: list[Sample] = []
+        for group in draft.chosen():
+            if useful(group) or not config.algo.dynamic_sampling:
+                learnt += group
         metrics = sample_metrics(samples, newest=step - 1) | reward_metrics(learnt)
         metrics |= draft.metrics()
         # Ahead admits no batch too early, and no engine serves an older version than it confirmed.
@@ -294,7 +293,7 @@ class RolloutSource:
         return cursor, Draft(prompts, count, algo.max_refills if algo.dynamic_sampling else None)
 
     def _produce(self, step: int, draft: Draft, stop: Callable[[], bool]) -> Draft:
-        """Answers to one step's prompts, graded; runs on a thread of its own."""
+        """Have one step's prompts answered and graded; runs on a thread of its own."""
         config, timeline = self.config, self.journal.timeline
 
         def answer(prompts: Sequence[Prompt]) -> list[Sample]:

@@ -1,60 +1,60 @@
-"""``qurl train`` before there are ranks: check the recipe, make the warm-start model, start."""
+"""``qurl train`` from command to exit code: check the recipe, start ranks, be one of them."""
 
+import multiprocessing
 import os
-from collections.abc import Sequence
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import Change, RunConfig
+from qurl_megatron.config.env import prepare_cuda, use_transformer_engine
 from qurl_megatron.data.questions import training_questions
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.engines.starting import given_key, refuse_not_installed
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.filesystem import refusing
-from qurl_megatron.kit.launch import launch
+from qurl_megatron.kit.launch import launch, tell
 from qurl_megatron.kit.muster import mustered
 from qurl_megatron.kit.place import end_with_launcher, place_under_launcher
+from qurl_megatron.kit.stop import StopRequest
+from qurl_megatron.kit.terminal import terminal
+from qurl_megatron.observe import failures
 from qurl_megatron.observe.sinks import read_metrics, wandb_package
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
 from qurl_megatron.rewards.environment_pool import check_environment
 from qurl_megatron.schemes import simulation
-from qurl_megatron.tensors.arch import arch_of, read_arch
-from qurl_megatron.training.footprint import check_policy_division
+from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
+from qurl_megatron.training.footprint import check_policy_division, find_models
 from qurl_megatron.training.inputs import (
     check_files,
     check_own_loss,
+    describe_data,
     doubts,
+    refuse_endless_responses,
     refuse_without_tokenizer,
 )
-from qurl_megatron.training.state import (
-    TrainState,
-    latest,
-    refuse_other_run,
-    relatives,
-    tell_done,
-    tell_of_left_out,
-)
-from qurl_megatron.training.too_long import refuse_endless_responses
+from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 
 
-def start(config: RunConfig, fork: Path | None = None, given: Sequence[str] = ()) -> int:
+def start(config: RunConfig, fork: Path | None = None) -> int:
     """Train, in this process under torchrun or srun, else on ranks started here.
 
     Args:
         fork: new run directory, to begin with the newest checkpoint of the one in ``config``.
-        given: overrides of this command.
 
     Returns:
         0 when all steps are done; 128 + n after a clean stop on signal n, or where signal n killed
         a rank; 2 for a mistake in the input; 3 where the guard, or a number that is not finite,
         halted the run.
     """
-    from qurl_megatron.training.rank import run_rank
-
     if config.rollout.urls or config.rollout.rendezvous:
         given_key(os.environ)  # before minutes are spent on models
     placed = place_under_launcher(config.parallel.world_size)
@@ -64,11 +64,8 @@ def start(config: RunConfig, fork: Path | None = None, given: Sequence[str] = ()
         config = replace(config, train=replace(config.train, run_dir=str(fork)))
     path = Path(config.model.path)
     if not placed:  # else rank 0 looks for all, once they have met: none waits for one that refuses
-        if source is None:
-            with suppress(ConfigError):  # which the next check raises
-                tell_of_left_out(config, given)
-            if _already_done(config, _changes(config)):
-                return 0
+        if source is None and _already_done(config, _changes(config)):
+            return 0
         _check(config)
     if not path.exists() and (placed or not config.warmstart.steps):
         raise ConfigError(_missing(config))
@@ -77,7 +74,7 @@ def start(config: RunConfig, fork: Path | None = None, given: Sequence[str] = ()
         end_with_launcher()
         with mustered(Path(config.train.run_dir), key="train.run_dir"):
             return run_rank(config, partial(_prepare, source, config))
-    _begin(source, config)
+    _make_fork(source, config)
     if not path.exists():
         _make_model(config, path)
     # Threads that spin at barriers starve the ranks they wait for where there are more
@@ -89,6 +86,58 @@ def start(config: RunConfig, fork: Path | None = None, given: Sequence[str] = ()
     return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
 
 
+@dataclass(frozen=True)
+class LookedOver:
+    """Mistakes and remarks for a dry run."""
+
+    mistakes: list[str]  # each of them prevents the start
+    data: list[str]  # remarks on the data, a sentence each
+
+
+def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
+    """Check all that ``qurl train`` refuses before it loads a model, but for layouts.
+
+    Args:
+        model_config: as of ``find_models``.
+
+    Raises:
+        ConfigError: there is no config.json to check against.
+    """
+    arch = find_models(config, model_config).policy
+    data: list[str] = []
+    checks = [*_model_checks(config, arch), *_own_checks(config)]
+    checks.append(lambda: data.extend(describe_data(config)))
+    mistakes = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            mistakes.append(str(error))
+    return LookedOver(list(dict.fromkeys(mistakes)), data)
+
+
+def _model_checks(config: RunConfig, arch: Arch) -> list[Callable[[], object]]:
+    """Return the checks that the model and its tokenizer can roll out this recipe."""
+    return [
+        partial(arch.refuse_without_engine, f"model.path={config.model.path}: "),
+        partial(refuse_endless_responses, config.rollout, arch),
+        partial(refuse_without_tokenizer, config),
+    ]
+
+
+def _own_checks(config: RunConfig) -> list[Callable[[], object]]:
+    """Return the checks that rewards, environment, loss and packages can be used."""
+    checks: list[Callable[[], object]] = [
+        partial(refuse_not_installed, config.rollout),
+        partial(check_rewards, config.reward),
+        partial(check_environment, config.rollout),
+        partial(check_own_loss, config),
+    ]
+    if config.observe.wandb_project:
+        checks.append(wandb_package)
+    return checks
+
+
 def _refuse_impossible(config: RunConfig) -> None:
     """Raise ``ConfigError`` where the model, made already or not, cannot run the recipe."""
     if Path(config.model.path).exists():
@@ -98,16 +147,15 @@ def _refuse_impossible(config: RunConfig) -> None:
         from qurl_megatron.training.warmstart import shape_of
 
         arch = read_arch(shape_of(config.data, config.warmstart))
-    arch.refuse_without_engine(f"model.path={config.model.path}: ")
     check_policy_division(config, arch)
-    refuse_endless_responses(config.rollout, arch)
-    refuse_without_tokenizer(config)
+    for check in _model_checks(config, arch):
+        check()
 
 
 def _prepare(source: Path | None, config: RunConfig) -> dict[str, DataFile]:
     """Check the recipe and make the fork, for all ranks; return the data files, which it read."""
     files = _check(config)
-    _begin(source, config)
+    _make_fork(source, config)
     return files
 
 
@@ -118,27 +166,16 @@ def _check(config: RunConfig) -> dict[str, DataFile]:
         print(remark, flush=True)
     if simulated := simulation(config.quant.scheme):
         print(simulated, flush=True)
-    _check_own(config)
+    for check in _own_checks(config):
+        check()
     return files
 
 
-def _begin(source: Path | None, config: RunConfig) -> None:
-    """Make the run a fork of ``source``, where there is one."""
-    if source is None:
-        return _tell_of_relatives(Path(config.train.run_dir))
-    from qurl_megatron.training.fork import fork
+def _make_fork(source: Path | None, config: RunConfig) -> None:
+    if source is not None:
+        from qurl_megatron.training.fork import fork
 
-    fork(source, config)
-
-
-def _check_own(config: RunConfig) -> None:
-    """Check that the recipe's rewards, environment, loss and packages can be used."""
-    check_rewards(config.reward)
-    check_environment(config.rollout)
-    check_own_loss(config)
-    refuse_not_installed(config.rollout)
-    if config.observe.wandb_project:
-        wandb_package()
+        fork(source, config)
 
 
 def _missing(config: RunConfig) -> str:
@@ -162,12 +199,11 @@ def _lost(run_dir: Path, death: str) -> str:
     with suppress(ConfigError):  # no step has ended yet
         step += max(record.step for record in read_metrics(run_dir / "metrics.jsonl"))
     cause = ", as Linux does where memory runs out (`dmesg` says so)" if "SIGKILL" in death else ""
-    saved = f"the newest checkpoint is of step {_step(newest)}" if newest else "nothing is saved"
+    saved = "nothing is saved"
+    if newest:
+        saved_step = int(newest.name.removeprefix("step_"))
+        saved = f"the newest checkpoint is of step {saved_step}"
     return f"{death} in step {step}{cause}; {saved}: start the same command again"
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _changes(config: RunConfig) -> list[Change]:
@@ -178,14 +214,15 @@ def _changes(config: RunConfig) -> list[Change]:
         check_files(config)
         if config.data.task:
             training_questions(config.data)
-        _check_own(config)
+        for check in _own_checks(config):
+            check()
         if not Path(config.model.path).exists() and not config.warmstart.steps:
             raise ConfigError(_missing(config)) from None
         raise
 
 
 def _already_done(config: RunConfig, changed: Sequence[Change]) -> bool:
-    """True where the run directory holds all the steps the recipe asks for."""
+    """Return whether the run directory holds all the steps the recipe asks for, and say so."""
     run_dir = Path(config.train.run_dir)
     checkpoint = latest(run_dir)
     if checkpoint is None:
@@ -198,21 +235,6 @@ def _already_done(config: RunConfig, changed: Sequence[Change]) -> bool:
         return False
     tell_done(run_dir, state, config, changed)
     return True
-
-
-def _tell_of_relatives(run_dir: Path) -> None:
-    """Say that a run begins where somebody may have meant one of another name."""
-    if latest(run_dir) is None and (related_runs := relatives(run_dir)):
-        further = (
-            f", the newest of {len(related_runs)} runs with other overrides"
-            if related_runs[1:]
-            else ""
-        )
-        print(
-            f"{run_dir} begins a new run, as overrides are part of a run's name; to go on with "
-            f"{related_runs[0]}{further}, stop this and add train.run_dir={related_runs[0]}",
-            flush=True,
-        )
 
 
 def _make_model(config: RunConfig, path: Path) -> None:
@@ -235,3 +257,50 @@ def _make_model(config: RunConfig, path: Path) -> None:
     print(
         f"warm start done: {accuracy:.1%} of the held-out answers have the right number", flush=True
     )
+
+
+@terminal(lasting=True)
+def run_rank(config: RunConfig, prepare: Callable[[], dict[str, DataFile]] | None = None) -> int:
+    """Train as the rank that the environment names.
+
+    Args:
+        prepare: as for ``train.train``.
+
+    Returns:
+        0 when all steps are done, 128 + n after a clean stop on signal n. A failure does not
+        return: the process leaves with 2 and one sentence for a mistake in the input, with 3 and
+        one sentence where the guard, or a number that is not finite, halted the run, with 1 for
+        anything else.
+    """
+    stop = StopRequest()
+    prepare_cuda(config.parallel)
+    from qurl_megatron.actor.megatron import RankLost
+    from qurl_megatron.fleet.client import EngineError
+    from qurl_megatron.rewards.pool import RewardDown
+    from qurl_megatron.training.guard import Collapse
+
+    codes: dict[type[Exception], int]
+    codes = {ConfigError: 2, Collapse: 3, EngineError: 1, RankLost: 1, RewardDown: 1}
+    try:
+        use_transformer_engine()  # reports a broken one before Megatron trips over it
+        from qurl_megatron.training.train import train
+
+        finished = train(config, stop, prepare)
+    except tuple(codes) as error:
+        failures.keep(error)
+        tell(f"qurl: {error}")
+        _leave(next(code for kind, code in codes.items() if isinstance(error, kind)))
+    except BaseException as error:
+        failures.keep(error)
+        tell(printable(traceback.format_exc()))
+        _leave(1)
+    return 0 if finished else 128 + (stop.signal or signal.SIGTERM)
+
+
+def _leave(code: int) -> NoReturn:
+    """Leave without goodbyes: other ranks may be in a collective that this one will never join."""
+    for child in multiprocessing.active_children():
+        child.kill()  # nobody else would end it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -12,13 +12,13 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import count
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import msgspec
 
 from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_toml
-from qurl_megatron.config.load import VARIANT
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.kit.disk import lock, write_whole
 from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
@@ -26,9 +26,7 @@ from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.rewards.own_code import edited, named_code
 
 STATE = "state.json"
-REFERENCE = (
-    "reference"  # folder in a checkpoint: the reference, where it has moved since the run began
-)
+REFERENCE = "reference"  # folder in a checkpoint, where the reference has moved since the start
 RECIPE = "config.toml"
 SCORES = {
     *("reward.kind", "reward.function", "reward.batched", "reward.url", "reward.mix"),
@@ -47,16 +45,18 @@ MEASURES = {
     "eval": SCORES | QUESTIONS | ANSWERS | HELD_OUT,
     "reward": SCORES | QUESTIONS | {"data.path"},
 }
-"""By the first part of the metrics' names, the settings that say how they are measured. Metrics on
-the two sides of a change have nothing that compares them."""
+"""Settings that say how metrics are measured, by the first part of the metrics' names. Metrics from
+before and after such a change are never compared."""
 HEADER, END = "# The run's recipe, down to the last line.\n", "# The end.\n"  # of RECIPE
+
+Step = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The leading rank's is saved with every checkpoint."""
+    """State between two steps; the leading rank saves its own with every checkpoint."""
 
-    step: int = 0  # updates done; also the weight version the engines hold
+    step: Step = 0  # updates done; also the weight version the engines hold
     cursor: dict[str, Any] | None = None  # where the prompts go on
     accuracy_before: float | None = None  # held-out score of the model of step ``begun``
     accuracy: float | None = None  # the newest held-out score
@@ -71,7 +71,8 @@ class TrainState:
 
     @staticmethod
     def read(checkpoint: Path) -> "TrainState":
-        """
+        """Read the state of a checkpoint.
+
         Raises:
             Unreadable: the system cannot read the file, or a newer version wrote it.
             ConfigError: the file is missing or damaged.
@@ -79,69 +80,63 @@ class TrainState:
         path = checkpoint / STATE
         try:
             with reading(path):
-                content = path.read_bytes()
+                values = json.loads(path.read_bytes())
+            state = msgspec.convert(values, TrainState)
         except FileNotFoundError:
             raise ConfigError(f"{path} is missing") from None
-        try:
-            values = dict(json.loads(content))
-            unknown = sorted(values.keys() - _KINDS)
-            state = TrainState(**{key: values[key] for key in values if key in _KINDS})
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, RecursionError, msgspec.ValidationError) as error:
             raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
-        if unknown:
+        if unknown := sorted(values.keys() - {field.name for field in fields(TrainState)}):
             raise Unreadable(
                 f"{path} has the keys {', '.join(unknown):.200}, which this version does not know; "
                 "go on with the version that wrote them, or set train.run_dir to a new folder"
             )
-        for name, kinds in _KINDS.items():
-            if type(value := getattr(state, name)) not in kinds:
-                raise ConfigError(f"{path} is damaged ({name} is {value!r:.80})")
-        counts = {**state.guard, **state.measured_since}
-        if state.step < 0 or not all(type(count) is int for count in counts.values()):
-            raise ConfigError(f"{path} is damaged (step {state.step}, counts {counts!r:.80})")
         return state
 
     def write(self, checkpoint: Path) -> None:
         (checkpoint / STATE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     def scheme(self, configured: str) -> str:
-        """The number format that rollout weights have from here on."""
+        """Return the number format of rollout weights from here on."""
         return configured if self.unquantized_since is None else "none"
 
     def finished(self, steps: int) -> bool:
-        """True where nothing is left to do of a run of so many steps."""
+        """Return whether a run of so many steps has nothing left to do."""
         return self.step >= steps and not self.unevaluated
 
     def scored(self, step: int, score: float) -> "TrainState":
-        """The state once ``step`` is evaluated."""
+        """Return the state once ``step`` is evaluated."""
         before = score if step == self.begun else self.accuracy_before
         return replace(
             self, accuracy=score, accuracy_step=step, accuracy_before=before, unevaluated=False
         )
 
     def summary(self, *, right_or_wrong: bool) -> str:
-        """How far the run has come, for a person.
+        """Return a sentence on how far the run has come.
 
         Args:
             right_or_wrong: each held-out score is 1 or 0.
         """
-        text, before, now = f"step {self.step} done", self.accuracy_before, self.accuracy
+        done, before, now = f"step {self.step} done", self.accuracy_before, self.accuracy
         if now is None:
-            return text
-        late = self.accuracy_step not in (None, self.step)
-        at = f" after step {self.accuracy_step}" if late else ""
+            return done
+        after_step = ""
+        if self.accuracy_step not in (None, self.step):
+            after_step = f" after step {self.accuracy_step}"
         if before is None:
             score = _score(now, right_or_wrong=right_or_wrong)
             since = self.measured_since.get("eval", 0)
             return (
-                f"{text}; held-out {score}{at}, which compares with scores after step {since} alone"
+                f"{done}; held-out {score}{after_step}, which compares with scores after step "
+                f"{since} alone"
             )
-        at = at or " after"
+        after_step = after_step or " after"
         if not right_or_wrong:
-            return f"{text}; held-out reward {before:.3f} before, {now:.3f}{at}"
+            return f"{done}; held-out reward {before:.3f} before, {now:.3f}{after_step}"
         points = 100 * (now - before)
         return (
-            f"{text}; held-out accuracy {before:.1%} before, {now:.1%}{at} ({points:+.1f} points)"
+            f"{done}; held-out accuracy {before:.1%} before, {now:.1%}{after_step} "
+            f"({points:+.1f} points)"
         )
 
 
@@ -173,36 +168,20 @@ def stopped(by: str, step: int, steps: int) -> str:
     return f"stopped by {by}: step {step} of {steps} is saved; the same command goes on from there"
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "cursor": (dict, type(None)),
-    "accuracy_before": (float, int, type(None)),
-    "accuracy": (float, int, type(None)),
-    "accuracy_step": (int, type(None)),
-    "measured_since": (dict,),
-    "guard": (dict,),
-    "unquantized_since": (int, type(None)),
-    "notice": (str,),
-    "unevaluated": (bool,),
-    "begun": (int,),
-    "own_code": (dict,),
-}
-
-
 def folders(run_dir: Path) -> list[Path]:
-    """All checkpoints of a run, oldest first, whatever has happened to them since."""
+    """Return all checkpoints of a run, oldest first, damaged ones too."""
     folders_of_steps = (run_dir / "checkpoints").glob("step_*")
     steps = [path for path in folders_of_steps if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run that tell their state, oldest first."""
+    """Return the checkpoints of a run that have a state, oldest first."""
     return [path for path in folders(run_dir) if (path / STATE).is_file()]
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run that tells its state, or None."""
+    """Return the newest checkpoint of a run that has a state, or None."""
     return next(reversed(checkpoints(run_dir)), None)
 
 
@@ -212,8 +191,11 @@ def set_aside(checkpoint: Path) -> Path:
     Returns:
         Its new name, which no reader takes for a checkpoint.
     """
-    names = (f"{checkpoint.name}.damaged" + (f"-{n}" if n > 1 else "") for n in count(1))
-    free = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
+    free = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    number = 1
+    while free.exists():
+        number += 1
+        free = checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")
     with refusing(free, key="train.run_dir"):
         return checkpoint.rename(free)
 
@@ -242,15 +224,14 @@ def without_scores(state: TrainState) -> TrainState:
 
 
 def setting_of(key: str) -> str:
-    """The setting in which a key lies: ``reward.mix`` of ``reward.mix.brief.function``."""
+    """Return the setting in which a key lies: ``reward.mix`` of ``reward.mix.brief.function``."""
     return ".".join(key.split(".")[:2])
 
 
 def tell_done(
     run_dir: Path, state: TrainState, config: RunConfig, changed: Sequence[Change]
 ) -> None:
-    """Tell that the run directory holds all the steps the recipe asks for, and of which settings
-    and data nothing was used.
+    """Print that the run directory holds all steps, and which changes had no effect.
 
     Args:
         changed: settings that differ from the run's.
@@ -281,37 +262,6 @@ def tell_done(
     print(f"report: {run_dir / 'report.html'}", flush=True)
 
 
-def tell_of_left_out(config: RunConfig, given: Sequence[str]) -> None:
-    """Tell which settings the run was last started with and this command does not give.
-
-    Args:
-        given: overrides of this command.
-    """
-    run_dir = Path(config.train.run_dir)
-    named = {override.partition("=")[0].strip() for override in given}
-    left_out = [
-        change
-        for change in _changes_since(run_dir, config)
-        if not any(f"{name}.".startswith(f"{change.key}.") for name in named)
-    ]
-    if left_out:
-        before = ", ".join(f"{change.key}={change.before}" for change in left_out)
-        now = ", ".join(str(change.now) for change in left_out)
-        print(
-            f"{run_dir} was last started with {before}, which neither this command nor its recipe "
-            f"gives: now {now}",
-            flush=True,
-        )
-
-
-def _changes_since(run_dir: Path, config: RunConfig) -> list[Change]:
-    """Return the settings that differ from the directory's run; none where no run has begun."""
-    recipe = run_dir / RECIPE
-    with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
-        begun = latest(run_dir) is not None
-    return changes(recipe_of(run_dir), config) if begun and recipe.is_file() else []
-
-
 def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
     """Return the settings that differ from the directory's run, all of which may change.
 
@@ -320,49 +270,35 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
     Raises:
         ConfigError: some may not, as they would make it another run.
     """
-    found = _changes_since(run_dir, config)
-    if other := refused(found):
-        fork = ""
+    recipe = run_dir / RECIPE
+    with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
+        has_begun = latest(run_dir) is not None
+    if not (has_begun and recipe.is_file()):
+        return []
+    changed = changes(recipe_of(run_dir), config)
+    if other := refused(changed):
+        fork = "or "
         if not refused(other, fork=True):
             fork = (
                 f"call `qurl train` with train.run_dir={run_dir} --fork NEW_RUN_DIR to go on there "
-                "from its newest checkpoint, "
-                "changed like this, or "
+                "from its newest checkpoint, changed like this, or "
             )
         raise ConfigError(
             f"{run_dir} holds another run ({', '.join(map(str, other))}); undo that to go on with "
-            f"it, {fork or 'or '}set train.run_dir to a new folder to begin again"
+            f"it, {fork}set train.run_dir to a new folder to begin again"
         )
-    return found
-
-
-def relatives(run_dir: Path) -> list[Path]:
-    """Folders beside it that hold runs of the same recipe with other overrides, newest first."""
-    recipe = _recipe_name(run_dir)
-    beside = run_dir.parent.iterdir() if run_dir.parent.is_dir() else ()
-    found = [
-        path
-        for path in beside
-        if path != run_dir and _recipe_name(path) == recipe and latest(path) is not None
-    ]
-    return sorted(found, key=lambda path: (path / "checkpoints").stat().st_mtime, reverse=True)
-
-
-def _recipe_name(run_dir: Path) -> str:
-    """The part of a run folder's name before its overrides, also of ``run,quant.scheme=fp8``, as
-    folders were named before."""
-    return re.split(rf"{VARIANT}|,(?=\w+\.\w+=)", run_dir.name)[0]
+    return changed
 
 
 def recipe_of(run_dir: Path) -> RunConfig:
-    """The recipe that a run keeps in its folder.
+    """Return the recipe that a run keeps in its folder.
 
     Raises:
         ConfigError: it cannot be read, is not all that ``claim`` has written, or breaks the rules
             that recipes have now.
     """
     recipe = run_dir / RECIPE
-    what = f"{recipe}, which says what run this folder holds,"
+    named = f"{recipe}, which says what run this folder holds,"
     try:
         text = recipe.read_bytes().decode()
         tomllib.loads(text)
@@ -377,14 +313,14 @@ def recipe_of(run_dir: Path) -> RunConfig:
         damage = str(error)
     if damage:
         raise ConfigError(
-            f"{what} is damaged ({damage}); delete it if the recipe is the one the run was started "
-            "with"
+            f"{named} is damaged ({damage}); delete it if the recipe is the one the run was "
+            "started with"
         )
     try:
         return load(recipe)
     except ConfigError as error:
         raise ConfigError(
-            f"{what} was written under other rules: {error}; change it there to what the run was "
+            f"{named} was written under other rules: {error}; change it there to what the run was "
             "started with, or set train.run_dir to a new folder"
         ) from None
 
@@ -437,8 +373,8 @@ class Claim:
 def claim(run_dir: Path, config: RunConfig) -> Claim:
     """Lock the run directory, and write the recipe into it.
 
-    A recipe with changes is for the caller to keep once they are told: a run that is stopped before
-    that is told of them at its next start.
+    A changed recipe is for the caller to keep, once the changes are printed: a run that is stopped
+    before that prints them at its next start.
 
     Raises:
         ConfigError: the directory holds another run, a process is at work in it, or it cannot be
@@ -447,13 +383,13 @@ def claim(run_dir: Path, config: RunConfig) -> Claim:
     refuse_other_run(run_dir, config)
     with refusing(run_dir, key="train.run_dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
-        held = (run_dir / ".lock").open("w")
-    if not lock(held):
+        lock_file = (run_dir / ".lock").open("w")
+    if not lock(lock_file):
         raise ConfigError(
             f"{run_dir} is in use by a run that has not ended; wait for it, stop it, "
             "or set train.run_dir to a new folder"
         )
-    claimed = Claim(run_dir, config, refuse_other_run(run_dir, config), held)
+    claimed = Claim(run_dir, config, refuse_other_run(run_dir, config), lock_file)
     if not claimed.changes:
         claimed.keep_recipe()
     return claimed

@@ -61,23 +61,24 @@ def warmstart(
             f"{model.config.vocab_size}, {len(questions)} questions, "
             f"at most {config.steps} steps of {config.batch}"
         )
-        if unread := [one.text for one in held_out if not _reads(tokenizer, one.text)]:
+        unread = []
+        for question in held_out:
+            if tokenizer.decode(tokenizer(question.text)["input_ids"]) != question.text:
+                unread.append(question.text)
+        if unread:
             log(
                 f"warm start: {len(unread)} of {len(held_out)} held-out questions have words that "
                 f"no training question has, and that the model will not see: {unread[0]!r:.200}"
             )
         limit = max(len(answer) for _, answer in pairs) + 1  # and a full stop
-        # Training questions decide when to stop: the held-out ones must stay unseen.
         stop = tokenizer.convert_tokens_to_ids(STOP)
         assert isinstance(stop, int), "of one token"
-        fit(
-            model,
-            pairs,
-            stop,
-            config,
-            log,
-            lambda: accuracy(model, tokenizer, questions[:256], limit),
-        )
+
+        def measure() -> float:
+            # Training questions decide when to stop: the held-out ones must stay unseen.
+            return accuracy(model, tokenizer, questions[:256], limit)
+
+        fit(model, pairs, stop, config, log, measure)
         model.bfloat16()
         model.save_pretrained(aside)
         save_tokenizer(tokenizer, aside)
@@ -125,24 +126,22 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     shared = re.split(r"[0-9]", os.path.commonprefix(texts))[0].rpartition(" ")[0]
     pattern = r" ?[0-9]| ?[^\s0-9]+|\s+"
     if shared:
-        pattern = rf"^{_escape(shared)}|{pattern}"
+        escaped = "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in shared)
+        pattern = rf"^{escaped}|{pattern}"
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    found = {
-        word
-        for text in {*texts, *(question.answer for question in questions)}
-        for word, _ in split.pre_tokenize_str(text)
-    }
-    words = {part for word in found for part in ([word] if _comes_back(word) else _bytes_of(word))}
-    known = [STOP, *sorted((words | set("0123456789-")) - {STOP})]
-    vocab = {name: i for i, name in enumerate([PAD, EOS, UNKNOWN, *known])}
+    words = set("0123456789-")
+    for text in {*texts, *(question.answer for question in questions)}:
+        for word, _ in split.pre_tokenize_str(text):
+            words |= {word} if _comes_back(word) else set(_bytes_of(word))
+    vocabulary = [STOP, *sorted(words - {STOP})]
+    vocab = {name: i for i, name in enumerate([PAD, EOS, UNKNOWN, *vocabulary])}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     # Qwen2 has this too; its splitting rules have no effect where no pairs are merged.
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [AddedToken(word, normalized=False) for word in known if _comes_back(word)]
-    )
+    whole_words = filter(_comes_back, vocabulary)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in whole_words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -174,19 +173,15 @@ def _comes_back(word: str) -> bool:
 
 
 def _bytes_of(word: str) -> str:
-    """The letters that stand for the bytes of ``word``."""
+    """Return the letters that stand for the bytes of ``word``."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     ((letters, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word)
     return letters
 
 
-def _reads(tokenizer: "PreTrainedTokenizerFast", text: str) -> bool:
-    return tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
 def shape_of(data: DataConfig, config: WarmstartConfig) -> dict[str, Any]:
-    """The config.json of the model that would be made.
+    """Return the config.json of the model that would be made.
 
     Raises:
         ConfigError: ``data`` names no usable task or file.
@@ -197,7 +192,7 @@ def shape_of(data: DataConfig, config: WarmstartConfig) -> dict[str, Any]:
 def build_model(
     tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig
 ) -> "Qwen2ForCausalLM":
-    """A Qwen2 of the configured sizes with random weights."""
+    """Build a Qwen2 of the configured sizes with random weights."""
     from transformers import GenerationConfig, Qwen2ForCausalLM
     from transformers.utils import logging
 
@@ -230,7 +225,7 @@ def _shape(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -> "Qw
 
 
 def encode(tokenizer: "PreTrainedTokenizerFast", question: Question) -> tuple[list[int], list[int]]:
-    """Ids of the prompt, and of the answer with its end."""
+    """Return the ids of the prompt, and of the answer with its end."""
     answer = tokenizer(question.answer)["input_ids"] + [tokenizer.eos_token_id]
     return tokenizer(question.text)["input_ids"], answer
 
@@ -243,7 +238,7 @@ def fit(
     log: Callable[[str], None],
     measure: Callable[[], float],
 ) -> None:
-    """Supervised steps on prompt -> answer until ``measure`` reaches the target, or all steps.
+    """Fit answers to prompts until ``measure`` reaches the target, or for all steps.
 
     The learning rate rises over a tenth of the steps, then falls to 0.
     """
@@ -251,26 +246,21 @@ def fit(
         model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
     warmup = max(1, config.steps // 10)
-    shape = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(
-            (step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / config.steps))
-        ),
-    )
+
+    def rate(step: int) -> float:
+        falling = 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / config.steps))
+        return min((step + 1) / warmup, falling)
+
+    shape = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     draw = random.Random(config.seed)
-    begun = time.monotonic()
+    start = time.monotonic()
     for step in range(1, config.steps + 1):
-        ids_BS, targets_BS = _pad(
-            [
-                (
-                    prompt,
-                    [*answer[:-1], stop_id, answer[-1]]
-                    if draw.random() < config.untidy
-                    else answer,
-                )
-                for prompt, answer in draw.choices(pairs, k=config.batch)
-            ]
-        )
+        batch = []
+        for prompt, answer in draw.choices(pairs, k=config.batch):
+            if draw.random() < config.untidy:
+                answer = [*answer[:-1], stop_id, answer[-1]]
+            batch.append((prompt, answer))
+        ids_BS, targets_BS = _pad(batch)
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED
@@ -284,7 +274,7 @@ def fit(
             reached = measure()
             log(
                 f"warm start: step {step}/{config.steps}, loss {loss.item():.3f}, "
-                f"accuracy {reached:.1%}, {time.monotonic() - begun:.0f} s"
+                f"accuracy {reached:.1%}, {time.monotonic() - start:.0f} s"
             )
             if reached >= config.target:
                 return
@@ -297,7 +287,7 @@ def accuracy(
     questions: Sequence[Question],
     limit: int,
 ) -> float:
-    """Share of questions whose greedy answer, of at most ``limit`` tokens, is the right number."""
+    """Return the share of questions whose greedy answer of ``limit`` tokens is right."""
     right = 0
     for start in range(0, len(questions), 256):
         part = questions[start : start + 256]
@@ -320,19 +310,14 @@ def accuracy(
 
 
 def _pad(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Inputs and next-token targets, [B, S]; only answers are targets."""
-    length = max(len(prompt) + len(answer) for prompt, answer in pairs) - 1
-    ids = _rows([(prompt + answer)[:-1] for prompt, answer in pairs], length, 0)
-    targets = _rows(
-        [[IGNORED] * (len(prompt) - 1) + answer for prompt, answer in pairs], length, IGNORED
-    )
-    return ids, targets
+    """Return inputs and next-token targets, [B, S]; only answers are targets."""
+    inputs, targets = [], []
+    for prompt, answer in pairs:
+        inputs.append((prompt + answer)[:-1])
+        targets.append([IGNORED] * (len(prompt) - 1) + answer)
+    length = max(map(len, inputs))
+    return _rows(inputs, length, 0), _rows(targets, length, IGNORED)
 
 
 def _rows(rows: Iterable[list[int]], length: int, filler: int) -> Tensor:
     return torch.tensor([row + [filler] * (length - len(row)) for row in rows])
-
-
-def _escape(text: str) -> str:
-    """``text`` as a pattern that matches it, in the tokenizers' regular expressions."""
-    return "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in text)

@@ -19,8 +19,8 @@ def backend(request) -> str:
 def alone(tmp_path_factory, backend) -> Callable[..., tuple[Path, dict]]:
     """(family, algo...) -> a checkpoint, and what ``train_twice`` finds without any split;
     computed once for each backend."""
-    from tests.distributed.test_policy import recipe, run
     from tests.support.models import tiny_checkpoint
+    from tests.support.policies import recipe, run
 
     @cache
     def find(family: str, **algo) -> tuple[Path, dict]:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import ALGORITHMS, CorrectionConfig, CriticConfig, RunConfig
 from qurl_megatron.data.responses import Responses
-from tests.distributed.test_policy import build, recipe, relative, whole
 from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.policies import build, recipe, relative, whole
 from tests.support.ranks import run_on_ranks
 
 # Arithmetic on few numbers, and much of it.

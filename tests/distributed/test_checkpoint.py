@@ -11,55 +11,26 @@ import pytest
 import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.checkpoints.integrity import RECORD, read_record, write_record
+from qurl_megatron.checkpoints.integrity import RECORD, write_record
 from qurl_megatron.config import OptimizerConfig, ParallelConfig
-from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import free
-from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
 from tests.disks import small_disk
-from tests.distributed import test_critic
-from tests.distributed.test_policy import build, joined, recipe, relative, whole
-from tests.support.models import random_samples, tiny_checkpoint
+from tests.support import critics
+from tests.support.models import tiny_checkpoint
+from tests.support.policies import (
+    assert_same_weights,
+    build,
+    improve_at,
+    joined,
+    load_and_go_on,
+    recipe,
+    save_then_go_on,
+    save_weights,
+    whole,
+)
 from tests.support.ranks import run_on_ranks
-
-
-def improve_at(policy, config, step):
-    from qurl_megatron.training.step import improve
-
-    improve(policy, Responses.of(random_samples(16)), config, step=step, timer=Timer())
-
-
-def save_then_go_on(device, config, run_dir, out):
-    from qurl_megatron.training import checkpoint
-
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks)
-        improve_at(policy, config, 1)
-        state = TrainState(step=1, cursor={"epoch": 0}, accuracy_before=0.25, accuracy=0.5)
-        checkpoint.save(run_dir, policy, state, keep=2)
-        improve_at(policy, config, 2)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
-
-
-def load_and_go_on(device, config, run_dir, out):
-    from qurl_megatron.training import checkpoint
-    from qurl_megatron.training.newest import newest_whole
-
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks)
-        path, state = newest_whole(run_dir, ranks)
-        assert state == TrainState(1, {"epoch": 0}, 0.25, 0.5)
-        files = {f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_file()}
-        assert read_record(path).keys() == files - {RECORD}
-        checkpoint.load(path, policy)
-        improve_at(policy, config, 2)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
 
 
 @pytest.mark.crossed
@@ -81,14 +52,8 @@ def test_a_loaded_policy_takes_the_same_next_step(dtype, before, after, exact, b
     a, b = tmp_path / "a.pt", tmp_path / "b.pt"
     run_on_ranks(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a)
     run_on_ranks(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b)
-    expected, actual = torch.load(a), torch.load(b)
-    for name in expected:
-        if exact:
-            assert torch.equal(actual[name], expected[name]), name
-        else:
-            assert relative(actual[name], expected[name]) < (
-                1e-5 if dtype == "float32" else 1e-3
-            ), name
+    rounding = 1e-5 if dtype == "float32" else 1e-3
+    assert_same_weights(b, a, rounding=0.0 if exact else rounding)
 
 
 def load_with_another_optimizer(device, config, run_dir):
@@ -116,15 +81,14 @@ def test_a_schedule_goes_on_bit_by_bit_and_a_changed_optimizer_takes_effect(dist
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
     run_on_ranks(save_then_go_on, 1, "gloo", tmp_path, config, run, a)
     run_on_ranks(load_and_go_on, 1, "gloo", tmp_path, config, run, b)
-    expected, actual = torch.load(a), torch.load(b)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_same_weights(b, a)
     other = replace(cosine, lr=5e-4, schedule="linear", beta1=0.8, beta2=0.9, eps=1e-6)
     changed = replace(config, optimizer=other)
     run_on_ranks(load_with_another_optimizer, 1, "gloo", tmp_path, changed, run)
 
 
 def build_both(config, ranks):
-    critic = test_critic.build(config, ranks)
+    critic = critics.build(config, ranks)
     critic.folder = config.model.path
     return build(config, ranks), critic
 
@@ -132,8 +96,8 @@ def build_both(config, ranks):
 def go_on_with_both(policy, critic, config, out):
     """A second step of both; their weights, the critic's under its own prefix."""
     improve_at(policy, config, 2)
-    test_critic.learn(critic, 1)
-    learned = joined(test_critic.named(critic))
+    critics.learn(critic, 1)
+    learned = joined(critics.named(critic))
     weights = whole(policy) | {f"critic.{name}": value for name, value in learned.items()}
     if policy.ranks.leads:
         torch.save(weights, out)
@@ -145,7 +109,7 @@ def save_both_then_go_on(device, config, run_dir, out):
     with megatron_runtime(config.parallel) as ranks:
         policy, critic = build_both(config, ranks)
         improve_at(policy, config, 1)
-        test_critic.learn(critic, 0)
+        critics.learn(critic, 0)
         saved = whole(policy)
         checkpoint.save(run_dir, policy, TrainState(step=1), keep=1, critic=critic)
         if ranks.leads:
@@ -190,13 +154,8 @@ def test_a_loaded_critic_takes_the_same_next_step(
     run_on_ranks(
         load_both_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b
     )
-    expected, actual = torch.load(a), torch.load(b)
-    assert expected.keys() == actual.keys() and any("critic." in name for name in expected)
-    for name in expected:
-        if before == after:
-            assert torch.equal(actual[name], expected[name]), name
-        else:
-            assert relative(actual[name], expected[name]) < 1e-5, name
+    assert any("critic." in name for name in torch.load(a))
+    assert_same_weights(b, a, rounding=0.0 if before == after else 1e-5)
 
 
 def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
@@ -227,7 +186,7 @@ def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
         assert torch.equal(converted.whole(name).float(), value.to(torch.bfloat16).float()), name
 
 
-def load_across(device, config, with_critic, without):
+def load_across(device, config, larger, with_critic, without):
     from qurl_megatron.training import checkpoint
 
     with megatron_runtime(config.parallel) as ranks:
@@ -236,32 +195,17 @@ def load_across(device, config, with_critic, without):
             checkpoint.load(latest(with_critic), policy)
         with pytest.raises(ConfigError, match="has no critic, and algo.advantage needs one"):
             checkpoint.load(latest(without), policy, critic)
+        with pytest.raises(ConfigError, match="cannot be loaded into this model"):
+            checkpoint.load(latest(without), build(larger, ranks))
 
 
-def test_a_checkpoint_and_a_run_must_agree_on_whether_there_is_a_critic(backend, tmp_path):
+def test_a_checkpoint_of_another_model_or_with_another_critic_is_refused(backend, tmp_path):
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), {})
+    larger = recipe(tiny_checkpoint(tmp_path / "large", "qwen2", intermediate_size=128), {})
     a, b = tmp_path / "a", tmp_path / "b"
     run_on_ranks(save_both_then_go_on, 1, backend, tmp_path, config, a, tmp_path / "a.pt")
     run_on_ranks(save_then_go_on, 1, backend, tmp_path, config, b, tmp_path / "b.pt")
-    run_on_ranks(load_across, 1, backend, tmp_path, config, a, b)
-
-
-def load_into_another_model(device, folder, run_dir):
-    from qurl_megatron.training import checkpoint
-
-    config = recipe(folder, {})
-    with megatron_runtime(ParallelConfig()) as ranks:
-        policy = build(config, ranks)
-        with pytest.raises(ConfigError, match="cannot be loaded into this model"):
-            checkpoint.load(latest(run_dir), policy)
-
-
-def test_a_checkpoint_of_another_model_is_refused(backend, tmp_path):
-    small = tiny_checkpoint(tmp_path / "small", "qwen2")
-    large = tiny_checkpoint(tmp_path / "large", "qwen2", intermediate_size=128)
-    run = tmp_path / "run"
-    run_on_ranks(save_then_go_on, 1, backend, tmp_path, recipe(small, {}), run, tmp_path / "a.pt")
-    run_on_ranks(load_into_another_model, 1, backend, tmp_path, large, run)
+    run_on_ranks(load_across, 1, backend, tmp_path, config, larger, a, b)
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -331,13 +275,17 @@ def damage_and_look(device, root):
                 newest_whole(run, ranks)
             if ranks.leads:
                 assert folders(run) == [older], "nothing is touched where nothing is whole"
+        if ranks.leads:
+            (pretend_checkpoint(root / "old", 4) / RECORD).unlink()
+        dist.barrier()
+        assert newest_whole(root / "old", ranks)[0].name == "step_000004"
 
 
-def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one_taken(
-    tmp_path,
-):
+def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one_taken(tmp_path):
+    """One without checksums, written before there were any, is taken with a note."""
     run_on_ranks(damage_and_look, 2, "gloo", tmp_path, tmp_path)
     said = (tmp_path / "said").read_text().splitlines()
+    assert "has no files.json, as it was written without checksums" in said.pop()
     assert len(said) == len(PARTS) * len(DAMAGES)
     for line, (part, what) in zip(said, ((p, w) for p in PARTS for w in DAMAGES), strict=True):
         assert f"step_000004/{part} " in line and (what in line or part == STATE), line
@@ -396,7 +344,7 @@ def test_what_a_newer_version_wrote_is_refused_and_not_set_aside(part, tmp_path)
 
 
 def begin_with_damage(device, run, damaged):
-    from qurl_megatron.training.whole import refuse_damaged_together
+    from qurl_megatron.training.newest import refuse_damaged_together
 
     with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
         refuse_damaged_together({"model.path": str(run), "algo.reference": str(run.parent)}, ranks)
@@ -417,22 +365,6 @@ def test_a_run_does_not_begin_with_weights_that_have_changed(tmp_path):
         if part:
             flip(newest / part)
     run_on_ranks(begin_with_damage, 2, "gloo", tmp_path, tmp_path / "run", tmp_path / "damaged")
-
-
-def look_at_an_old_one(device, run_dir):
-    from qurl_megatron.training.newest import newest_whole
-
-    with megatron_runtime(ParallelConfig()) as ranks, said_into(run_dir / "said"):
-        assert newest_whole(run_dir, ranks)[0].name == "step_000004"
-
-
-def test_a_checkpoint_without_checksums_is_taken_with_a_note(tmp_path):
-    (pretend_checkpoint(tmp_path / "run", 4) / RECORD).unlink()
-    run_on_ranks(look_at_an_old_one, 1, "gloo", tmp_path, tmp_path / "run")
-    assert (
-        "has no files.json, as it was written without checksums"
-        in (tmp_path / "run/said").read_text()
-    )
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(tmp_path):
@@ -476,15 +408,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_told_on_every_rank_and_the_old_o
         )
 
 
-def test_an_unfinished_checkpoint_does_not_exist(tmp_path):
-    whole, torn = tmp_path / "checkpoints/step_000001", tmp_path / "checkpoints/step_000002"
-    for folder in (whole, torn, tmp_path / "checkpoints/.step_000003"):
-        folder.mkdir(parents=True)
-    TrainState(step=1).write(whole)
-    assert latest(tmp_path) == whole
-    assert latest(tmp_path / "empty") is None
-
-
 class LazyAdam(torch.optim.Optimizer):
     """AdamW as Transformer Engine and apex have it: state is made in the first step, and only if
     there is none; steps are counted per group; loading takes the state over into new tensors."""
@@ -526,35 +449,23 @@ def fused_adam():
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
 
 
-def save_at(device, config, run_dir, out, *, lazy, step):
+def go_on(device, config, run_dir, out, *, lazy, step, resumed):
+    """Save after ``step`` updates, or load that; then make one more."""
     from qurl_megatron.training import checkpoint
 
     if lazy:
         fused_adam()
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
-        for index in range(step):
-            improve_at(policy, config, 1 + index)
-        checkpoint.save(run_dir, policy, TrainState(step=step), keep=1)
+        if resumed:
+            improve_at(policy, config, 7)  # what was there before must not shine through
+            checkpoint.load(latest(run_dir), policy)
+        else:
+            for index in range(step):
+                improve_at(policy, config, 1 + index)
+            checkpoint.save(run_dir, policy, TrainState(step=step), keep=1)
         improve_at(policy, config, step + 1)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
-
-
-def load_at(device, config, run_dir, out, *, lazy, step):
-    from qurl_megatron.training import checkpoint
-
-    if lazy:
-        fused_adam()
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks)
-        improve_at(policy, config, 7)  # what was there before must not shine through
-        checkpoint.load(latest(run_dir), policy)
-        improve_at(policy, config, step + 1)
-        weights = whole(policy)
-        if ranks.leads:
-            torch.save(weights, out)
+        save_weights(policy, out)
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -565,12 +476,10 @@ def test_every_adam_goes_on_from_a_checkpoint_before_its_first_step_and_after(
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = recipe(folder, dict(data=2), dtype="bfloat16", distributed=distributed)
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
-    for body, out in ((save_at, a), (load_at, b)):
-        body = functools.partial(body, lazy=lazy, step=step)
+    for resumed, out in ((False, a), (True, b)):
+        body = functools.partial(go_on, lazy=lazy, step=step, resumed=resumed)
         run_on_ranks(body, 2, "gloo", tmp_path, config, run, out)
-    expected, actual = torch.load(a), torch.load(b)
-    for name in expected:
-        assert torch.equal(actual[name], expected[name]), name
+    assert_same_weights(b, a)
 
 
 def optimizer_tensors(policy):

@@ -10,8 +10,8 @@ from qurl_megatron.actor.context import ContextPart, zigzag
 from qurl_megatron.actor.megatron import Axis, megatron_runtime
 from qurl_megatron.config import TrainConfig
 from qurl_megatron.data.responses import Responses
-from tests.distributed.test_policy import build, recipe
 from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.policies import build, recipe
 from tests.support.ranks import run_on_ranks
 
 
@@ -70,8 +70,8 @@ def test_parts_join_into_the_whole_and_get_their_gradient(backend, tmp_path):
 
 def scores(device, config, samples, expected) -> None:
     """Every rank knows log-probs and entropies of all response tokens of its samples."""
-    from qurl_megatron.training.sharded_loss import Scorer
-    from qurl_megatron.training.step import lay_out
+    from qurl_megatron.training.layout import lay_out
+    from qurl_megatron.training.losses import Scorer
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)

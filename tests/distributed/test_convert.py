@@ -17,8 +17,8 @@ from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.training.state import TrainState, latest
 from tests.cases import all_but
 from tests.distributed.test_model import LAYOUTS, forward, hf_logits
-from tests.distributed.test_policy import build, recipe, whole
 from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
+from tests.support.policies import build, recipe, whole
 from tests.support.ranks import run_on_ranks
 
 IDS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -19,8 +19,7 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.training.correction import attach_correction, rejected_responses
-from qurl_megatron.training.credit import attach_advantages
+from qurl_megatron.training.credit import attach_advantages, attach_correction, rejected_responses
 from qurl_megatron.types import Prompt, Sample
 from tests.support.ranks import run_on_ranks
 

@@ -48,8 +48,7 @@ def config(layout: dict, **train) -> RunConfig:
 
 
 def check_shares(device, layout: dict) -> None:
-    from qurl_megatron.training.delivery import deliver
-    from qurl_megatron.training.step import lay_out, shares
+    from qurl_megatron.training.layout import deliver, lay_out, shares
 
     whole = Responses.of(SAMPLES)
     with megatron_runtime(ParallelConfig(**layout)) as ranks:
@@ -84,7 +83,7 @@ def test_each_data_rank_gets_its_share_and_trains_on_the_same_batches(layout, ba
 
 def check_pickles(device) -> None:
     from qurl_megatron.observe.metrics import Timer
-    from qurl_megatron.training.loop import _Run
+    from qurl_megatron.training.loop import Run
     from qurl_megatron.training.rollout_source import Rollout
     from qurl_megatron.training.state import TrainState
 
@@ -101,7 +100,7 @@ def check_pickles(device) -> None:
     with megatron_runtime(recipe.parallel) as ranks:
         source = SimpleNamespace(take=lambda step, timer: collected)
         lead = SimpleNamespace(source=source) if ranks.leads else None
-        run = _Run(recipe, SimpleNamespace(ranks=ranks), None, None, lead, TrainState(), None)
+        run = Run(recipe, SimpleNamespace(ranks=ranks), None, None, lead, TrainState(), None)
         samples, rollout = run._samples(1, Timer())
     assert rollout == collected[1]
     assert len(samples.held) == 8 and len(samples) == 16

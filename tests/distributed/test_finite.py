@@ -9,8 +9,8 @@ import torch.distributed as dist
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
-from tests.distributed.test_policy import build, recipe, whole
 from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.policies import build, recipe, whole
 from tests.support.ranks import run_on_ranks
 
 
@@ -27,7 +27,7 @@ def same_words(error) -> str:
 
 
 def break_one_weight(device, config):
-    from qurl_megatron.training.finite import NotFinite, look, norm_of
+    from qurl_megatron.training.guard import NotFinite, examine, norm_of
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
@@ -36,7 +36,7 @@ def break_one_weight(device, config):
         expected = torch.stack(
             [v.double().norm() for n, v in tensors.items() if not tied or n != "lm_head.weight"]
         ).norm()
-        norm = norm_of(everywhere(look([policy])))
+        norm = norm_of(everywhere(examine([policy])))
         assert norm == pytest.approx(expected.item(), rel=1e-5)
         for value, what in ((float("nan"), "has NaN"), (float("-inf"), "has infinity"), (1e12, "")):
             if ranks.rank == ranks.world_size - 1:
@@ -44,13 +44,13 @@ def break_one_weight(device, config):
                 kept = master.clone()
                 master.view(-1)[-1] = value
             with pytest.raises(NotFinite) as error:
-                norm_of(everywhere(look([policy])))
+                norm_of(everywhere(examine([policy])))
             said = same_words(error.value)
             assert what in said and f"on rank {ranks.world_size - 1} has " in said
             if ranks.rank == ranks.world_size - 1:
                 assert name in said
                 master.copy_(kept)
-        assert norm_of(everywhere(look([policy]))) == norm
+        assert norm_of(everywhere(examine([policy]))) == norm
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_weights_that_are_not_finite_are_named_on_every_rank(layout, dtype, dist
 
 
 def improve_on_infinite_rewards(device, config):
-    from qurl_megatron.training.finite import NotFinite
+    from qurl_megatron.training.guard import NotFinite
     from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:

@@ -7,7 +7,7 @@ import pytest
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.fleet.client import EngineError
-from tests.distributed.test_policy import recipe
+from tests.support.policies import recipe
 from tests.support.ranks import run_on_ranks
 
 
@@ -28,7 +28,7 @@ class Publishing:
 
 
 def start(device, config, refusals: int, why: str) -> None:
-    from qurl_megatron.training.loop import _Run
+    from qurl_megatron.training.loop import Run
     from qurl_megatron.training.state import TrainState
 
     with megatron_runtime(config.parallel) as ranks:
@@ -40,7 +40,7 @@ def start(device, config, refusals: int, why: str) -> None:
             ),
             happened=lambda step: said.append(f"happened by {step}"),
         )
-        run = _Run(
+        run = Run(
             config=config,
             policy=SimpleNamespace(ranks=ranks),
             critic=None,

@@ -13,7 +13,8 @@ from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.distributed.test_model import forward
-from tests.distributed.test_policy import (
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.policies import (
     ALGO,
     assert_same_training,
     build,
@@ -21,7 +22,6 @@ from tests.distributed.test_policy import (
     relative,
     train_twice,
 )
-from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
 
 PARAMETERS_A_BUCKET = 5_000  # of some 60,000: the tiny model goes in one otherwise

@@ -6,7 +6,7 @@ import pytest
 
 from qurl_megatron.config import TrainConfig
 from tests.cases import all_but
-from tests.distributed.test_policy import ALGO, assert_same_training, recipe, run
+from tests.support.policies import ALGO, assert_same_training, recipe, run
 
 # Small enough for several passes of several shapes; the layouts are crossed with the families.
 DYNAMIC, PACKED = dict(max_tokens=30), dict(max_tokens=48, packed=True)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.actor.reference import Reference
@@ -15,38 +14,9 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.training.state import TrainState, latest
-from tests.distributed.test_policy import build, recipe, whole
 from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.policies import SAMPLES, build, recipe, scores, whole
 from tests.support.ranks import run_on_ranks
-
-SAMPLES = random_samples(8)
-
-
-def batches(ranks) -> list:
-    from qurl_megatron.data.pack import pad_samples
-
-    mine = range(len(SAMPLES))[ranks.data.rank :: ranks.data.size]
-    whole = Responses.of(SAMPLES)
-    return [pad_samples(whole, [1.0], length=24, indices=[i]).to(ranks.device) for i in mine]
-
-
-def scores(policy, temperature=1.0) -> tuple[dict, dict]:
-    """Log-probs of every sample's response, of the policy and of its reference, on every rank."""
-    from qurl_megatron.training.sharded_loss import Scorer
-
-    score = Scorer(policy, temperature)
-    microbatches = batches(policy.ranks)
-
-    def of_model() -> dict[int, torch.Tensor]:
-        found = policy.score(microbatches, lambda logits, batch: score(logits, batch)[0])
-        own = {b.indices[0]: x.cpu() for b, x in zip(microbatches, found, strict=False)}
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        return {i: x for rank in gathered for i, x in rank.items()}
-
-    own = of_model()
-    with policy.reference():
-        return own, of_model()
 
 
 def moved_away(folder, by: float):

@@ -82,7 +82,7 @@ def test_what_comes_of_rank_0s_work_comes_to_every_rank(tmp_path):
 
 def halt_where_the_disk_is_full(device) -> None:
     from qurl_megatron.training.guard import Collapse
-    from qurl_megatron.training.loop import _Run
+    from qurl_megatron.training.loop import Run
     from qurl_megatron.training.state import TrainState
 
     def finish(state: TrainState) -> None:
@@ -92,7 +92,7 @@ def halt_where_the_disk_is_full(device) -> None:
     with megatron_runtime(ParallelConfig(data=2)) as ranks:
         lead = SimpleNamespace(happened=lambda step: {}, journal=SimpleNamespace(finish=finish))
         mine = lead if ranks.leads else None
-        run = _Run(recipe, SimpleNamespace(ranks=ranks), None, None, mine, TrainState(3), 3)
+        run = Run(recipe, SimpleNamespace(ranks=ranks), None, None, mine, TrainState(3), 3)
         with pytest.raises(Collapse, match="reward fell; report.html cannot.*; step 3 is saved"):
             run._end(Collapse("reward fell"))
 

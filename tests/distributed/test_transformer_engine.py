@@ -15,17 +15,20 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import ModelConfig, ParallelConfig, TrainConfig
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.cases import all_but
-from tests.distributed import test_checkpoint, test_critic, test_model, test_packing, test_publish
-from tests.distributed.test_policy import (
+from tests.distributed import test_model, test_packing, test_publish
+from tests.support import critics
+from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.policies import (
     ALGO,
     LAYOUTS,
     assert_same_training,
     check_masters,
+    load_and_go_on,
     recipe,
     relative,
+    save_then_go_on,
     train_twice,
 )
-from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
 
 
@@ -171,10 +174,10 @@ def test_masters_hold_the_exact_folded_checkpoint(family, backend, tmp_path):
 @pytest.mark.thorough("nccl")
 def test_a_critic_has_the_values_of_the_whole_model(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    values, gradients, _ = test_critic.expected_of(folder)
+    values, gradients, _ = critics.expected_of(folder)
     out = tmp_path / "critic.pt"
     config = recipe(folder, dict(context=2))
-    run_with_stand_in(test_critic.observe, 2, backend, tmp_path, config, out)
+    run_with_stand_in(critics.observe, 2, backend, tmp_path, config, out)
     found = torch.load(out, weights_only=True)
     for i, value in values.items():
         torch.testing.assert_close(found["values"][i].double(), value, rtol=1e-4, atol=1e-4)
@@ -201,7 +204,7 @@ def test_a_loaded_policy_takes_the_same_next_step(saver, loader, before, after, 
     saving, loading = (recipe(folder, layout, dtype="bfloat16") for layout in (before, after))
     run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
     saver(
-        test_checkpoint.save_then_go_on,
+        save_then_go_on,
         saving.parallel.world_size,
         backend,
         tmp_path,
@@ -210,7 +213,7 @@ def test_a_loaded_policy_takes_the_same_next_step(saver, loader, before, after, 
         a,
     )
     loader(
-        test_checkpoint.load_and_go_on,
+        load_and_go_on,
         loading.parallel.world_size,
         backend,
         tmp_path,

@@ -102,15 +102,15 @@ def engines_are_started(*_arguments) -> None:
 
 
 def resume_until_engines_start(device, config) -> None:
-    from qurl_megatron.training import checkpoint, loop
+    from qurl_megatron.training import checkpoint, train
 
     with megatron_runtime(config.parallel) as ranks:
         policy, _ = _build(Phases(), config, ranks)
         checkpoint.save(Path(config.train.run_dir), policy, TrainState(step=1), keep=1)
-    prompts = mock.patch.object(loop, "read_prompts")  # of a model without a tokenizer
-    with mock.patch.object(loop, "leading", engines_are_started), prompts as read:
+    prompts = mock.patch.object(train, "read_prompts")  # of a model without a tokenizer
+    with mock.patch.object(train, "leading", engines_are_started), prompts as read:
         read.return_value = mock.Mock(remarks=list)
-        loop.train(config, stop=False)
+        train.train(config, stop=False)
 
 
 def test_engines_find_what_the_trainer_does_not_hold(nccl, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.training.boxes import boxes
+from qurl_megatron.training.in_place import boxes
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (2, 1, 3, 2)])

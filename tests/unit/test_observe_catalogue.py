@@ -9,14 +9,14 @@ from qurl_megatron.observe.panels import SECTIONS
 from qurl_megatron.observe.progress import FIELDS
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.text import reading
+from qurl_megatron.training.groups import Draft
 from qurl_megatron.training.guard import THRESHOLDS
-from qurl_megatron.training.refill import Draft
 from tests.unit.observe_fake_run import fake_metrics, write_fake_run
 
 
 def test_what_is_drawn_counted_and_watched_is_known():
     names = {line.metric for found in SECTIONS.values() for one in found for line in one.lines}
-    names |= {f"reward/{cause}" for cause in CAUSES} | {f"guard/{one.what}" for one in THRESHOLDS}
+    names |= {f"reward/{cause}" for cause in CAUSES} | {f"guard/{one.name}" for one in THRESHOLDS}
     names |= {name for one in THRESHOLDS for name in one.metrics} | FIELDS.keys()
     names |= Draft((), wanted=1, max_refills=0).metrics().keys()
     names |= fake_metrics(1, 2, random.Random(0)).keys()

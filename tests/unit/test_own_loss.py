@@ -9,8 +9,8 @@ from qurl_megatron.config import AlgoConfig, load
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.catalogue import known
+from qurl_megatron.training.losses import PolicyLoss
 from qurl_megatron.training.own_loss import check_loss
-from qurl_megatron.training.sharded_loss import PolicyLoss
 
 RECIPES = Path(__file__).parents[2] / "launch/recipes"
 

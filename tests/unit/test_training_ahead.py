@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 
 import pytest
 
@@ -47,8 +46,9 @@ def ahead(engines, staleness, last=10, produce=None):
 
 
 def begun(engines, count):
+    """Wait for ``count`` batches to begin; what is drawn would begin at once."""
     wait_until(lambda: len(engines.begun) >= count)
-    time.sleep(0.02)  # one more would show by now
+    assert engines.drawn == count
     return sorted(engines.begun)
 
 
@@ -67,6 +67,18 @@ def test_a_batch_begins_when_its_oldest_allowed_version_is_published(
         assert begun(engines, len(at_start)) == at_start  # taking alone admits nothing
         batches.admit(1)
         assert begun(engines, len(after_one)) == after_one
+
+
+def test_settling_waits_for_every_batch_in_flight(engines):
+    with ahead(engines, 2) as batches:
+        batches.admit(0)
+        settled = threading.Thread(target=batches.settle, args=(lambda: False,))
+        settled.start()
+        for step in (1, 2, 3):
+            assert settled.is_alive()
+            engines.done[step].set()
+        settled.join(PATIENCE_S)
+        assert not settled.is_alive()
 
 
 def test_batches_that_end_out_of_order_are_handed_over_in_order_with_their_own_cursor(engines):
@@ -97,16 +109,6 @@ def test_a_stop_ends_the_wait_and_leaving_ends_what_is_in_flight(engines):
     for done in engines.done.values():  # or what was not stopped would go on for ever
         done.set()
     assert left  # both batches saw the stop; none was ever done
-
-
-def test_a_failure_reaches_the_step_that_takes_the_batch(engines):
-    def fail(step, prompt, stop):
-        raise EngineError("no engine is left")
-
-    with ahead(engines, 0, produce=fail) as batches:
-        batches.admit(0)
-        with pytest.raises(EngineError, match="no engine is left"):
-            batches.take(1, lambda: False)
 
 
 def test_what_no_engine_answered_is_asked_again_with_the_same_prompts(engines):

@@ -20,7 +20,7 @@ def follow(guard: Guard, name: str, series, *, quantized: bool = True, first: in
 
 def steps(verdicts, first: int = 1) -> list[int]:
     """At which of them the guard tripped."""
-    return [step for step, verdict in enumerate(verdicts, first) if verdict.why]
+    return [step for step, verdict in enumerate(verdicts, first) if verdict.reason]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_every_threshold_trips_at_the_last_of_so_many_steps_in_a_row(key, metric
     guard = Guard(GuardConfig(**{key: 0.1}, patience=3), {})
     verdicts = follow(guard, metric, [bad, bad, good, bad, bad, bad, bad, good])
     assert steps(verdicts) == [6]
-    assert verdicts[5].why == (
+    assert verdicts[5].reason == (
         f"{metric} = {bad:.4g} is {'above' if bad > good else 'below'} guard.{key} = 0.1, "
         "3 steps in a row up to step 6"
     )
@@ -61,36 +61,36 @@ def test_what_is_no_finite_number_has_crossed_every_threshold(key, metric, value
     guard = Guard(GuardConfig(**{key: 0.5}, patience=1, action="halt"), {})
     [verdict] = follow(guard, metric, [value], first=4)
     assert verdict.halt
-    assert verdict.why == (
+    assert verdict.reason == (
         f"{metric} = {value} is not a finite number, held against guard.{key} = 0.5, at step 4"
     )
 
 
 def test_thresholds_of_zero_are_not_watched_and_without_any_there_is_nothing_to_log():
     [verdict] = follow(Guard(GuardConfig(), {}), "rollout/kl_k3", [math.nan])
-    assert (verdict.counts, verdict.metrics, verdict.why) == ({}, {}, "")
+    assert (verdict.counts, verdict.metrics, verdict.reason) == ({}, {}, "")
     [verdict] = follow(Guard(GuardConfig(kl_above=1.0), {}), "rollout/kl_k3", [0.5])
     assert verdict.metrics.keys() == {"guard/kl", "guard/tripped"}
 
 
 def test_a_metric_that_a_step_lacks_leaves_its_count_alone():
     guard = Guard(GuardConfig(rho_above=1.0, patience=2), {})
-    assert not guard.judge(1, {"rollout/rho_max": 3.0}, quantized=True).why
+    assert not guard.judge(1, {"rollout/rho_max": 3.0}, quantized=True).reason
     assert guard.judge(2, {"policy/entropy": 1.0}, quantized=True).counts == {"rho": 1}
-    assert guard.judge(3, {"rollout/rho_max": 3.0}, quantized=True).why
+    assert guard.judge(3, {"rollout/rho_max": 3.0}, quantized=True).reason
 
 
 def test_dynamic_sampling_is_judged_by_all_that_it_generated():
     """Groups of mixed success have some reward whatever the policy is."""
     guard = Guard(GuardConfig(reward_below=0.1, patience=1), {})
     metrics = {"reward/mean": 0.4, "reward/mean_generated": 0.02}
-    assert guard.judge(1, metrics, quantized=True).why.startswith("reward/mean_generated = 0.02")
+    assert guard.judge(1, metrics, quantized=True).reason.startswith("reward/mean_generated = 0.02")
 
 
 def test_thresholds_that_trip_together_are_all_named():
     guard = Guard(GuardConfig(kl_above=0.1, entropy_below=0.5, patience=1, action="halt"), {})
     metrics = {"rollout/kl_k3": 0.2, "policy/entropy": 0.4}
-    assert guard.judge(7, metrics, quantized=True).why == (
+    assert guard.judge(7, metrics, quantized=True).reason == (
         "rollout/kl_k3 = 0.2 is above guard.kl_above = 0.1, at step 7; "
         "policy/entropy = 0.4 is below guard.entropy_below = 0.5, at step 7"
     )
@@ -115,7 +115,7 @@ def test_a_fall_back_comes_once_and_what_comes_after_it_is_only_told():
     assert before[1].counts == {"kl": 0}  # its own patience for what comes
     after = follow(guard, "rollout/kl_k3", [2, 2, 2], quantized=False, first=3)
     assert steps(after, 3) == [4]
-    assert after[1].why.endswith("up to step 4; rollouts are unquantized already")
+    assert after[1].reason.endswith("up to step 4; rollouts are unquantized already")
     assert not any(v.halt or v.fall_back for v in after)
 
 
@@ -123,7 +123,9 @@ def test_engines_that_are_not_the_runs_own_cannot_fall_back_so_it_halts():
     guard = Guard(GuardConfig(kl_above=1.0, patience=1, action="bf16"), {}, own_engines=False)
     [verdict] = follow(guard, "rollout/kl_k3", [2])
     assert verdict.halt and verdict.fall_back
-    assert "cannot restart the engines that rollout.urls or rollout.rendezvous name" in verdict.why
+    assert (
+        "cannot restart the engines that rollout.urls or rollout.rendezvous name" in verdict.reason
+    )
 
 
 def test_a_halted_run_that_is_started_again_has_all_of_its_patience():
@@ -139,7 +141,7 @@ def test_a_run_that_was_only_warned_halts_when_it_is_started_again_to_halt():
     assert steps(warned) == [2]
     config = GuardConfig(kl_above=1.0, patience=2, action="halt")
     [verdict] = follow(Guard(config, warned[-1].counts), "rollout/kl_k3", [2], first=4)
-    assert verdict.halt and verdict.why.endswith("4 steps in a row up to step 4")
+    assert verdict.halt and verdict.reason.endswith("4 steps in a row up to step 4")
 
 
 def test_the_states_of_earlier_runs_are_read_and_new_ones_come_back(tmp_path):

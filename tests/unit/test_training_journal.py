@@ -35,8 +35,8 @@ def run_dir(config, tmp_path):
 
 
 @contextmanager
-def opened(config, run_dir, state=FRESH, told=()):
-    with claim(run_dir, config) as claimed, Journal(claimed, state, 8.0, told) as journal:
+def opened(config, run_dir, state=FRESH, remarks=()):
+    with claim(run_dir, config) as claimed, Journal(claimed, state, 8.0, remarks) as journal:
         yield journal
 
 
@@ -48,7 +48,7 @@ def answers(*rewards: float) -> list[Sample]:
 
 
 def test_a_run_leaves_metrics_examples_and_events_and_goes_on_where_it_was(config, run_dir, capsys):
-    with opened(config, run_dir, told=["settings changed: x"]) as journal:
+    with opened(config, run_dir, remarks=["settings changed: x"]) as journal:
         assert journal.evaluated(0, answers(1.0, 0.0, 0.0, 0.0), Tally(4)) == 0.25
         journal.happened(1, [{"engine": "e0", "event": "died", "message": "by 9\nx", "time": 5.0}])
         with journal.timer(1).phase("train"):
@@ -84,6 +84,15 @@ def test_a_run_leaves_metrics_examples_and_events_and_goes_on_where_it_was(confi
     assert said in capsys.readouterr().out
 
 
+def test_weights_that_double_are_told_once_for_each_doubling(config, run_dir, capsys):
+    with opened(config, run_dir) as journal:  # with a norm of 8
+        for step, norm in enumerate((8.1, 15.0, 17.0, 18.0, 33.0, 1e9, 1e9), 1):
+            journal.step(step, {**STEP, "optimizer/weight_norm": norm})
+    events = read_timeline(run_dir / "timeline.jsonl")
+    assert [event.step for event in events if event.lane == "weights"] == [3, 6]
+    assert "has grown from 8 to 17; optimizer.lr=1e-06" in capsys.readouterr().out
+
+
 class FullDisk:
     """A sink whose disk is full; counts what it was given."""
 
@@ -112,29 +121,6 @@ def test_what_the_disk_refuses_ends_nothing_at_once_and_is_said_with_what_is_sav
             journal.finish(TrainState(step=3))
     assert [one.step for one in read_metrics(run_dir / "metrics.jsonl")] == [1]
     assert not (run_dir / "rollouts").exists() and (run_dir / "report.html").is_file()
-
-
-def test_who_stops_a_run_reads_how_far_it_is_and_of_which_step_its_score_is(
-    config, run_dir, capsys
-):
-    state = TrainState(step=15, accuracy_before=0.25).scored(10, 0.5)
-    with opened(config, run_dir) as journal:
-        journal.step(1, STEP)
-        journal.finish(state, "Ctrl-C")
-    said, stopped, report = capsys.readouterr().out.splitlines()[-3:]
-    assert said == (
-        "step 15 done; held-out accuracy 25.0% before, 50.0% after step 10 (+25.0 points)"
-    )
-    assert stopped.startswith("stopped by Ctrl-C: step 15 of 60 is saved; the same command")
-    assert report == f"report: {run_dir / 'report.html'}"
-
-
-def test_the_end_of_a_run_says_whether_its_correction_did_anything(config, run_dir, capsys):
-    with opened(config, run_dir) as journal:
-        journal.step(1, {**STEP, "rollout/rho_max": 1.27, "acr/active_fraction": 0.0})
-        journal.finish(TrainState(step=1))
-    _, acted, _ = capsys.readouterr().out.splitlines()[-3:]
-    assert acted == "ACR never acted: no importance weight above C = 2 (largest 1.27)"
 
 
 def test_a_rollout_is_kept_whole_token_by_token(config, run_dir):

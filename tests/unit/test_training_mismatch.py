@@ -82,31 +82,14 @@ def test_ratios_that_rounding_does_not_explain_are_counted_and_told_of_less_and_
     # Of eleven steps nine are bad, and of those the first, the second, the fourth and the eighth
     # are told of.
     assert [step for step, what in enumerate(said) if what] == [1, 2, 5, 9]
-    assert said[1] == (
-        "2 tokens have more than 10000 times the probability that their engine reported, the "
-        "largest ratio is 2e+05: quantization does not explain that, so an engine reports wrong "
-        "log-probs or has other weights than this run publishes; train.save_rollouts=true shows "
-        "which tokens, guard.rho_above with guard.action=halt ends a run after "
-        "guard.patience such steps in a row"
-    )
-    [one] = [Alarms().noticed(values(measure([[2e4]], [[0.5]])))]
-    assert one.startswith("1 token has more than 10000 times the probability that its engine")
-
-
-def test_a_batch_without_tokens_has_no_ratio_to_tell_of():
-    assert Alarms().noticed({}) is None
+    assert said[1].startswith("2 tokens have more than 10000 times the probability")
+    assert "the largest ratio is 2e+05" in said[1] and "guard.rho_above" in said[1]
+    assert Alarms().noticed({}) is None  # without tokens there is no ratio
 
 
 def test_a_step_whose_tokens_are_another_models_is_told_of():
     far = values(measure([[math.exp(1.2), math.exp(-1.2)] * 600], [[0.1, 0.1] * 600]))
-    assert (
-        Alarms()
-        .noticed(far)
-        .startswith(
-            "the log ratio of a token is 1.2 on average (rollout/log_prob_diff_abs), and "
-            "quantization explains none above 1: "
-        )
-    )
+    assert "is 1.2 on average (rollout/log_prob_diff_abs)" in Alarms().noticed(far)
     near = values(measure([[math.exp(0.9), math.exp(-2)] + [1.0] * 1200], [[0.1] * 1202]))
     assert Alarms().noticed(near) is None
 
@@ -168,21 +151,6 @@ def test_merging_microbatches_and_ranks_equals_measuring_everything_at_once():
         parts.append(mismatch(proximal[tokens], behaviour[tokens], local, len(members), cap=1.1))
     ranks = [merge(parts[:2]), merge(parts[2:])]
     assert values(merge(ranks)) == pytest.approx(whole, rel=1e-9)
-
-
-def test_policies_that_agree_have_no_mismatch():
-    proximal, _, owners = random_batch([4, 6])
-    measured = values(mismatch(proximal, proximal, owners, 2, cap=2.0))
-    assert measured.pop("rollout/tokens") == 10
-    ones = {"rho_mean", "rho_max", "rho_min", "ess", "mult_prob_error", "prob_correlation"}
-    ones |= {f"rho_{level}_{x}" for level in ("sequence", "geometric") for x in ("mean", "max")}
-    for name, value in measured.items():
-        short = name.removeprefix("rollout/")
-        if short in ones or short in ("ppl_ratio", "rho_sequence_min", "rho_geometric_min"):
-            assert value == pytest.approx(1), name
-        elif not short.endswith(("ppl_proximal", "ppl_behaviour")):
-            assert value == pytest.approx(0, abs=1e-9), name
-    assert measured["rollout/ppl_proximal"] == measured["rollout/ppl_behaviour"]
 
 
 def test_without_tokens_there_is_no_extreme_and_nothing_to_average():

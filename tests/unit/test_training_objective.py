@@ -14,7 +14,7 @@ from qurl_megatron.config import AlgoConfig, load
 from qurl_megatron.data.pack import TokenBatch, pad_samples
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.training.sharded_loss import PolicyLoss, Scorer
+from qurl_megatron.training.losses import PolicyLoss, Scorer
 from qurl_megatron.training.step import attach_scores
 from qurl_megatron.types import Prompt, Sample
 
@@ -42,25 +42,23 @@ def loss_and_gradient(current, tokens, **settings):
     return total.item(), leaf.grad.tolist(), metrics
 
 
-def test_k3_of_a_token_ends_at_ten_and_with_it_its_gradient():
-    # log(reference / current) = 2 and 10: k3 = e^2 - 3 and e^10 - 11 = 22015; gradient 1 - e^2.
-    tokens = batch([2.0, 10.0])
-    loss, gradient, metrics = loss_and_gradient([0.0, 0.0], tokens, kl_coef=0.5)
-    assert loss == pytest.approx(0.5 * (math.exp(2) - 3 + 10), rel=1e-5)
-    assert gradient == pytest.approx([0.5 * (1 - math.exp(2)), 0.0], rel=1e-5)
-    assert metrics["reference/kl"].total == pytest.approx(math.exp(2) - 3 + 10, rel=1e-5)
-
-
-def test_without_its_bound_k3_grows_as_the_ratio_does():
-    _, gradient, _ = loss_and_gradient([0.0, 0.0], batch([2.0, 10.0]), kl_coef=0.5, kl_max=0.0)
-    assert gradient[1] == pytest.approx(0.5 * (1 - math.exp(10)), rel=1e-5)
-
-
-def test_k2_is_left_as_it_is_by_the_bound_of_k3():
-    # (6^2) / 2 = 18, gradient log(current / reference) = -6.
-    settings = dict(kl_coef=0.5, kl_estimator="k2")
-    loss, gradient, _ = loss_and_gradient([0.0], batch([6.0]), **settings)
-    assert (loss, gradient) == (pytest.approx(9.0), [pytest.approx(-3.0)])
+@pytest.mark.parametrize(
+    ("log_ratio", "settings", "kl", "gradient"),
+    [
+        # log(reference / current) = 2: k3 = e^2 - 3, its gradient 1 - e^2.
+        (2.0, {}, math.exp(2) - 3, 1 - math.exp(2)),
+        # At 10 it would be e^10 - 11; it ends at 10, and with it its gradient.
+        (10.0, {}, 10, 0),
+        (10.0, {"kl_max": 0.0}, math.exp(10) - 11, 1 - math.exp(10)),
+        # 6^2 / 2, gradient log(current / reference); the bound is k3's alone.
+        (6.0, {"kl_estimator": "k2"}, 18, -6),
+    ],
+)
+def test_the_kl_of_a_token_and_its_bound(log_ratio, settings, kl, gradient):
+    loss, gradients, metrics = loss_and_gradient([0.0], batch([log_ratio]), kl_coef=0.5, **settings)
+    assert loss == pytest.approx(0.5 * kl, rel=1e-5)
+    assert gradients == pytest.approx([0.5 * gradient], rel=1e-5)
+    assert metrics["reference/kl"].total == pytest.approx(kl, rel=1e-5)
 
 
 def test_the_weighted_kl_has_the_gradient_of_the_divergence_from_the_reference():

@@ -9,8 +9,8 @@ from qurl_megatron.config import RewardConfig, load
 from qurl_megatron.config.sections import MixedReward
 from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.training.fork import forked
-from qurl_megatron.training.loop import _taken_up
-from qurl_megatron.training.state import STATE, TrainState, tell_done
+from qurl_megatron.training.state import TrainState, tell_done
+from qurl_megatron.training.train import adapt
 from tests.unit.test_damaged_files import RECIPE_TEXT
 
 BEFORE = TrainState(step=3, accuracy_before=0.25, accuracy=0.5)
@@ -48,7 +48,7 @@ FILES = {
 
 
 def taken_up(config, state, changes=()):
-    return _taken_up(config, SimpleNamespace(changes=list(changes)), state)
+    return adapt(config, SimpleNamespace(changes=list(changes)), state)
 
 
 @pytest.mark.parametrize("key", FILES)
@@ -82,10 +82,3 @@ def test_code_that_has_gone_is_for_others_to_refuse(config, tmp_path):
     before = checksums(named)
     (tmp_path / "rewards.py").unlink()
     assert edited(named, before) == {}
-
-
-def test_a_state_written_before_there_were_checksums_is_read(tmp_path):
-    (tmp_path / STATE).write_text('{"step": 2, "cursor": null}')
-    assert TrainState.read(tmp_path).own_code == {}
-    BEFORE.write(tmp_path)
-    assert TrainState.read(tmp_path) == BEFORE

@@ -13,7 +13,7 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.observe.metrics import Timer, values
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.training.rollout_metrics import from_quantized
+from qurl_megatron.training.groups import from_quantized
 from qurl_megatron.training.rollout_source import RolloutSource
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Prompt, Sample

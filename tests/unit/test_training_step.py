@@ -16,7 +16,7 @@ from qurl_megatron.config import (
 )
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.training.step import averaged_without, counted_tokens, lay_out
+from qurl_megatron.training.layout import averaged_without, counted_tokens, lay_out
 from qurl_megatron.types import Prompt, Sample
 
 
@@ -34,18 +34,16 @@ PLAIN = RunConfig(
 )
 
 
-def test_all_tokens_count_unless_something_leaves_them_out():
-    assert counted_tokens(SUMMARY, PLAIN) == [3, 5, 2, 4]
-
-
-def test_masked_responses_that_were_cut_off_do_not_count():
-    config = replace(PLAIN, algo=AlgoConfig(mask_truncated=True))
-    assert counted_tokens(SUMMARY, config) == [3, 0, 2, 4]
-
-
-def test_groups_that_only_fill_up_a_batch_of_dynamic_sampling_do_not_count():
-    config = replace(PLAIN, algo=AlgoConfig(dynamic_sampling=True))
-    assert counted_tokens(SUMMARY, config) == [3, 5, 0, 0]
+@pytest.mark.parametrize(
+    ("algo", "counted"),
+    [
+        ({}, [3, 5, 2, 4]),
+        ({"mask_truncated": True}, [3, 0, 2, 4]),
+        ({"dynamic_sampling": True}, [3, 5, 0, 0]),  # groups that only fill up the batch
+    ],
+)
+def test_all_tokens_count_unless_something_leaves_them_out(algo, counted):
+    assert counted_tokens(SUMMARY, replace(PLAIN, algo=AlgoConfig(**algo))) == counted
 
 
 def test_whole_groups_need_prompts_that_divide_into_minibatches():

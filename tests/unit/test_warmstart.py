@@ -16,7 +16,6 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.training.warmstart import (
     accuracy,
-    build_model,
     build_tokenizer,
     save_tokenizer,
     warmstart,
@@ -123,12 +122,6 @@ def test_held_out_questions_are_never_fitted_or_put_into_the_vocabulary(monkeypa
     assert asked and not set(asked) & {q.text for q in held_out_questions(DATA, 256)}
 
 
-@pytest.mark.parametrize("text", ["-12", "85", "198", "0", "State the sum : 4 - 17 ="])
-def test_text_survives_the_tokenizer(text):
-    tokenizer = build_tokenizer([Question("State the sum : 4 - 17 =", "-13"), *sums(60)])
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
 def test_whoever_loads_the_folder_reads_the_same_ids(made):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -147,10 +140,12 @@ def test_whoever_loads_the_folder_reads_the_same_ids(made):
     assert Tokenizer(folder).disagreement([f"{task} 48 - 5 ="]) == ""
 
 
-def test_words_of_letters_that_stand_for_bytes_come_back(tmp_path):
+def test_text_survives_the_tokenizer_and_whoever_loads_it(tmp_path):
+    """Also words of letters that stand for bytes."""
     from transformers import AutoTokenizer
 
     texts = ["\u00e9t\u00e9 5 \u4e2d", "\u0141\u00f3d\u017a 6 \u00e9 ?", "\u00c3 7"]
+    texts += ["-12", "85", "198", "0", "State the sum : 4 - 17 ="]
     tokenizer = build_tokenizer([Question(text, "\u00e9") for text in texts])
     save_tokenizer(tokenizer, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
@@ -206,19 +201,6 @@ def test_a_taken_folder_is_refused_and_a_failed_fit_leaves_nothing(made, tmp_pat
     with pytest.raises(ConfigError, match="is not a reasoning-gym task"):
         warmstart(tmp_path / "model", DataConfig(task="chainsum"), TINY, print)
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("change", [{"hidden": 100, "heads": 8}, {"heads": 3, "hidden": 96}])
-def test_sizes_that_do_not_divide_are_refused_by_name(change):
-    with pytest.raises(ConfigError, match=r"warmstart\.hidden"):
-        replace(TINY, **change)
-
-
-def test_the_default_model_splits_over_two_tensor_and_two_pipeline_ranks():
-    config = WarmstartConfig()
-    assert config.layers % 2 == config.heads % 2 == config.kv_heads % 2 == 0
-    model = build_model(build_tokenizer(sums(50)), config)
-    assert model.config.vocab_size % 16 == 0
 
 
 def sums(count: int) -> list[Question]:

@@ -1,14 +1,13 @@
 """Groups that teach nothing are replaced, round by round; rounds and shares worked by hand."""
 
 import threading
-import time
 
 import pytest
 
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.observe.metrics import values
 from qurl_megatron.training.ahead import Ahead
-from qurl_megatron.training.refill import Draft, fill, useful
+from qurl_megatron.training.groups import Draft, fill, useful
 from qurl_megatron.types import Prompt, Sample
 from tests.waiting import PATIENCE_S
 
@@ -47,11 +46,6 @@ def indices(draft: Draft) -> list[int]:
     return [one[0].prompt.index for one in draft.chosen()]
 
 
-def test_only_groups_whose_rewards_differ_teach_something():
-    assert useful(group(0, (0.0, 0.0, 1.0)))
-    assert not useful(group(0, RIGHT)) and not useful(group(0, WRONG))
-
-
 def test_rounds_draw_what_is_missing_over_the_share_that_was_kept():
     prompts = Prompts(MIXED, RIGHT, WRONG, WRONG, MIXED, WRONG, RIGHT)
     draft = fill(prompts.draft(4), prompts.answer, prompts.draw)
@@ -82,18 +76,12 @@ def test_rounds_draw_what_is_missing_over_the_share_that_was_kept():
         ([MIXED] * 4 + [RIGHT] * 4, 8),  # 4 / (1/2)
         ([MIXED] * 7 + [RIGHT], 2),  # 1 / (7/8) = 1.14
         ([WRONG] * 8, 8),  # 8 / 0.25 = 32, at most 8
+        ([MIXED] * 6 + [WRONG] * 34, 8),  # 2 / 0.25, not 2 / 0.15
     ],
 )
 def test_the_size_of_the_next_round(first, expected):
-    draft = Draft([Prompt(i, (1,), "", "") for i in range(8)], 8, 10)
+    draft = Draft([Prompt(i, (1,), "", "") for i in range(len(first))], 8, 10)
     assert draft.take([s for i, rewards in enumerate(first) for s in group(i, rewards)]) == expected
-
-
-def test_a_share_below_a_quarter_is_taken_for_a_quarter():
-    draft = Draft([Prompt(i, (1,), "", "") for i in range(100)], 20, 10)
-    rewards = [MIXED] * 18 + [WRONG] * 82
-    found = [s for i, one in enumerate(rewards) for s in group(i, one)]
-    assert draft.take(found) == 8  # 2 / 0.25, not 2 / 0.18
 
 
 def test_when_the_rounds_are_used_up_dropped_groups_fill_up_the_batch_in_order():
@@ -188,40 +176,3 @@ def test_ahead_of_training_the_cursor_skips_nothing_that_was_not_trained_on():
         batches.admit(1)
         draft, cursor = batches.take(2, lambda: False)
         assert indices(draft) == [2, 3] and cursor == {"next": 6}
-
-
-def test_what_fails_in_a_later_round_is_gone_on_with_after_a_retry():
-    prompts = Prompts(MIXED, WRONG)
-    asked = []
-
-    def answer(some):
-        asked.append([prompt.index for prompt in some])
-        if len(asked) == 2:
-            raise EngineError("no engine is left")
-        return prompts.answer(some)
-
-    def produce(step, draft, stop):
-        return fill(draft, answer, prompts.draw)
-
-    with steps(prompts, 0, produce=produce) as batches:
-        batches.admit(0)
-        with pytest.raises(EngineError):
-            batches.take(1, lambda: False)
-        batches.retry()
-        draft, cursor = batches.take(1, lambda: False)
-    assert asked == [[0, 1], [2, 3], [2, 3]]
-    assert indices(draft) == [0, 2] and cursor == {"next": 4}
-
-
-def test_settling_waits_for_every_batch_in_flight():
-    prompts, done = Prompts(), []
-
-    def produce(step, draft, stop):
-        time.sleep(0.05 * step)
-        done.append(step)
-        return draft
-
-    with steps(prompts, 2, produce=produce) as batches:
-        batches.admit(0)
-        batches.settle(lambda: False)
-        assert sorted(done) == [1, 2, 3]

@@ -1,22 +1,34 @@
-"""A distributed optimizer's state in a checkpoint: read and written where it lies.
+"""Checkpoints without copies: tensors go to and from the files one at a time, where they lie.
 
-Each data-parallel rank owns a run of a flat buffer: of a parameter, some elements in row-major
-order. A checkpoint holds masters and moments in the parameters' own shapes, so that any layout can
-load them. For that Megatron gathers whole buffers, two or three times over on the GPU and five to
-eight in host memory. But a run of elements *is* a few boxes of its tensor: part of a row, whole
-rows, part of a row. Each rank writes its own boxes and reads them in place, under the keys of
-Megatron's format "fully_reshardable". Nothing is gathered or copied, and older checkpoints load.
+Megatron's own writer first copies all that a rank saves into host memory; ``OneTensorAtATime`` does
+not.
+
+Each data-parallel rank owns a run of a distributed optimizer's flat buffer: of a parameter, some
+elements in row-major order. A checkpoint holds masters and moments in the parameters' own shapes,
+so that any layout can load them. For that Megatron gathers whole buffers, two or three times over
+on the GPU and five to eight in host memory. But a run of elements *is* a few boxes of its tensor:
+part of a row, whole rows, part of a row. With ``in_place`` each rank writes its own boxes and reads
+them where they lie, under the keys of Megatron's format "fully_reshardable". Nothing is gathered or
+copied, and older checkpoints load.
 """
 
 import math
+import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor, nn
 
+from qurl_megatron.checkpoints.integrity import FileSum, Summing
 from qurl_megatron.tensors.slice import Slice
 
 
@@ -124,3 +136,80 @@ def _owned(
                 prepend_axis_num=0,
                 replica_id=(*piece.replica_id[:2], 0),  # data ranks have no copies of it
             )
+
+
+class OneTensorAtATime(TorchDistSaveShardedStrategy):
+    """Megatron's own writer, without copying all that a rank saves into host memory first."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.sums: dict[str, FileSum] = {}  # of the files this rank has written, by name
+        self.failure: Exception | None = None
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, **strategy: Any
+    ) -> AsyncRequest:
+        # Megatron would start a process that serves such a queue to writers in other processes.
+        filesystem_async._results_queue = queue.Queue()
+        # Megatron-Core 0.19 says which of its two ways it wants, its own; before there was one.
+        request = super().async_save(sharded_state_dict, checkpoint_dir, **strategy)
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        transforms, *_ = request.async_fn.args
+        return request._replace(
+            async_fn=partial(self._write, transforms),
+            async_fn_args=request.async_fn_args,
+            preload_fn=None,
+        )
+
+    def _write(self, transforms: list, _rank: int, files: list, written: Any) -> None:
+        """Write this rank's files, and put the results that Megatron expects into ``written``."""
+        results: dict[int, Any] = {}  # lists, or exceptions
+        for index, (path, name, (objects, tensors)) in enumerate(files):
+            # Megatron writes in processes of its own, which these two queues go to and fro.
+            outcome: queue.Queue[Any] = queue.Queue()
+            busy: queue.Queue[int] = queue.Queue()
+            busy.put(index)
+            staged = ((item, tensor.cpu()) for item, tensor in tensors)
+            summed = [_Summed(transform) for transform in transforms]  # none before torch 2.7
+            FileSystemWriterAsync.write_preloaded_data(
+                summed, index, (path, name, (objects, staged)), outcome, busy, use_fsync=True
+            )
+            _, results[index] = outcome.get()
+            if isinstance(results[index], Exception):
+                self.failure = results[index]
+                return written.put(results[index])
+            for transform in summed:
+                self.sums[name] = transform.done(Path(path))
+        written.put(results)
+
+
+class _Summed:
+    """Computes the checksum of a file that torch writes: items, one behind the other."""
+
+    def __init__(self, transforms: Any) -> None:
+        """
+        Args:
+            transforms: torch's own, which encode an item on its way to the file.
+        """
+        self._transforms, self._summing = transforms, Summing()
+
+    def transform_save_stream(self, item: Any, stream: Any) -> Any:
+        return self._transforms.transform_save_stream(item, _Tee(stream, self._summing))
+
+    def done(self, path: Path) -> FileSum:
+        file_sum = self._summing.done()
+        assert file_sum.bytes == path.stat().st_size, f"{path} was not written in one pass"
+        return file_sum
+
+
+class _Tee:
+    def __init__(self, stream: Any, summing: Summing) -> None:
+        self._stream, self._summing = stream, summing
+
+    def write(self, data: Any) -> int:
+        self._summing.update(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()

@@ -1,0 +1,227 @@
+"""The layout of one step: which rank gets which responses, in which minibatch and microbatch.
+
+A response keeps its place for the whole step, so scores computed once serve every epoch, and every
+layout sums the same terms.
+
+Lengths and rewards go to every rank. Tokens go only where they are needed, as flat tensors that
+nobody pickles: the leading rank sends each data-parallel rank's share once, to one rank, which
+passes it on to the others that train on the same responses (tensor, context and pipeline ranks).
+All of it stays on the CPU.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qurl_megatron.actor.megatron import Ranks
+from qurl_megatron.algo import token_weights
+from qurl_megatron.config import RunConfig
+from qurl_megatron.data.dealing import deal, round_up, shuffled
+from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples
+from qurl_megatron.data.responses import Responses, Summary
+from qurl_megatron.observe.metrics import Max, Mean, Metric
+
+Minibatch = list[TokenBatch]  # this data-parallel rank's microbatches of one optimizer update
+
+Split = Callable[[Summary], list[list[int]]]
+"""Which responses' tokens each data-parallel rank needs; the same on every rank."""
+
+
+def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
+    """Return the responses whose tokens each data-parallel rank needs, the same on every rank."""
+    dealt = _dealt(ranks, summary, config, step)
+    responses: list[list[int]] = [[] for _ in range(ranks.data.size)]
+    for minibatch in dealt:
+        for share, microbatches in zip(responses, minibatch, strict=True):
+            for microbatch in microbatches:
+                share += microbatch
+    return responses
+
+
+def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
+    """Return this data-parallel rank's microbatches, on its device.
+
+    All have one shape, unless ``train.max_tokens`` gives each its own.
+    """
+    summary, train = samples.summary, config.train
+    chunks, multiple = _multiples(ranks)
+    weights = _weights(counted_tokens(summary, config), config, step)
+    longest = max(summary.totals)
+
+    def laid_out(microbatch: list[int]) -> TokenBatch:
+        parts = [weights[i] for i in microbatch]
+        if train.packed:
+            return pack_samples(
+                samples, parts, sequence_multiple=chunks, multiple=multiple, indices=microbatch
+            )
+        length = max(summary.totals[i] for i in microbatch) if train.max_tokens else longest
+        return pad_samples(samples, parts, length=round_up(length, multiple), indices=microbatch)
+
+    minibatches = []
+    for minibatch in _dealt(ranks, summary, config, step):
+        own_microbatches = minibatch[ranks.data.rank]
+        minibatches.append([laid_out(m).to(ranks.device) for m in own_microbatches])
+    return minibatches
+
+
+def averaged_without(
+    rejected: Sequence[int],
+    batches: Sequence[TokenBatch],
+    summary: Summary,
+    config: RunConfig,
+    *,
+    step: int,
+) -> list[TokenBatch]:
+    """Return the microbatches, with each minibatch averaged over the responses not rejected."""
+    counted = counted_tokens(summary, config)
+    for i in rejected:
+        counted[i] = 0
+    weights = _weights(counted, config, step)
+    weighted = []
+    for batch in batches:
+        weights_R = batch.weights.new_tensor([weights[i] for i in batch.indices])
+        weighted.append(replace(batch, weights=weights_R[batch.owners]))
+    return weighted
+
+
+def counted_tokens(summary: Summary, config: RunConfig) -> list[int]:
+    """Return how many tokens of each response the loss averages over; 0 leaves a response out.
+
+    Left out are responses that were cut off, where they are masked, and groups that dynamic
+    sampling filled the batch up with: penalties, bonuses and baselines of the whole batch would
+    teach something even where all answers are equally right.
+    """
+    algo, size = config.algo, config.rollout.samples_per_prompt
+    counted_R = summary.written_R.clone()
+    if algo.dynamic_sampling:
+        rewards_PG = summary.rewards_R.view(-1, size)
+        useful_P = (rewards_PG != rewards_PG[:, :1]).any(1)
+        counted_R[~useful_P.repeat_interleave(size)] = 0
+    if algo.mask_truncated:
+        counted_R[summary.truncated_R] = 0
+    return counted_R.tolist()
+
+
+def layout_metrics(batches: Sequence[TokenBatch], summary: Summary) -> dict[str, Metric]:
+    """Return the share of padding in the microbatches, and how many the busiest rank has."""
+    positions = sum(batch.input_ids.numel() for batch in batches)
+    tokens = sum(summary.totals[i] for batch in batches for i in batch.indices)
+    return {
+        "train/padding_fraction": Mean(positions - tokens, positions),
+        "train/passes": Max(len(batches)),
+    }
+
+
+def _weights(counted: Sequence[int], config: RunConfig, step: int) -> dict[int, float]:
+    """Return the weight of a token of each response in the loss of its minibatch."""
+    weights: dict[int, float] = {}
+    for minibatch in _minibatches(len(counted), config, step):
+        its_weights = token_weights(
+            [counted[i] for i in minibatch],
+            config.algo.aggregation,
+            constant=config.rollout.max_new_tokens,
+        )
+        weights |= zip(minibatch, its_weights.tolist(), strict=True)
+    return weights
+
+
+def _minibatches(count: int, config: RunConfig, step: int) -> list[list[int]]:
+    """Return the responses of each minibatch of a step."""
+    # One seed per run and step; the factor keeps neighbouring runs from sharing their shuffles.
+    seed = (config.train.seed * 1_000_003 + step) % 2**63
+    group = config.rollout.samples_per_prompt if config.algo.deal == "groups" else 1
+    return shuffled(count, config.algo.minibatches, seed, group)
+
+
+def _dealt(
+    ranks: Ranks, summary: Summary, config: RunConfig, step: int
+) -> list[list[list[list[int]]]]:
+    """Return ``[minibatch][data rank][microbatch][response]``."""
+    train, (chunks, multiple) = config.train, _multiples(ranks)
+    sequence_multiple = chunks if train.packed else multiple
+    return deal(
+        _minibatches(len(summary), config, step),
+        [round_up(n, sequence_multiple) for n in summary.totals],
+        ranks.data.size,
+        train.micro_batch,
+        budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
+        packed=train.packed,
+    )
+
+
+def _multiples(ranks: Ranks) -> tuple[int, int]:
+    """Return the multiples of lengths: of a sequence in a packed row, and of a row."""
+    # Context parallelism cuts every sequence into so many chunks, and sequence parallelism then
+    # cuts each context rank's part.
+    chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
+    return chunks, chunks * ranks.tensor.size
+
+
+def deliver(ranks: Ranks, responses: Responses | None, split: Split) -> Responses:
+    """Return this rank's share of one step's responses; all ranks call it together.
+
+    Args:
+        responses: all of them, on the leading rank; None on the others.
+    """
+    summary = _summary(responses)
+    parts = split(summary)
+    teams = _teams(ranks)
+    team = teams[ranks.data.rank]
+    own_share = Responses.empty(summary, parts[ranks.data.rank])
+    if responses is not None:
+        for part, (head, *_) in zip(parts, teams, strict=True):
+            share = responses.part(part)
+            if head == ranks.rank:
+                own_share = share
+                continue
+            for tensor in _tensors(share):
+                dist.send(tensor, head)
+    elif ranks.rank == team[0]:
+        for tensor in _tensors(own_share):
+            dist.recv(tensor, 0)
+    for tensor in _tensors(own_share):
+        _pass_on(tensor, team, ranks.rank)
+    return own_share
+
+
+def _tensors(responses: Responses) -> tuple[Tensor, ...]:
+    """Return the tensors to send, in this order."""
+    return responses.tokens, responses.mask, responses.behaviour
+
+
+def _teams(ranks: Ranks) -> list[list[int]]:
+    """Return the ranks that train on the same responses, by data-parallel rank."""
+    place = torch.tensor([ranks.data.rank])
+    everywhere = [torch.empty_like(place) for _ in range(ranks.world_size)]
+    dist.all_gather(everywhere, place)
+    teams: list[list[int]] = [[] for _ in range(ranks.data.size)]
+    for rank, team in enumerate(everywhere):
+        teams[int(team)].append(rank)
+    return teams
+
+
+def _pass_on(tensor: Tensor, team: list[int], rank: int) -> None:
+    """Send a tensor from the first of a team to all; its holders double in each round.
+
+    A broadcast would need a group for each team, which on GPUs nobody has for tensors on the CPU.
+    """
+    place, have = team.index(rank), 1
+    while have < len(team):
+        if place < have and place + have < len(team):
+            dist.send(tensor, team[place + have])
+        elif have <= place < 2 * have:
+            dist.recv(tensor, team[place - have])
+        have *= 2
+
+
+def _summary(responses: Responses | None) -> Summary:
+    """Return the leading rank's summary on every rank."""
+    count = torch.tensor([len(responses) if responses is not None else 0])
+    dist.broadcast(count, 0)
+    summary = responses.summary if responses is not None else Summary.empty(int(count))
+    for field in fields(summary):
+        dist.broadcast(getattr(summary, field.name), 0)
+    return summary

@@ -1,0 +1,183 @@
+"""A run on one rank: find where it goes on, load models, start engines, and hand over to the loop.
+
+Every rank runs it. The leading rank alone talks to engines, files and the terminal (``on_lead``);
+all ranks get the result or the exception.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from qurl_megatron.actor.critic import Critic
+from qurl_megatron.actor.megatron import (
+    everywhere,
+    held,
+    kept_on_lead,
+    megatron_runtime,
+    on_lead,
+    release_memory,
+)
+from qurl_megatron.actor.policy import Policy
+from qurl_megatron.config import RunConfig
+from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.rows import DataFile
+from qurl_megatron.kit.errors import ConfigError, Interrupted
+from qurl_megatron.kit.stop import StopRequest
+from qurl_megatron.publish.publisher import Publisher
+from qurl_megatron.publish.senders import make_sender
+from qurl_megatron.rewards.own_code import checksums, edited, named_code
+from qurl_megatron.training import checkpoint
+from qurl_megatron.training.guard import NotFinite, examine, norm_of
+from qurl_megatron.training.inputs import read_prompts, sources
+from qurl_megatron.training.lead import Lead, leading
+from qurl_megatron.training.loop import Run
+from qurl_megatron.training.models import models_of
+from qurl_megatron.training.newest import newest_whole, refuse_damaged_together
+from qurl_megatron.training.state import Claim, TrainState, after, claim, stopped, tell_done
+from qurl_megatron.wire.facts import settle_nccl
+from qurl_megatron.wire.group import check_host
+
+
+def train(
+    config: RunConfig, stop: StopRequest, prepare: Callable[[], dict[str, DataFile]] | None = None
+) -> bool:
+    """Start a run, or resume the one in ``train.run_dir``.
+
+    Args:
+        prepare: called on the leading rank once all ranks have met, before anything else; its
+            ConfigError ends them all. Returns the data files, which it has read.
+
+    Returns:
+        True when all steps are done, False after a clean stop with a checkpoint.
+    """
+    run_dir = Path(config.train.run_dir)
+    if config.sync.transport == "group":
+        settle_nccl()
+    with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
+        files = None
+        if prepare:
+            files = kept_on_lead(prepare, ranks, waiting_for="checking rewards")
+        begin = partial(claim, run_dir, config)
+        claimed = kept_on_lead(begin, ranks, waiting_for="taking the run directory")
+        newest = newest_whole(run_dir, ranks)
+        if newest and newest[1].finished(config.train.steps):
+            tell = partial(tell_done, run_dir, newest[1], config)
+            on_lead(lambda: tell(held(claimed).changes), ranks, waiting_for="its last words")
+            return True
+        if config.sync.transport == "group" and (host := config.sync.host):
+            on_lead(lambda: check_host(host), ranks, waiting_for="looking at sync.host")
+
+        refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
+        read = partial(_read_prompts, config, newest, files)
+        prompts = kept_on_lead(read, ranks, waiting_for="reading the data")
+        policy, critic = models_of(config, ranks)
+        if newest:
+            checkpoint.load(newest[0], policy, critic)
+        state, remarks = on_lead(
+            lambda: _resumed_state(config, held(claimed), newest),
+            ranks,
+            waiting_for="looking at what has changed",
+        )
+        scheme = state.scheme(config.quant.scheme)
+        if scheme == "none":
+            policy.unalign()
+        norm = _finite_norm(policy, critic)
+        release_memory()
+
+        with ExitStack() as stack:
+
+            def start() -> Lead:
+                lead = leading(held(claimed), stop, state, norm, held(prompts), remarks)
+                return stack.enter_context(lead)
+
+            try:
+                lead = kept_on_lead(start, ranks, waiting_for="starting engines")
+            except Interrupted:
+                last_words = stopped(stop.by, state.step, config.train.steps)
+                on_lead(lambda: print(last_words, flush=True), ranks, waiting_for="its last words")
+                return False
+            sender = make_sender(config.sync, config.rollout, policy, run_dir)
+            publisher = Publisher(
+                policy,
+                lead.fleet if lead else None,
+                replace(config.quant, scheme=scheme),
+                config.sync,
+                sender,
+                seed=config.train.seed,
+                # Engines that wait anyway had better load while the ranks quantize.
+                stage=config.rollout.max_staleness > 0 and sender.lasting,
+                timeline=lead.journal.timeline if lead else None,
+            )
+            with publisher:
+                saved = state.step if newest else None
+                run = Run(config, policy, critic, publisher, lead, state, saved)
+                run.to_the_end()
+            on_lead(
+                lambda: held(lead).journal.finish(run.state, stop.by),
+                ranks,
+                waiting_for="writing the report",
+            )
+    return run.state.finished(config.train.steps)
+
+
+def _read_prompts(
+    config: RunConfig,
+    newest: tuple[Path, TrainState] | None,
+    files: dict[str, DataFile] | None,
+) -> PromptStream:
+    """Read the prompts of the run, and print remarks on them before models load."""
+    prompts = read_prompts(config, newest[1] if newest else None, files)
+    for remark in prompts.remarks():
+        print(remark, flush=True)
+    print(f"loading {newest[0] if newest else config.model.path}", flush=True)
+    return prompts
+
+
+def _resumed_state(
+    config: RunConfig, claimed: Claim, newest: tuple[Path, TrainState] | None
+) -> tuple[TrainState, list[str]]:
+    """Return the state to go on with, and the changes since it was saved, a sentence each."""
+    state = TrainState()
+    if newest:
+        path, state = newest
+        print(f"resuming {path.parents[1]} after step {state.step}", flush=True)
+        if state.notice:
+            print(state.notice, flush=True)
+    return adapt(config, claimed, state)
+
+
+def adapt(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainState, list[str]]:
+    """Adapt the state to the present recipe and user code.
+
+    Returns:
+        The part of the state that still holds, and the changes since it was saved, a sentence each.
+    """
+    changed_keys = [change.key for change in claimed.changes]
+    remarks = []
+    if claimed.changes:
+        remarks.append(f"settings changed: {', '.join(map(str, claimed.changes))}")
+    named = named_code(config.reward, config.rollout, config.algo.function)
+    for key, setting in edited(named, state.own_code).items():
+        changed_keys.append(key)
+        consequence = "what is measured with it from here on is not compared with earlier figures"
+        if key == "algo.function":
+            consequence = "the policy learns by the new one from here on"
+        remarks.append(f"the code of {setting} has changed since step {state.step}: {consequence}")
+    return replace(after(changed_keys, state), own_code=checksums(named)), remarks
+
+
+def _finite_norm(policy: Policy, critic: Critic | None) -> float:
+    """Return the norm of the weights the run begins with.
+
+    Raises:
+        ConfigError: they are not finite.
+    """
+    try:
+        return norm_of(everywhere(examine([policy, critic] if critic else [policy])))
+    except NotFinite as error:
+        raise ConfigError(
+            f"the run would begin with broken weights ({error}); name another model.path, or "
+            "delete the newest checkpoint in train.run_dir to resume from the one before"
+        ) from error
