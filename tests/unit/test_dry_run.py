@@ -12,7 +12,7 @@ import torch
 
 from qurl_megatron.actor.pretend import pretended_rank, without_gpus
 from qurl_megatron.algo.log_probs import SCRATCH_BYTES
-from qurl_megatron.checkpoints.shapes import parameter_count
+from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.cli import main
 from qurl_megatron.config import ParallelConfig, load
 from qurl_megatron.kit.errors import ConfigError

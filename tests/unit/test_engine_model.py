@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qurl_megatron.checkpoints.job import run
-from qurl_megatron.checkpoints.quantized_export import to_quantized
 from qurl_megatron.checkpoints.source import open_checkpoint
+from qurl_megatron.checkpoints.to_huggingface import to_quantized
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.read_weights import read_weights

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from qurl_megatron.checkpoints import open_checkpoint
 from qurl_megatron.checkpoints.job import run
-from qurl_megatron.checkpoints.quantized_export import to_quantized
+from qurl_megatron.checkpoints.to_huggingface import to_quantized
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens

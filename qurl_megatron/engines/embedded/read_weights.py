@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from qurl_megatron.checkpoints.hf_reader import opened
+from qurl_megatron.checkpoints.huggingface import opened
 from qurl_megatron.checkpoints.places import (
     INDEX,
     description_of,
