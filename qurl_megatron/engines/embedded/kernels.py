@@ -3,9 +3,8 @@
 What is computed is ``quant.activations`` and ``quant.products``, which the trainer shares.
 
 Without a GPU, weights are also kept in the layout that ``decode.cpp`` multiplies by
-(``native.Blocks``) or, where that cannot run, oneDNN (``Packed``); with AMX, in both. Given the
-plain one, oneDNN rearranges all of it for every product, which at 8 rows takes as long as the
-product.
+(``native.Blocks``) or, where that cannot run, oneDNN (``Packed``). Given the plain one, oneDNN
+rearranges all of it for every product, which at 8 rows takes as long as the product.
 
 Shapes: T tokens, I input and O output channels.
 """
@@ -25,7 +24,6 @@ INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
 
 # Below, the packed product's fixed cost of 10 microseconds is more than it saves.
 PACK_FROM = 1 << 19  # codes of a matrix
-AMX_FROM = 65  # rows, as prefills have them
 U8_ZERO = 128  # what oneDNN adds to signed codes: it multiplies unsigned by signed ones
 
 
@@ -58,14 +56,6 @@ class Packed:
         )
 
 
-class WithAmx(native.Blocks):
-    """Blocks for few rows; for many also oneDNN's copy, whose products use AMX."""
-
-    def fill(self, w_OI: Tensor) -> None:
-        super().fill(w_OI)
-        self.for_many_rows = _packed(w_OI, self._scale_O)
-
-
 def pack(
     w_OI: Tensor, scale_O: Tensor, old: Packed | native.Blocks | None = None
 ) -> Packed | native.Blocks | None:
@@ -78,9 +68,7 @@ def pack(
         if isinstance(old, native.Blocks):
             old.fill(w_OI)
             return old
-        amx = "amx_int8" in native.instructions() and w_OI.numel() >= PACK_FROM
-        kind = WithAmx if amx and _packed_product_is_exact() else native.Blocks
-        return kind(w_OI, scale_O)
+        return native.Blocks(w_OI, scale_O)
     if w_OI.device.type != "cpu" or w_OI.numel() < PACK_FROM or not _packed_product_is_exact():
         return None
     return _packed(w_OI, scale_O)
@@ -114,8 +102,6 @@ def int8_linear(
     Args:
         packed: the weights once more, of ``pack``; the result is the same to the last bit.
     """
-    if isinstance(packed, WithAmx) and len(x_TI) >= AMX_FROM:
-        packed = packed.for_many_rows
     if isinstance(packed, native.Blocks):
         return packed.linear(x_TI, addend, largest).to(x_TI.dtype)
     codes_TI, scale_T1 = quantize_int8(x_TI, largest)

@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "false"
 
 from qurl_megatron.engines.sglang import cpu_layers
-from qurl_megatron.engines.sglang.command_line import server_arguments
+from qurl_megatron.engines.sglang.starting_sglang import server_arguments
 from qurl_megatron.engines.starting import API_KEY, given_key
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import facts_of
