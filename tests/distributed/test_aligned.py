@@ -29,9 +29,9 @@ from tests.distributed.test_policy import (
     whole,
 )
 from tests.distributed.test_transformer_engine import run_with_stand_in
+from tests.support.engine_models import decoding_by, engine_for, finish, sequence
 from tests.support.models import as_stored, random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
-from tests.unit.engine_models import decoding_by, engine_for, finish, sequence
 
 LAYOUTS = {
     "alone": {},

@@ -21,8 +21,8 @@ from qurl_megatron.observe.timeline import overlap, read_timeline
 from qurl_megatron.tensors.arch import read_eos
 from tests.plain_transformers import Answer, answers
 from tests.runs import QURL, SMALL, Run
-from tests.unit.engine_models import engine_for, finish, sequence
-from tests.unit.test_convert_mistakes import tool
+from tests.support.engine_models import engine_for, finish, sequence
+from tests.support.tools import tool
 from tests.waiting import NEVER_S
 
 RECIPE = (

@@ -19,7 +19,7 @@ from qurl_megatron.observe.samples import example_of
 from qurl_megatron.training.warmstart import build_tokenizer
 from qurl_megatron.types import Prompt, Sample
 from tests.support.models import tiny_checkpoint
-from tests.unit.test_convert_mistakes import tool
+from tests.support.tools import tool
 
 EOS = 1
 TEMPLATE = """{% for m in messages %}{% if m.role == "user" and not loop.last %}

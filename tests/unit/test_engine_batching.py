@@ -6,7 +6,7 @@ import torch
 from qurl_megatron.engines.embedded import engine as engine_module
 from qurl_megatron.engines.embedded import kernels
 from qurl_megatron.kit.errors import ConfigError
-from tests.unit.engine_models import (
+from tests.support.engine_models import (
     decoding_by,
     engine_for,
     finish,

@@ -3,7 +3,7 @@ import torch
 
 from qurl_megatron.engines.embedded import kernels
 from qurl_megatron.quant import dequantize, products, quantize
-from tests.unit.engine_models import decoding_by
+from tests.support.engine_models import decoding_by
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Message
 from qurl_megatron.wire.session import UpdateEnd
-from tests.unit.engine_models import (
+from tests.support.engine_models import (
     CPU,
     TINY,
     decoding_by,

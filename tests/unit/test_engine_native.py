@@ -8,7 +8,7 @@ import torch
 
 from qurl_megatron.engines.embedded import kernels, native
 from qurl_megatron.engines.embedded.endpoints import load_engine
-from tests.unit.engine_models import (
+from tests.support.engine_models import (
     decoding_by,
     engine_for,
     finish,

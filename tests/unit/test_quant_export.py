@@ -29,7 +29,7 @@ from qurl_megatron.quant.export import (
 from qurl_megatron.schemes import EXPORTED
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import is_quantized
-from tests.unit.engine_models import CPU, write_model
+from tests.support.engine_models import CPU, write_model
 
 COMBINATIONS = [(scheme, fmt) for fmt, layouts in FORMATS.items() for scheme in layouts]
 NAME = "model.layers.0.mlp.down_proj.weight"

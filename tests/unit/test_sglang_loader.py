@@ -10,7 +10,7 @@ from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of
 from qurl_megatron.wire.session import UpdateEnd, pointers
 from tests.shards import shard
-from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
+from tests.support.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 NORM = "model.norm.weight"
