@@ -29,19 +29,6 @@ ANSWER_KEYS = ("reward_model.ground_truth", "answer", "label")
 LAYOUTS = {"reward_model.ground_truth": "verl's layout", "label": "slime's layout"}
 """By where the answer is."""
 
-TO_LINES = (
-    "an array in one JSON file is converted with: python -c 'import json, sys; [print(json.dumps("
-    "row)) for row in json.load(sys.stdin)]' < FILE.json > FILE.jsonl"
-)
-TO_PART = (
-    "python -c 'import sys; sys.stdout.buffer.writelines(list(sys.stdin.buffer)[{rows}])' "
-    "< {whole} > part.jsonl"
-)
-TO_PART_OF_A_TABLE = (
-    "python -c 'import pyarrow.parquet as pq; "
-    'pq.write_table(pq.read_table("{whole}")[{rows}], "part.parquet")\''
-)
-MOST_ROWS = 2_000_000
 DEEPEST = 100
 EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
 _MISSING = object()
@@ -143,16 +130,8 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
 
 def _way_out(path: Path) -> str:
     """Return advice where a path is written as one of several files, or a part of one."""
-    if sliced := re.fullmatch(r"(.+)@\[(-?\d*:-?\d*)\]", str(path)):
-        file_name, rows = sliced.groups()
-        if file_name.endswith(".parquet"):
-            cut = TO_PART_OF_A_TABLE.format(whole=file_name, rows=rows)
-        else:
-            cut = TO_PART.format(whole=file_name, rows=rows)
-        return (
-            "; a part of a file cannot be named: write its rows to a file of their own, with: "
-            f"{cut}"
-        )
+    if re.search(r"@\[-?\d*:-?\d*\]$", str(path)):
+        return "; a part of a file cannot be named: write its rows to a file of their own"
     if path.is_dir() or any(mark in str(path) for mark in ",*"):
         return f"; {ONE_FILE}"
     return ""
@@ -222,7 +201,7 @@ def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
             if first and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
                 raise ConfigError(
                     f"{name} line {number} begins an array, and each line must be an object by "
-                    f"itself; {TO_LINES}"
+                    "itself; write one row a line (docs/data.md has the command)"
                 )
             first = False
             try:
@@ -251,18 +230,11 @@ def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
 
     try:
         with pq.ParquetFile(path) as file:
-            if file.metadata.num_rows > MOST_ROWS:  # a few kilobytes may say millions
-                raise ConfigError(
-                    f"{name} has {file.metadata.num_rows:,} rows, and all are read and tokenized "
-                    f"before the first step; take {MOST_ROWS:,} or fewer of them"
-                )
             start = 0
             for batch in file.iter_batches():
                 for row, values in enumerate(batch.to_pylist(), start=start):
                     yield f"row {row}", values
                 start += len(batch)
-    except ConfigError:
-        raise
     # ValueError and OverflowError: of values that Python cannot hold.
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} is not a readable parquet file: {error}") from None

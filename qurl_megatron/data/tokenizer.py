@@ -1,11 +1,8 @@
 """Text to token ids and back: the tokenizer in the model's own folder."""
 
 import math
-import signal
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby, zip_longest
 from operator import itemgetter
@@ -20,7 +17,6 @@ from qurl_megatron.types import Sample
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them says what tokens are
 BATCH = 1024  # prompts that are split at once
 COMPARED = 8  # prompts that are enough to tell two tokenizers apart
-RENDER_S = 20.0  # of processor time that a chat template may take for one prompt
 ENVIRONMENT = "> "  # before an environment's words, for a reader
 SAID = "~what the policy said~"  # in a template's output: where its turn ends
 # Where rules of splitting part: blanks, digits, capitals, contractions, accents, other scripts.
@@ -163,19 +159,13 @@ class Tokenizer:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
             # The template writes the special tokens itself.
-            with _processor_time_limit(RENDER_S):
-                return self._wrapped.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=True
-                ), False
+            text = self._wrapped.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template in {self._template_file} is malformed in its line "
                 f"{error.lineno}: {error.message}; copy it from the original checkpoint"
-            ) from None
-        except TimeoutError:
-            raise ConfigError(
-                f"the chat template in {self._template_file} takes more than {RENDER_S:g} s for "
-                "one prompt; it loops, so copy it from the original checkpoint"
             ) from None
         except (
             TemplateError,
@@ -192,6 +182,7 @@ class Tokenizer:
                 f"the chat template in {self._template_file}{line_note} refuses the prompt's "
                 f"turns: {error}"
             ) from None
+        return text, False
 
     @property
     def _template_file(self) -> Path:
@@ -341,26 +332,3 @@ def ids_of(question: Question, tokenizer: Tokenizer, *, chat: bool) -> tuple[int
     """
     ((ids, _),) = tokenizer.read([question], chat=chat)
     return ids
-
-
-@contextmanager
-def _processor_time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` inside the block once the process has computed for so long.
-
-    Signals reach the main thread alone, so elsewhere there is no limit: whoever renders there has
-    rendered a prompt in the main thread before.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def late(*_: object) -> None:
-        raise TimeoutError
-
-    handler = signal.signal(signal.SIGVTALRM, late)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)

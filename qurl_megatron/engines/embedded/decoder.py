@@ -48,12 +48,12 @@ class Matrix:
     scheme: str
     weight_OI: Tensor
     scale_O: Any  # a Tensor; None of a matrix in the model's format
-    packed: kernels.Packed | native.Blocks | None = None
+    blocks: native.Blocks | None = None
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
         if self.scheme in CODES:
             return kernels.int8_linear(
-                x_TI, self.weight_OI, self.scale_O, addend, CODES[self.scheme], self.packed
+                x_TI, self.weight_OI, self.scale_O, addend, CODES[self.scheme], self.blocks
             )
         if self.scheme == "fp8":
             return kernels.fp8_linear(x_TI, self.weight_OI, self.scale_O, addend)
@@ -61,8 +61,10 @@ class Matrix:
 
     def pack(self) -> None:
         """Take in what was written into the weights."""
-        if self.scheme in CODES:
-            self.packed = kernels.pack(self.weight_OI, self.scale_O, self.packed)
+        if self.blocks is not None:
+            self.blocks.fill(self.weight_OI)
+        elif self.scheme in CODES and self.weight_OI.device.type == "cpu" and native.library():
+            self.blocks = native.Blocks(self.weight_OI, self.scale_O)
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,8 @@ class NativeStep:
 
 
 def _matrix(of: "Matrix") -> _Matrix:
-    assert isinstance(of.packed, Blocks)
-    return of.packed.matrix
+    assert of.blocks is not None
+    return of.blocks.matrix
 
 
 def _address(tensor: Tensor | None) -> int | None:
