@@ -2,8 +2,7 @@
 
 Safetensors are streamed: memory is bounded by the largest parameter, not the model. The result is
 Megatron's torch_dist format, which loads at any tensor- and pipeline-parallel size, in this package
-and in Megatron-LM. Killed and started again, the conversion goes on where it stopped. Under
-torchrun or srun several processes share the work.
+and in Megatron-LM. Killed and started again, the conversion goes on where it stopped.
 """
 
 import sys

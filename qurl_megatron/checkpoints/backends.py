@@ -86,12 +86,12 @@ def by_te(weight: Tensor, scheme: str) -> QuantizedWeight:
 def cropped(
     codes: Tensor, scale: Tensor, shape: torch.Size, device: torch.device
 ) -> QuantizedWeight:
-    """What Transformer Engine stores for a weight [O, I], cut to the weight.
+    """Return Transformer Engine's codes and scales of a weight [O, I], cut to its size.
 
     Args:
         codes: uint8 [O, I], each size rounded up to a multiple of 128; the bytes are E4M3.
         scale: float32 [ceil(O / 128), ceil(I / 128)], the second size rounded up to a multiple of
-            4 for its matrix products; what is there in excess is not initialised.
+            4 for its matrix products; the excess is not initialised.
     """
     rows, columns = shape
     values = codes.view(torch.float8_e4m3fn)[:rows, :columns]
@@ -109,7 +109,7 @@ BACKENDS: dict[str, Callable[[Tensor, str], QuantizedWeight]] = {
 
 
 def check_backend(backend: str, scheme: str) -> None:
-    """Find out before a long conversion whether a backend can do a scheme on this machine.
+    """Check, before a long conversion, that a backend can do a scheme on this machine.
 
     Raises:
         ConfigError: a name is unknown, or a package or device is missing; says what to use.
@@ -145,7 +145,7 @@ def _check_te(scheme: str) -> None:
 
 
 def _check(weight: Tensor, backend: str, scheme: str) -> None:
-    """The mistakes ``quantize`` refuses, before a package stumbles over them in its own words."""
+    """Refuse the mistakes that ``quantize`` refuses, in the same words."""
     check_backend(backend, scheme)
     if weight.ndim != 2:
         raise ConfigError(

@@ -160,7 +160,7 @@ def add_inspect_options(command: argparse.ArgumentParser) -> None:
 
 
 def inspect_checkpoint(arguments: argparse.Namespace) -> int:
-    """Say what a checkpoint is, from its headers alone; --verify hashes every file."""
+    """Describe a checkpoint from its headers alone; --verify hashes every file."""
     from qurl_megatron.checkpoints.inspect import inspect, open_any, tensor_rows, text
     from qurl_megatron.checkpoints.job import verify
 
@@ -218,7 +218,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 
 def parser(description: str, example: str) -> Parser:
-    """A parser whose --help ends with an example to copy."""
+    """Return a parser whose --help ends with an example to copy."""
     return Parser(
         description=description,
         epilog=f"example:\n  {example}",
@@ -227,7 +227,7 @@ def parser(description: str, example: str) -> Parser:
 
 
 def add_job_options(parser: argparse.ArgumentParser, *, file_gb: float) -> None:
-    """The options every converter has."""
+    """Add the options that every converter has."""
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be written, and write nothing"
@@ -243,10 +243,10 @@ def add_job_options(parser: argparse.ArgumentParser, *, file_gb: float) -> None:
 
 
 def add_folder_options(parser: argparse.ArgumentParser, *, auto: str) -> None:
-    """The options of those that write a Hugging Face folder.
+    """Add the options of commands that write a Hugging Face folder.
 
     Args:
-        auto: what --dtype auto means.
+        auto: help for --dtype auto.
     """
     parser.add_argument(
         "--hf", type=Path, help="folder with config.json and tokenizer, if the checkpoint has none"
@@ -272,7 +272,7 @@ def run_main(
 
 
 def run_job(make: Callable[[], "ConversionJob"], arguments: argparse.Namespace) -> int:
-    """Plan a job and run it, or only say what it would write."""
+    """Plan a job and run it, or with --dry-run describe it."""
     from qurl_megatron.checkpoints.job import is_done, run
 
     started = time.monotonic()
@@ -294,21 +294,21 @@ def run_job(make: Callable[[], "ConversionJob"], arguments: argparse.Namespace) 
 
 
 def file_bytes(gigabytes: float) -> int:
-    """--file-gb as bytes."""
+    """Return --file-gb in bytes."""
     if not 0 < gigabytes < math.inf:
         raise ConfigError(f"--file-gb must be positive, got {gigabytes}")
     return int(gigabytes * 1e9)
 
 
 def torch_dtype(name: str) -> "torch.dtype | None":
-    """--dtype as torch's; None for "auto"."""
+    """Return --dtype as torch has it; None for "auto"."""
     import torch
 
     return None if name == "auto" else getattr(torch, name)
 
 
 def preview(job: "ConversionJob") -> str:
-    """Say what a job would write, and whether it fits."""
+    """Describe the files a job would write, and whether they fit."""
     free_bytes = free(job.out)
     lines = [f"would write {job.out}: {byte_size(job.bytes)} in {len(job.files)} files"]
     lines += [f"  {file.name}  {byte_size(file.bytes)}" for file in job.files]

@@ -24,18 +24,18 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.formats_on_disk import DTYPES, NAMES
 from qurl_megatron.tensors.table import HfTensor
 
-# A file is opened again after this many bytes: what was read stays mapped until it is closed.
+# A file is opened again after this many bytes, since bytes read stay mapped until it is closed.
 _MAPPED_BYTES = 256 << 20
 
 LFS_POINTER = b"version https://git-lfs"
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Those of weights in high precision."""
+"""Number formats of weights in high precision."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the header of a file says of one tensor."""
+    """One tensor as the header of its file describes it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class HfReader:
     def read(
         self, tensor: HfTensor, rank: int = 0, size: int = 1, rows: int | None = None
     ) -> Tensor:
-        """Slice ``rank`` of ``size`` equal ones along the tensor's split dimension.
+        """Return slice ``rank`` of ``size`` equal ones along the tensor's split dimension.
 
         Args:
             rows: for a vocabulary padded to ``rows``, the padded length of dimension 0; the
@@ -116,7 +116,7 @@ class HfReader:
         return torch.cat([part, part.new_zeros(step - part.shape[0], *part.shape[1:])])
 
     def whole(self, name: str) -> Tensor:
-        """A tensor as it is stored, mapped from its file."""
+        """Return a tensor as it is stored, mapped from its file."""
         return self._slice(name)[...]
 
     def _slice(self, name: str):
@@ -179,7 +179,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorGroup(Generic[Origin]):
-    """Tensors that are made together, and what tells the maker which."""
+    """Tensors that are made together from one source."""
 
     source: Origin
     tensors: tuple[TensorSpec, ...]
@@ -260,7 +260,7 @@ def write_safetensors(
 
 
 def write_index(folder: Path, files: Sequence[HfFile]) -> None:
-    """Say which file holds which tensor; a single file needs no index."""
+    """Write the index from tensors to files; a single file needs none."""
     if [file.name for file in files] == [SINGLE]:
         return
     places = {t.name: file.name for file in files for g in file.groups for t in g.tensors}

@@ -46,7 +46,7 @@ class AnyCheckpoint:
         return self.checkpoint.uaq_scale
 
     def tensors(self) -> Iterator[tuple[HfTensor, Op | None]]:
-        """Every tensor of the model that is there, and those that are there beside it (no op)."""
+        """Yield the model's tensors with their ops, then all others, without."""
         ops = [(tensor, op) for op in self.checkpoint.ops() for tensor in op.hf]
         reader = self.checkpoint.reader
         if isinstance(reader, MegatronReader):
@@ -64,7 +64,7 @@ class AnyCheckpoint:
             yield HfTensor(name, reader.shape(name), quantized=is_quantized(name)), None
 
     def read(self, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
-        """One tensor of ``tensors``, as it is stored."""
+        """Return one of ``tensors`` as it is stored."""
         reader = self.checkpoint.reader
         if isinstance(reader, MegatronReader):
             assert op is not None
@@ -99,7 +99,7 @@ def open_any(folder: Path, description: Path | None = None) -> AnyCheckpoint:
 
 
 def inspect(found: AnyCheckpoint) -> dict[str, Any]:
-    """Facts about a checkpoint, as JSON."""
+    """Return facts about a checkpoint, as JSON."""
     checkpoint = found.checkpoint
     facts: dict[str, Any] = {
         "folder": str(checkpoint.folder),
@@ -120,15 +120,21 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
     if found.kind == "quantized":
         facts |= {"scheme": found.scheme, "format": found.fmt}
     if isinstance(reader := checkpoint.reader, MegatronReader):
-        facts["layout"] = layout(found)
+        ops = checkpoint.ops()
+        attention = next(op for op in ops if op.megatron.endswith("linear_proj.weight"))
+        facts["layout"] = {
+            "tensor": reader.cuts(attention) // stacked_parts(attention),
+            "padded_vocab": reader.shape(ops[0])[0],
+        }
         facts["fp32_masters"] = reader.masters is not None
         facts["critic"] = any(key.startswith(CRITIC) for key in reader.table.keys())  # noqa: SIM118
-        facts["step"] = step(checkpoint.folder)
+        state = checkpoint.folder / "state.json"  # of a checkpoint of `qurl train`
+        facts["step"] = read_json(state).get("step") if state.is_file() else None
     return facts
 
 
 def tokenizer(folder: Path) -> str | None:
-    """What is wrong with a folder's tokenizer, empty if nothing is; None: it has none."""
+    """Return a remark on a folder's tokenizer, empty if all is well; None: it has none."""
     if not any((folder / name).is_file() for name in FILES):
         return None
     try:
@@ -138,10 +144,10 @@ def tokenizer(folder: Path) -> str | None:
 
 
 def formats(found: AnyCheckpoint) -> dict[str, int]:
-    """How many tensors of the model are stored in each number format."""
+    """Count the model's tensors by the number format they are stored in."""
     reader = found.checkpoint.reader
     if isinstance(reader, MegatronReader):
-        # What the model runs in; masters are named apart.
+        # Formats the model runs in; masters are named apart.
         counted = Counter(
             str(reader.table.dtype(key))
             for key in reader.table.keys()  # noqa: SIM118
@@ -152,26 +158,8 @@ def formats(found: AnyCheckpoint) -> dict[str, int]:
     return {name.removeprefix("torch."): count for name, count in counted.most_common()}
 
 
-def layout(found: AnyCheckpoint) -> dict[str, int]:
-    """The tensor-parallel size a Megatron checkpoint is cut for, and its padded vocabulary."""
-    reader = found.checkpoint.reader
-    assert isinstance(reader, MegatronReader)
-    ops = found.checkpoint.ops()
-    attention = next(op for op in ops if op.megatron.endswith("linear_proj.weight"))
-    return {
-        "tensor": reader.cuts(attention) // stacked_parts(attention),
-        "padded_vocab": reader.shape(ops[0])[0],
-    }
-
-
-def step(folder: Path) -> int | None:
-    """The training step of a checkpoint of ``qurl train``; None for a converted one."""
-    state = folder / "state.json"
-    return read_json(state).get("step") if state.is_file() else None
-
-
 def text(facts: dict[str, Any], *, files: int = 12) -> str:
-    """The same for a person; of many files the largest are listed."""
+    """Return the facts as text; of many files the largest are listed."""
     arch = facts["arch"]
     kind = {
         "huggingface": "Hugging Face, safetensors",
@@ -218,7 +206,7 @@ def text(facts: dict[str, Any], *, files: int = 12) -> str:
 
 
 def tensor_rows(found: AnyCheckpoint) -> list[str]:
-    """One line per stored tensor: number format, shape, name."""
+    """Return one line per stored tensor: number format, shape, name."""
     reader = found.checkpoint.reader
     if isinstance(reader, MegatronReader):
         table = reader.table

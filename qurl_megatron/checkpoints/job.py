@@ -54,7 +54,7 @@ class ConversionJob:
 
     out: Path
     request: dict[str, Any]
-    """Everything that decides what is written, as JSON."""
+    """All inputs that the written bytes depend on, as JSON."""
     files: list[OutputFile]
     finish: Callable[[Path, dict[str, Any]], None]
     """Writes the small files, given the folder and the return value of each file's ``write``."""
@@ -97,7 +97,7 @@ def run(
     """Write the folder, or the rest of it.
 
     Args:
-        restart: throw away what a killed job with another request left.
+        restart: throw away the files of a killed job with another request.
         progress: called after each file with the bytes written so far.
 
     Returns:
@@ -222,7 +222,7 @@ def _refuse_second_job(lock_file: TextIO, aside: _Aside) -> None:
 
 
 def _reopen(aside: _Aside, request: dict[str, Any], restart: bool) -> None:
-    """Keep what the same job left; refuse what another left, or throw it away on ``restart``."""
+    """Keep the files of the same job; refuse another job's, or delete them on ``restart``."""
     request = _as_json(request)
     request_file = aside.root / "job.json"
     before = None
@@ -286,7 +286,7 @@ def _seal(file: OutputFile, unsealed: Path, aside: _Aside, kept: Any) -> None:
 
 
 def _finish(job: ConversionJob, aside: _Aside) -> None:
-    # Read back even what this process wrote: a continued job must end in the same bytes.
+    # Read back even our own records: a continued job must end in the same bytes.
     kept_values, entries = {}, {}
     for file in job.files:
         record = aside.record(file)

@@ -52,35 +52,35 @@ class Checkpoint:
 
     @property
     def uaq_scale(self) -> float:
-        """The factor folded into the stored weights; 1.0 where none is."""
+        """UAQ factor folded into the stored weights; 1.0: none."""
         return folded_scale(self.config)
 
     def ops(self) -> list[Op]:
-        """All ops of the model, in the order of its layers, under Megatron's names on disk."""
+        """Return all ops of the model, in the order of its layers, by Megatron's names on disk."""
         return stage_ops(
             self.arch, range(self.arch.num_layers), first=True, last=True, fused_norms=True
         )
 
     def dtype(self, op: Op) -> torch.dtype:
-        """The number format the model has an op's tensors in; FP32 where they differ."""
+        """Return the model's format of an op's tensors; FP32 where they differ."""
         if isinstance(self.reader, MegatronReader):
             return self.reader.dtype(op)
         dtypes = {self.reader.stored(tensor.name).dtype for tensor in op.hf}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def widest(self, op: Op) -> torch.dtype:
-        """The format in which an op's tensors are read: of FP32 masters where there are any."""
+        """Return the format an op's tensors are read in: FP32 where there are masters."""
         reader = self.reader
         return reader.widest(op) if isinstance(reader, MegatronReader) else self.dtype(op)
 
     def natural_dtype(self, op: Op) -> torch.dtype:
-        """The format the model came in, before folding needed a wider one."""
+        """Return the model's original format, before folding needed a wider one."""
         recorded = self.config.get("qurl", {}).get("dtype")
         return DTYPES_BY_NAME[recorded] if recorded in DTYPES_BY_NAME else self.dtype(op)
 
     def folded_config(self, scale: float) -> dict[str, Any]:
-        """The config of this model with ``scale`` in its weights in all: it says so, and in which
-        format the model came. A model that is not folded needs no record."""
+        """Return the config for weights with ``scale`` folded in; it records the factor and the
+        model's original format. An unfolded model needs no record."""
         plain = {key: value for key, value in self.config.items() if key != "qurl"}
         if scale == 1.0:
             return plain
@@ -154,7 +154,7 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
 def load_parameter(
     op: Op, reader: CheckpointReader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
 ) -> Tensor:
-    """One Megatron parameter in FP32: this tensor rank's slices, folded by ``uaq_scale``, fused."""
+    """Return a Megatron parameter in FP32: this tensor rank's slices, folded, then fused."""
     slices = reader.shards(op, rank=rank, size=size, padded_vocab=padded_vocab)
     return op.to_megatron(
         {
@@ -187,7 +187,7 @@ def write_json(path: Path, contents: dict[str, Any]) -> None:
 
 
 def companions(folder: Path) -> Iterator[Path]:
-    """The tokenizer and generation files beside a config.json."""
+    """Yield the tokenizer and generation files beside a config.json."""
     generated = {"config.json", "hf_quant_config.json", "qurl_manifest.json", "state.json", RECORD}
     for path in sorted(folder.iterdir()):
         text = path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -259,13 +259,13 @@ def check_source(source: Checkpoint) -> None:
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A config that names ``dtype``, under the key it uses for that."""
+    """Return a config that names ``dtype``, under the key it uses for that."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}
 
 
 def fingerprint(source: Checkpoint) -> dict[str, Any]:
-    """What tells a source from another one without reading it: names, sizes and times of files."""
+    """Identify a source without reading it: by names, sizes and times of its files."""
     reader = source.reader
     files = (
         {reader.stored(name).file for name in reader.names()}

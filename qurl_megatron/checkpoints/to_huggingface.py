@@ -54,13 +54,13 @@ def to_huggingface(
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
 ) -> ConversionJob:
-    """The job that writes a Hugging Face checkpoint of a Megatron one.
+    """Return the job that writes a Hugging Face checkpoint of a Megatron one.
 
     Args:
         unfold: take the UAQ factor out again, in FP32; without, the weights stay folded and
             config.json says so.
-        dtype: format of the weights; None is the one the model came in where no factor is left in
-            them, else the stored one.
+        dtype: format of the weights; None: the model's original one, or the stored one where a
+            factor stays folded.
         file_bytes: where a file is full.
 
     Raises:
@@ -101,7 +101,7 @@ def to_huggingface(
 def output_files(
     planned: list[HfFile], make: Callable[[Op], dict[str, Tensor]]
 ) -> list[OutputFile]:
-    """The job's part of each safetensors file: ``make`` gives the tensors of an op."""
+    """Return the planned safetensors files for a job; ``make`` gives the tensors of an op."""
     return [
         OutputFile(
             file.name,
@@ -123,14 +123,14 @@ def to_quantized(
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
 ) -> ConversionJob:
-    """The job that writes a quantized Hugging Face checkpoint.
+    """Return the job that writes a quantized Hugging Face checkpoint.
 
     Args:
         scheme: "int8", "fp8" or "fp8_block".
         fmt: the layout, one of ``quant.export.FORMATS``.
         backend: whose arithmetic makes the codes, one of ``BACKENDS``.
         uaq_scale: factor to fold in on the way (paper Eq. 11).
-        dtype: format of what is not quantized; None is the model's own.
+        dtype: format of tensors that are not quantized; None: the model's own.
         file_bytes: where a file is full.
 
     Raises:
@@ -192,7 +192,7 @@ def to_quantized(
 
 
 def _ignored_modules(source: Checkpoint) -> list[str]:
-    """The linear modules that stay in high precision: the output layer and the routers."""
+    """Return the linear modules that stay in high precision: output layer and routers."""
     routers = [
         f"model.layers.{layer}.mlp.gate"
         for layer in range(source.arch.num_layers if source.arch.experts else 0)

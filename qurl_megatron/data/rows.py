@@ -35,12 +35,12 @@ _MISSING = object()
 _HALVES = re.compile("[\ud800-\udfff]")
 
 Turn = dict[str, Any]
-"""Of a chat: ``role``, ``content``, and what else the model's chat template may read."""
+"""Of a chat: ``role``, ``content``, and other keys that the model's chat template may read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    text: str  # of a chat: what each turn says, after its role
+    text: str  # of a chat: the content of each turn, after its role
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     turns: tuple[Turn, ...] = field(default=(), hash=False)  # of a chat
@@ -54,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Columns:
-    """Dotted paths of prompt and answer, where they are set, and what sets them."""
+    """Dotted paths of prompt and answer, where they are set, and the settings' names."""
 
     prompt: str = ""
     answer: str = ""
@@ -92,10 +92,10 @@ class DataFile:
 
 
 def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile:
-    """All rows of a JSONL or parquet file; JSON lines may end in .json, too.
+    """Read all rows of a JSONL or parquet file; JSON lines may end in .json, too.
 
     Args:
-        name: what messages call the file.
+        name: the file's name in messages.
 
     Raises:
         ConfigError: it is missing, empty, unreadable or malformed; says which line.
@@ -150,10 +150,10 @@ def changed_files(config: DataConfig, checksums: Mapping[str, str]) -> dict[str,
     """Return the files that have changed, as "data.path=..."; missing ones aside.
 
     Args:
-        checksums: of what they were, by key.
+        checksums: earlier ones, by key.
 
     Returns:
-        What messages call them, by key.
+        Their names in messages, by key.
     """
     now = {"data.path": config.path, "data.eval_path": config.eval_path}
     return {
@@ -317,7 +317,7 @@ def _as_chat(value: Any) -> Any:
 
 
 def _chat(turns: list, place: str) -> tuple[Turn, ...]:
-    """The turns without what is null: a table has the same keys in each."""
+    """Return the turns without null values: a table has the same keys in each."""
     for number, turn in enumerate(turns, start=1):
         turn_place = f"{place}: turn {number} of the prompt"
         role_and_content = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))

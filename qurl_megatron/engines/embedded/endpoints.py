@@ -1,6 +1,6 @@
 """The embedded engine behind SGLang's HTTP endpoints, so that one client drives either.
 
-There is what the fleet needs: token ids in and out, whole answers, new weights by messages.
+It has the endpoints the fleet needs: token ids in and out, whole answers, new weights.
 Handlers parse, hand a command to the engine's thread and wait; none of them touches the engine
 itself. Every message of a weight update is handled there too, between two decode steps. Nothing
 from the network is unpickled.
@@ -103,7 +103,7 @@ def load_engine(
     cache_gb: float,
     device: str = "auto",
 ) -> Engine:
-    """Engine with the weights of a Hugging Face folder, quantized or not, or a Megatron checkpoint.
+    """Return an engine with the weights of a Hugging Face folder or a Megatron checkpoint.
 
     Raises:
         ConfigError: the weights are not of a model, a kind or a scheme that the engine computes.
@@ -255,12 +255,12 @@ class _Handlers:
         return JSONResponse(self._lease.ask(await _json(request)))
 
     async def nothing_to_do(self, request: Request) -> Response:
-        """Agree to what SGLang needs to be asked: here no cache outlives its request, and each
+        """Agree to requests that only SGLang needs: here no cache outlives its request, and each
         message of an update names its session."""
         return _SUCCESS
 
     async def update_from_tensor(self, request: Request) -> Response:
-        """Take a message of an update: what comes of it is in the receipts, as with SGLang."""
+        """Take a message of an update; its result is in the receipts, as with SGLang."""
         body = await _json(request)
         if body.get("load_format") != LOADER:
             raise ConfigError(f"load_format must be {LOADER!r}: this engine has no other loader")

@@ -83,7 +83,7 @@ class Job:
 
 
 class Rows:
-    """What each running sequence needs at every step: columns of numbers, a row per cache row."""
+    """Per-step state of the running sequences: columns of numbers, a row per cache row."""
 
     @torch.inference_mode()
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -188,7 +188,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Prefill what fits, or else decode one token for every running sequence."""
+        """Prefill waiting sequences that fit, or else decode one token for every running one."""
         decodes = self._recomputed and self.running
         joining = [] if decodes else self._admit()
         self._recomputed = any(s.output_ids for s in joining)
@@ -349,7 +349,7 @@ class Engine:
 
     @torch.inference_mode()
     def _remove(self, row: int) -> Sequence:
-        """Take a sequence out, with what it generated; the last row moves into its place."""
+        """Take a sequence out, with its output; the last row moves into its place."""
         sequence = self.running[row]
         written = slice(len(sequence.prompt), int(self._batch.length[row]))
         sequence.output_ids = self.cache.tokens[row, written].tolist()

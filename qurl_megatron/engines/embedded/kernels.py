@@ -1,6 +1,6 @@
 """W8A8 matrix products as pure functions, and the float ones they are measured against.
 
-What is computed is ``quant.activations`` and ``quant.products``, which the trainer shares.
+They call ``quant.activations`` and ``quant.products``, which the trainer shares.
 
 Without a GPU, INT8 weights are also kept in the layout that ``decode.cpp`` multiplies by, where it
 runs (``native.Blocks``).
@@ -20,13 +20,13 @@ INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
 
 
 def quantize_int8(x_TI: Tensor, largest: float = INT8.largest) -> tuple[Tensor, Tensor]:
-    """Codes [T, I] int8 of at most ``largest``, rounded half to even, and their scales [T, 1]."""
+    """Return codes [T, I] int8 up to ``largest``, rounded half to even, and their scales [T, 1]."""
     scale_T1 = token_scales(magnitudes(x_TI), largest)
     return token_codes(x_TI, scale_T1, INT8), scale_T1
 
 
 def quantize_fp8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [T, I] float8_e4m3fn, rounded half to even, and their scales [T, 1]."""
+    """Return codes [T, I] float8_e4m3fn, rounded half to even, and their scales [T, 1]."""
     scale_T1 = token_scales(magnitudes(x_TI), FP8.largest)
     return token_codes(x_TI, scale_T1, FP8), scale_T1
 

@@ -74,7 +74,7 @@ def refuse_other_scheme(folder: Path, scheme: str) -> None:
 
 
 def _from_hugging_face(stored: dict[str, Tensor], decoder: Decoder) -> dict[str, Tensor]:
-    """Drop what a tied model repeats, take FP16 as FP32, quantize what is not quantized yet.
+    """Drop the repeated head of a tied model, take FP16 as FP32, quantize layers in high precision.
 
     Raises:
         ConfigError: some layers of the block are quantized already, and others are not.

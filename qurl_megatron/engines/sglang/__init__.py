@@ -2,10 +2,10 @@
 
     server           the process: an API key that is never shown, a port chosen, an end with the
                      trainer's
-    loader           what SGLang calls with each message of an update
+    loader           the hook that SGLang calls with each message of an update
     targets          where each Hugging Face tensor lives in SGLang's parameters
-    cpu_layers       what SGLang lacks on a machine without a GPU
-    vision           what its torchvision lacks there, for SGLang's tools too
+    cpu_layers       layers that SGLang lacks on a machine without a GPU
+    vision           operators that its torchvision lacks there
     starting_sglang  the commands of a run's engines, on their GPUs, and their options
 
 All but ``launches`` runs in SGLang's environment, where this package is installed without its

@@ -1,7 +1,6 @@
 """Start the SGLang servers of this machine: with which Python, on which GPUs, with which options.
 
-``launches`` is what the fleet runs; ``server_arguments`` is what the server itself makes of its
-options, on the machine where it runs.
+The fleet calls ``launches``; the server calls ``server_arguments``, on the machine where it runs.
 """
 
 import importlib.util
@@ -67,7 +66,7 @@ def engine_launch(
 
 
 def server_arguments(argv: Sequence[str], *, cuda: bool, port: int) -> list[str]:
-    """What SGLang's parser gets: the given options, ours, and those the machine needs.
+    """Return the options for SGLang's parser: the given ones, ours, and those the machine needs.
 
     Args:
         port: used where no ``--port`` is given.
@@ -95,7 +94,7 @@ def refuse_not_installed(config: RolloutConfig) -> None:
 
 
 def launches(start: Start) -> list[Launch]:
-    """One per port file.
+    """Return one per port file.
 
     Raises:
         ConfigError: ``rollout.sglang_python`` does not exist; there are too few GPUs, or the
@@ -114,7 +113,7 @@ def launches(start: Start) -> list[Launch]:
 
 
 def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | None:
-    """Why the engines cannot be on the GPUs that they would get, in a sentence; None: they can.
+    """Return the reason why the engines cannot be on the GPUs they would get; None: they can.
 
     Args:
         gpus: that the leading rank sees.
@@ -150,7 +149,7 @@ def sglang_python(given: str) -> Path:
         return Path(given)
     usual = Path(".venv-sglang/bin/python")
     if usual.is_file():
-        return usual.absolute()  # not resolved: the link is what makes it the environment's
+        return usual.absolute()  # not resolved: the link makes it the environment's
     if importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here nor is it "
