@@ -16,7 +16,7 @@ Shapes: B running sequences, P prompts of one prefill.
 """
 
 import functools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -102,30 +102,31 @@ class Rows:
         self.stop_ids = torch.full((rows, 1), -1, device=device)
 
     def join(self, first_row: int, joining: list[Sequence], length: int, vocab: int) -> None:
-        rows = slice(first_row, first_row + len(joining))
-        columns: dict[str, list] = {
-            "length": [len(s.prompt) + len(s.output_ids) for s in joining],
-            "start": [len(s.prompt) for s in joining],
-            "limit": [s.total for s in joining],
-            "seed": [s.seed for s in joining],
-            "temperature": [s.temperature if s.temperature >= GREEDY else 1.0 for s in joining],
-            "greedy": [s.temperature < GREEDY for s in joining],
-            "top_p": [s.top_p for s in joining],
-            "top_k": [s.top_k if s.top_k > 0 else vocab for s in joining],
-        }
-        assert max(columns["limit"]) <= length, "a sequence is longer than its row"
-        for name, values in columns.items():
-            column = getattr(self, name)
-            column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device)
-        width = max(len(s.stop_ids) for s in joining)
+        self._vocab = vocab
+        width = max(len(sequence.stop_ids) for sequence in joining)
         if width > self.stop_ids.shape[1]:
             wider = self.stop_ids.new_full((len(self.row), width), -1)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
             self.stop_ids = wider
         width = self.stop_ids.shape[1]
-        padded = [[*sorted(s.stop_ids), *[-1] * (width - len(s.stop_ids))] for s in joining]
-        self.stop_ids[rows] = torch.tensor(padded, device=self.stop_ids.device)
-        self._vocab = vocab
+        columns: dict[str, list] = defaultdict(list)
+        for sequence in joining:
+            assert sequence.total <= length, "a sequence is longer than its row"
+            greedy = sequence.temperature < GREEDY
+            columns["length"].append(_prefix_length(sequence))
+            columns["start"].append(len(sequence.prompt))
+            columns["limit"].append(sequence.total)
+            columns["seed"].append(sequence.seed)
+            columns["temperature"].append(1.0 if greedy else sequence.temperature)
+            columns["greedy"].append(greedy)
+            columns["top_p"].append(sequence.top_p)
+            columns["top_k"].append(sequence.top_k if sequence.top_k > 0 else vocab)
+            padding = [-1] * (width - len(sequence.stop_ids))
+            columns["stop_ids"].append([*sorted(sequence.stop_ids), *padding])
+        rows = slice(first_row, first_row + len(joining))
+        for name, values in columns.items():
+            column = getattr(self, name)
+            column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device)
 
     def move(self, source: int, target: int) -> None:
         for name, column in vars(self).items():
