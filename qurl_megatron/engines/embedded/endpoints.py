@@ -35,6 +35,7 @@ from qurl_megatron.engines.embedded.protocol import RequestLimits, parse_generat
 from qurl_megatron.engines.embedded.read_weights import read_weights, refuse_other_scheme
 from qurl_megatron.engines.embedded.thread import EngineThread
 from qurl_megatron.engines.kinds import ENGINE_KINDS
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_eos
 from qurl_megatron.wire.lease import ENDPOINT, Lease
@@ -339,9 +340,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets=sockets)
         if self._port_file is not None:
-            aside = Path(f"{self._port_file}.tmp")
-            aside.write_text(f"{sockets[0].getsockname()[1]}\n", encoding="utf-8")
-            os.replace(aside, self._port_file)
+            write_whole(Path(self._port_file), f"{sockets[0].getsockname()[1]}\n")
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._worker.failure is not None
