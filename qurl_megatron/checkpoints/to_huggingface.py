@@ -64,7 +64,7 @@ def to_huggingface(
         file_bytes: where a file is full.
 
     Raises:
-        ConfigError: the checkpoint is not what its config says.
+        ConfigError: the checkpoint contradicts its config.
     """
     check_source(source)
     scale = source.uaq_scale
@@ -135,7 +135,7 @@ def to_quantized(
 
     Raises:
         ConfigError: no engine loads the scheme in the layout, or the backend does not make it, or
-            the checkpoint is not what its config says.
+            the checkpoint contradicts its config.
     """
     layout(scheme, fmt)
     check_backend(backend, scheme)

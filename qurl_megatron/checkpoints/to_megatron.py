@@ -58,7 +58,7 @@ def to_megatron(
         file_bytes: where a file is full; one is hashed while the next is written.
 
     Raises:
-        ConfigError: the model is not what its config says, does not divide over the layout, or has
+        ConfigError: the model contradicts its config, does not divide over the layout, or has
             a factor folded in already.
     """
     refuse_second_fold(source.config, uaq_scale)
