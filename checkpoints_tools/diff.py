@@ -11,8 +11,7 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: its inspect.py would hide Python's own
 
-from qurl_megatron.checkpoints.command_line import parser, run_main
-from qurl_megatron.checkpoints.commands import add_diff_options, diff
+from qurl_megatron.checkpoints.commands import add_diff_options, diff, parser, run_main
 
 
 def main(argv: list[str] | None = None) -> int:

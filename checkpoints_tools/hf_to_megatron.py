@@ -2,8 +2,7 @@
 
 Safetensors are streamed: memory is bounded by the largest parameter, not the model. The result is
 Megatron's torch_dist format, which loads at any tensor- and pipeline-parallel size, in this package
-and in Megatron-LM. Killed and started again, the conversion goes on where it stopped. Under
-torchrun or srun several processes share the work.
+and in Megatron-LM. Killed and started again, the conversion goes on where it stopped.
 """
 
 import sys
@@ -11,8 +10,7 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: its inspect.py would hide Python's own
 
-from qurl_megatron.checkpoints.command_line import parser, run_main
-from qurl_megatron.checkpoints.commands import add_convert_options, convert
+from qurl_megatron.checkpoints.commands import add_convert_options, convert, parser, run_main
 
 
 def main(argv: list[str] | None = None) -> int:

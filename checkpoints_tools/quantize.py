@@ -16,8 +16,7 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: its inspect.py would hide Python's own
 
-from qurl_megatron.checkpoints.command_line import parser, run_main
-from qurl_megatron.checkpoints.commands import add_quantize_options, quantize
+from qurl_megatron.checkpoints.commands import add_quantize_options, parser, quantize, run_main
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from qurl_megatron.bench.machine_limits import fastest
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import interleaved, progress
-from qurl_megatron.checkpoints.shapes import hf_shapes
+from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.kit.fused import SWITCH, has_kernels_for
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch

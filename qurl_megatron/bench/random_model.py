@@ -72,13 +72,13 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
     """Write a BF16 Hugging Face folder without a tokenizer."""
     import torch  # not for those who want to know the sizes
 
-    from qurl_megatron.checkpoints.hf_writer import (
+    from qurl_megatron.checkpoints.huggingface import (
         TensorGroup,
         TensorSpec,
         plan_files,
         write_safetensors,
     )
-    from qurl_megatron.checkpoints.shapes import hf_shapes
+    from qurl_megatron.checkpoints.ops import hf_shapes
     from qurl_megatron.checkpoints.source import write_json
     from qurl_megatron.tensors.arch import read_arch
 

@@ -16,8 +16,7 @@ from typing import Any
 from qurl_megatron.bench.drive import PROTOCOLS, Looking, Protocol, Publish
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.rollout_load import Look
-from qurl_megatron.checkpoints.read_source import folding, read_tensors
-from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
+from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint, read_tensors
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.engines.embedded.decoder import DTYPES
 from qurl_megatron.engines.kinds import ENGINE_KINDS
@@ -98,7 +97,7 @@ class Version:
         for op in source.ops():
             quantized = self.scheme != "none" and op.hf[0].quantized
             dtype = None if quantized else DTYPES[self.dtype]
-            for name, tensor in read_tensors(source, op, folding(1.0), dtype).items():
+            for name, tensor in read_tensors(source, op, dtype).items():
                 stored_tensors = {name: tensor}
                 if quantized:
                     stored_tensors = stored(name, quantize(tensor, self.scheme), "sglang")

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qurl_megatron.checkpoints.families import stage_ops as stage_ops
-    from qurl_megatron.checkpoints.hf_reader import HfReader as HfReader
+    from qurl_megatron.checkpoints.huggingface import HfReader as HfReader
+    from qurl_megatron.checkpoints.ops import stage_ops as stage_ops
     from qurl_megatron.checkpoints.source import Checkpoint as Checkpoint
     from qurl_megatron.checkpoints.source import CheckpointReader as CheckpointReader
     from qurl_megatron.checkpoints.source import load_parameter as load_parameter
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "source": ("Checkpoint", "CheckpointReader", "load_parameter", "open_checkpoint"),
-    "families": ("stage_ops",),
-    "hf_reader": ("HfReader",),
+    "ops": ("stage_ops",),
+    "huggingface": ("HfReader",),
     "uaq": ("fold_uaq", "folded_scale", "refuse_second_fold", "unfold_uaq"),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import QuantizedWeight, quantize
-from qurl_megatron.schemes import BLOCK, EXPORTED, SCHEMES
+from qurl_megatron.schemes import BLOCK, SCHEMES
 
 # TensorQuantizer's settings; {-1: n, -2: n} are squares of n x n.
 _MODELOPT: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ def by_modelopt(weight: Tensor, scheme: str) -> QuantizedWeight:
     Only weights whose largest magnitude in a channel is under 1e-35 differ from ``native``, which
     writes those as 0.
     """
-    _check(weight, "modelopt", scheme)
+    check_backend("modelopt", scheme)
     with warnings.catch_warnings():
         # Its import warns of versions; zero channels make it ask for more calibration data.
         warnings.simplefilter("ignore")
@@ -66,7 +66,7 @@ def by_te(weight: Tensor, scheme: str) -> QuantizedWeight:
 
     It quantizes whole squares only, so the weight is padded with zeros and the result cropped.
     """
-    _check(weight, "te", scheme)
+    check_backend("te", scheme)
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
@@ -86,12 +86,12 @@ def by_te(weight: Tensor, scheme: str) -> QuantizedWeight:
 def cropped(
     codes: Tensor, scale: Tensor, shape: torch.Size, device: torch.device
 ) -> QuantizedWeight:
-    """What Transformer Engine stores for a weight [O, I], cut to the weight.
+    """Return Transformer Engine's codes and scales of a weight [O, I], cut to its size.
 
     Args:
         codes: uint8 [O, I], each size rounded up to a multiple of 128; the bytes are E4M3.
         scale: float32 [ceil(O / 128), ceil(I / 128)], the second size rounded up to a multiple of
-            4 for its matrix products; what is there in excess is not initialised.
+            4 for its matrix products; the excess is not initialised.
     """
     rows, columns = shape
     values = codes.view(torch.float8_e4m3fn)[:rows, :columns]
@@ -109,15 +109,13 @@ BACKENDS: dict[str, Callable[[Tensor, str], QuantizedWeight]] = {
 
 
 def check_backend(backend: str, scheme: str) -> None:
-    """Find out before a long conversion whether a backend can do a scheme on this machine.
+    """Check, before a long conversion, that a backend can do a scheme on this machine.
 
     Raises:
         ConfigError: a name is unknown, or a package or device is missing; says what to use.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; known are {sorted(BACKENDS)}")
-    if scheme not in EXPORTED:
-        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(EXPORTED)}")
     if backend == "modelopt" and importlib.util.find_spec("modelopt") is None:
         raise ConfigError(
             "backend modelopt needs the package nvidia-modelopt: pip install "
@@ -141,17 +139,4 @@ def _check_te(scheme: str) -> None:
         raise ConfigError(
             "backend te needs a GPU of compute capability 9.0 (Hopper) or newer, and there is "
             "none; use backend native"
-        )
-
-
-def _check(weight: Tensor, backend: str, scheme: str) -> None:
-    """The mistakes ``quantize`` refuses, before a package stumbles over them in its own words."""
-    check_backend(backend, scheme)
-    if weight.ndim != 2:
-        raise ConfigError(
-            f"cannot quantize a weight of shape {tuple(weight.shape)}: it must be [out, in]"
-        )
-    if not bool(weight.isfinite().all()):
-        raise ConfigError(
-            f"cannot quantize a weight of shape {tuple(weight.shape)} that has inf or nan"
         )

@@ -6,17 +6,24 @@ is imported when a command runs, not for ``--help``.
 
 import argparse
 import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qurl_megatron.checkpoints.command_line import (
-    DTYPES,
-    add_folder_options,
-    add_job_options,
-    file_bytes,
-    run_job,
-    torch_dtype,
-)
+from qurl_megatron.config.arguments import Parser, parse
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import free
+from qurl_megatron.observe.text import byte_size
 from qurl_megatron.schemes import EXPORTED
+
+if TYPE_CHECKING:
+    import torch
+
+    from qurl_megatron.checkpoints.job import ConversionJob
 
 
 def add_convert_options(command: argparse.ArgumentParser) -> None:
@@ -125,7 +132,7 @@ def add_quantize_options(command: argparse.ArgumentParser) -> None:
 def quantize(arguments: argparse.Namespace) -> int:
     """Quantize a checkpoint into a W8A8 folder that engines load."""
     from qurl_megatron.checkpoints import open_checkpoint
-    from qurl_megatron.checkpoints.quantized_export import to_quantized
+    from qurl_megatron.checkpoints.to_huggingface import to_quantized
 
     return run_job(
         lambda: to_quantized(
@@ -153,9 +160,8 @@ def add_inspect_options(command: argparse.ArgumentParser) -> None:
 
 
 def inspect_checkpoint(arguments: argparse.Namespace) -> int:
-    """Say what a checkpoint is, from its headers alone; --verify hashes every file."""
-    from qurl_megatron.checkpoints.anykind import open_any
-    from qurl_megatron.checkpoints.inspect import inspect, tensor_rows, text
+    """Describe a checkpoint from its headers alone; --verify hashes every file."""
+    from qurl_megatron.checkpoints.inspect import inspect, open_any, tensor_rows, text
     from qurl_megatron.checkpoints.job import verify
 
     checkpoint = open_any(arguments.dir, arguments.hf)
@@ -186,8 +192,8 @@ def add_diff_options(command: argparse.ArgumentParser) -> None:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two checkpoints of any kinds, tensor by tensor; exits 1 where they differ."""
-    from qurl_megatron.checkpoints.anykind import open_any
     from qurl_megatron.checkpoints.diff import differences, row
+    from qurl_megatron.checkpoints.inspect import open_any
 
     a = open_any(arguments.a, arguments.hf_a)
     b = open_any(arguments.b, arguments.hf_b)
@@ -206,3 +212,122 @@ def diff(arguments: argparse.Namespace) -> int:
             furthest, worst = difference.relative, row(difference)
     print(f"{count} tensors, {beyond} differ beyond {arguments.tol:g}; furthest: {worst}")
     return 1 if beyond else 0
+
+
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+def parser(description: str, example: str) -> Parser:
+    """Return a parser whose --help ends with an example to copy."""
+    return Parser(
+        description=description,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_job_options(parser: argparse.ArgumentParser, *, file_gb: float) -> None:
+    """Add the options that every converter has."""
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be written, and write nothing"
+    )
+    parser.add_argument(
+        "--file-gb", type=float, default=file_gb, help="where a file is full (default %(default)s)"
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="throw away what an unfinished conversion with other options left",
+    )
+
+
+def add_folder_options(parser: argparse.ArgumentParser, *, auto: str) -> None:
+    """Add the options of commands that write a Hugging Face folder.
+
+    Args:
+        auto: help for --dtype auto.
+    """
+    parser.add_argument(
+        "--hf", type=Path, help="folder with config.json and tokenizer, if the checkpoint has none"
+    )
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help=auto)
+    add_job_options(parser, file_gb=5.0)
+
+
+def run_main(
+    body: Callable[[argparse.Namespace], int], command: Parser, argv: Sequence[str] | None
+) -> int:
+    """Run a command; a mistake is one sentence on stderr and exit code 2."""
+    arguments = parse(command, argv)
+    try:
+        return body(arguments)
+    except (ConfigError, PermissionError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has seen enough
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def run_job(make: Callable[[], "ConversionJob"], arguments: argparse.Namespace) -> int:
+    """Plan a job and run it, or with --dry-run describe it."""
+    from qurl_megatron.checkpoints.job import is_done, run
+
+    started = time.monotonic()
+    job = make()
+    if arguments.dry_run:
+        print(f"{job.out} is there already" if is_done(job) else preview(job))
+        return 0
+    with _progress_bar(job) as progress:
+        written = run(job, restart=arguments.restart, progress=progress)
+    if not written:
+        print(f"{job.out} is there already, unchanged")
+        return 0
+    seconds = time.monotonic() - started
+    print(
+        f"wrote {job.out}: {byte_size(job.bytes)} in {len(job.files)} files, {seconds:.1f} s "
+        f"({byte_size(job.bytes / seconds)}/s)"
+    )
+    return 0
+
+
+def file_bytes(gigabytes: float) -> int:
+    """Return --file-gb in bytes."""
+    if not 0 < gigabytes < math.inf:
+        raise ConfigError(f"--file-gb must be positive, got {gigabytes}")
+    return int(gigabytes * 1e9)
+
+
+def torch_dtype(name: str) -> "torch.dtype | None":
+    """Return --dtype as torch has it; None for "auto"."""
+    import torch
+
+    return None if name == "auto" else getattr(torch, name)
+
+
+def preview(job: "ConversionJob") -> str:
+    """Describe the files a job would write, and whether they fit."""
+    free_bytes = free(job.out)
+    lines = [f"would write {job.out}: {byte_size(job.bytes)} in {len(job.files)} files"]
+    lines += [f"  {file.name}  {byte_size(file.bytes)}" for file in job.files]
+    lines.append(f"free on that disk: {byte_size(free_bytes)}")
+    if free_bytes < job.bytes:
+        lines[-1] += ", which is too little"
+    return "\n".join(lines)
+
+
+@contextmanager
+def _progress_bar(job: "ConversionJob") -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the bytes written so far; it draws a bar on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(job.out.name, total=job.bytes)
+        yield lambda done_bytes: bar.update(task, completed=done_bytes)

@@ -1,6 +1,6 @@
-"""Two checkpoints of any kinds, tensor by tensor: what differs, and by how much.
+"""Compare two checkpoints of any kinds, tensor by tensor.
 
-What is compared are the numbers the model computes with: fused Megatron parameters are taken apart,
+Compared are the numbers the model computes with: fused Megatron parameters are taken apart,
 codes are multiplied by their scales, and a UAQ factor that one side has folded in is taken out.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qurl_megatron.checkpoints.anykind import AnyCheckpoint
+from qurl_megatron.checkpoints.inspect import AnyCheckpoint
 from qurl_megatron.checkpoints.uaq import unfolded
 from qurl_megatron.quant import QuantizedWeight, code_flips, dequantize
 from qurl_megatron.tensors.table import HfTensor
@@ -21,7 +21,7 @@ _CHUNK = 4 << 20  # elements in float64 at once: 32 MB
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor of B compares with that of A."""
+    """How one tensor of B compares with its twin in A."""
 
     name: str
     only_in: str | None = None  # "A" or "B"
@@ -38,7 +38,7 @@ class Difference:
 def differences(
     a: AnyCheckpoint, b: AnyCheckpoint, *, as_stored: bool = False
 ) -> Iterator[Difference]:
-    """Compare all tensors of both, in the order of A's layers, then what B alone has.
+    """Compare all tensors of both, in the order of A's layers; then come those of B alone.
 
     Args:
         as_stored: leave folded UAQ factors where they are.
@@ -95,7 +95,7 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def row(difference: Difference) -> str:
-    """One line for a person."""
+    """Return a difference as a line of text."""
     if difference.only_in:
         return f"{difference.name}: in {difference.only_in} only"
     if difference.shapes:

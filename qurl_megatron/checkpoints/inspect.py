@@ -1,21 +1,105 @@
-"""What a checkpoint is, from its headers: kind, model, layout, formats, UAQ factor, files."""
+"""Any checkpoint, to look at: opened whatever its kind, and its facts from headers alone.
+
+Kind, model, layout, formats, UAQ factor and files; ``tensors`` and ``read`` serve comparisons.
+"""
 
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from qurl_megatron.checkpoints.anykind import AnyCheckpoint
+from torch import Tensor
+
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.checkpoints.job import read_manifest
 from qurl_megatron.checkpoints.megatron_reader import CRITIC, MegatronReader, stacked_parts
-from qurl_megatron.checkpoints.shapes import parameter_count
+from qurl_megatron.checkpoints.ops import Op, parameter_count
+from qurl_megatron.checkpoints.places import find_torch_dist
+from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.quant import QuantizedWeight
+from qurl_megatron.quant.export import loaded, read_quantization, scale_name
+from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.table import HfTensor, is_quantized
+
+Kind = Literal["huggingface", "megatron", "quantized"]
+
+
+@dataclass(frozen=True)
+class AnyCheckpoint:
+    """An opened checkpoint of any kind."""
+
+    kind: Kind
+    checkpoint: Checkpoint
+    scheme: str = ""  # of a quantized one
+    fmt: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def uaq_scale(self) -> float:
+        return self.checkpoint.uaq_scale
+
+    def tensors(self) -> Iterator[tuple[HfTensor, Op | None]]:
+        """Yield the model's tensors with their ops, then all others, without."""
+        ops = [(tensor, op) for op in self.checkpoint.ops() for tensor in op.hf]
+        reader = self.checkpoint.reader
+        if isinstance(reader, MegatronReader):
+            yield from ((tensor, op) for tensor, op in ops if reader.holds(op))
+            return
+        unread = reader.names()
+        for tensor, op in ops:
+            if tensor.name in unread:
+                unread -= {tensor.name, self._scale_of(tensor.name)}
+                yield tensor, op
+        if self.checkpoint.arch.tied:
+            unread.discard("lm_head.weight")  # the embedding once more
+        unread = {name for name in unread if not name.endswith(".inv_freq")}
+        for name in sorted(unread):
+            yield HfTensor(name, reader.shape(name), quantized=is_quantized(name)), None
+
+    def read(self, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
+        """Return one of ``tensors`` as it is stored."""
+        reader = self.checkpoint.reader
+        if isinstance(reader, MegatronReader):
+            assert op is not None
+            return reader.shards(op)[tensor.name]
+        if self.kind != "quantized" or not tensor.quantized:
+            return reader.whole(tensor.name)
+        names = {tensor.name, self._scale_of(tensor.name)} & reader.names()
+        parts = {name: reader.whole(name) for name in names}
+        return loaded(tensor.name, parts, self.scheme, self.fmt)
+
+    def _scale_of(self, name: str) -> str:
+        if self.kind != "quantized" or not name.endswith(".weight"):
+            return ""
+        return scale_name(name, self.scheme, self.fmt)
+
+
+def open_any(folder: Path, description: Path | None = None) -> AnyCheckpoint:
+    """Open a checkpoint of any kind; nothing but headers is read.
+
+    Raises:
+        ConfigError: there is none, or one that is not understood.
+    """
+    if find_torch_dist(folder):
+        return AnyCheckpoint("megatron", open_checkpoint(folder, description))
+    config = read_config(folder)
+    quantization = read_quantization(config)
+    if quantization is None:
+        return AnyCheckpoint("huggingface", open_checkpoint(folder))
+    dense = {key: value for key, value in config.items() if key != "quantization_config"}
+    checkpoint = Checkpoint(folder, folder, config, read_arch(dense), HfReader(folder))
+    return AnyCheckpoint("quantized", checkpoint, *quantization)
 
 
 def inspect(found: AnyCheckpoint) -> dict[str, Any]:
-    """Facts about a checkpoint, as JSON."""
+    """Return facts about a checkpoint, as JSON."""
     checkpoint = found.checkpoint
     facts: dict[str, Any] = {
         "folder": str(checkpoint.folder),
@@ -36,15 +120,21 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
     if found.kind == "quantized":
         facts |= {"scheme": found.scheme, "format": found.fmt}
     if isinstance(reader := checkpoint.reader, MegatronReader):
-        facts["layout"] = layout(found)
+        ops = checkpoint.ops()
+        attention = next(op for op in ops if op.megatron.endswith("linear_proj.weight"))
+        facts["layout"] = {
+            "tensor": reader.cuts(attention) // stacked_parts(attention),
+            "padded_vocab": reader.shape(ops[0])[0],
+        }
         facts["fp32_masters"] = reader.masters is not None
         facts["critic"] = any(key.startswith(CRITIC) for key in reader.table.keys())  # noqa: SIM118
-        facts["step"] = step(checkpoint.folder)
+        state = checkpoint.folder / "state.json"  # of a checkpoint of `qurl train`
+        facts["step"] = read_json(state).get("step") if state.is_file() else None
     return facts
 
 
 def tokenizer(folder: Path) -> str | None:
-    """What is wrong with a folder's tokenizer, empty if nothing is; None: it has none."""
+    """Return a remark on a folder's tokenizer, empty if all is well; None: it has none."""
     if not any((folder / name).is_file() for name in FILES):
         return None
     try:
@@ -54,10 +144,10 @@ def tokenizer(folder: Path) -> str | None:
 
 
 def formats(found: AnyCheckpoint) -> dict[str, int]:
-    """How many tensors of the model are stored in each number format."""
+    """Count the model's tensors by the number format they are stored in."""
     reader = found.checkpoint.reader
     if isinstance(reader, MegatronReader):
-        # What the model runs in; masters are named apart.
+        # Formats the model runs in; masters are named apart.
         counted = Counter(
             str(reader.table.dtype(key))
             for key in reader.table.keys()  # noqa: SIM118
@@ -68,26 +158,8 @@ def formats(found: AnyCheckpoint) -> dict[str, int]:
     return {name.removeprefix("torch."): count for name, count in counted.most_common()}
 
 
-def layout(found: AnyCheckpoint) -> dict[str, int]:
-    """The tensor-parallel size a Megatron checkpoint is cut for, and its padded vocabulary."""
-    reader = found.checkpoint.reader
-    assert isinstance(reader, MegatronReader)
-    ops = found.checkpoint.ops()
-    attention = next(op for op in ops if op.megatron.endswith("linear_proj.weight"))
-    return {
-        "tensor": reader.cuts(attention) // stacked_parts(attention),
-        "padded_vocab": reader.shape(ops[0])[0],
-    }
-
-
-def step(folder: Path) -> int | None:
-    """The training step of a checkpoint of ``qurl train``; None for a converted one."""
-    state = folder / "state.json"
-    return read_json(state).get("step") if state.is_file() else None
-
-
 def text(facts: dict[str, Any], *, files: int = 12) -> str:
-    """The same for a person; of many files the largest are listed."""
+    """Return the facts as text; of many files the largest are listed."""
     arch = facts["arch"]
     kind = {
         "huggingface": "Hugging Face, safetensors",
@@ -134,7 +206,7 @@ def text(facts: dict[str, Any], *, files: int = 12) -> str:
 
 
 def tensor_rows(found: AnyCheckpoint) -> list[str]:
-    """One line per stored tensor: number format, shape, name."""
+    """Return one line per stored tensor: number format, shape, name."""
     reader = found.checkpoint.reader
     if isinstance(reader, MegatronReader):
         table = reader.table

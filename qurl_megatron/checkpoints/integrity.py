@@ -1,4 +1,4 @@
-"""Is a run's checkpoint what was written? Size and XXH3-128 of each of its files, beside them.
+"""Sizes and XXH3-128 sums of the files of a run's checkpoint, to find damage.
 
     step_000040/files.json   {"format": "qurl-files-1", "files": {"common.pt": [1234, "5c.."]}}
 
@@ -16,18 +16,19 @@ from pathlib import Path
 
 import xxhash
 
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
 
 RECORD = "files.json"
 FORMAT = "qurl-files-1"
 FIX = "copy the checkpoint again, or name an older one"
-"""What a user can do about a damaged checkpoint that nothing is resumed from."""
+"""Advice about a damaged checkpoint that nothing is resumed from."""
 _CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file held when it was written."""
+    """Size and sum of a file when it was written."""
 
     bytes: int
     xxh3: str  # of 128 bits, hexadecimal
@@ -48,7 +49,7 @@ class Summing:
 
 
 def sum_of(path: Path) -> FileSum:
-    """Of a file as it is on disk."""
+    """Return size and sum of a file on disk."""
     summing, buffer = Summing(), memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -57,11 +58,11 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
-    """Record every file of a folder that is whole now, those in folders inside included.
+    """Record every file below a folder that is whole now.
 
     Args:
-        known: sums by name of what was summed up while it was written, and forced to disk; the
-            rest is read back, and forced to disk here.
+        known: sums by name of files that were summed while they were written, and synced; all
+            others are read back and synced here.
     """
     sums = dict(known)
     for path in sorted(folder.rglob("*")):
@@ -71,15 +72,12 @@ def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
             sums[name] = sum_of(path)
     record = {name: [file_sum.bytes, file_sum.xxh3] for name, file_sum in sorted(sums.items())}
     text = json.dumps({"format": FORMAT, "files": record}, indent=1)
-    aside = folder / f".{RECORD}.new"
-    aside.write_text(text + "\n", encoding="utf-8")
-    to_disk(aside)
-    aside.replace(folder / RECORD)
+    write_whole(folder / RECORD, text + "\n", sync=True)
     to_disk(folder)
 
 
 def read_record(folder: Path) -> dict[str, FileSum] | None:
-    """The sums of a folder's files by name; None where it has no record.
+    """Return the sums of a folder's files by name; None where it has no record.
 
     Raises:
         Unreadable: the system cannot read the record, or another version wrote it.
@@ -120,10 +118,10 @@ def _file_sum(size: int, digest: str) -> FileSum:
 
 
 def wrong_size(folder: Path, record: Mapping[str, FileSum]) -> str | None:
-    """What is to be seen without reading: the first file that is missing, cut off or too long.
+    """Describe the first file that is missing, cut off or too long; reads none.
 
     Raises:
-        Unreadable: the system does not say.
+        Unreadable: the system cannot tell.
     """
     for name, entry in record.items():
         path = folder / name
@@ -138,7 +136,7 @@ def wrong_size(folder: Path, record: Mapping[str, FileSum]) -> str | None:
 
 
 def damaged(folder: Path, record: Mapping[str, FileSum], names: Iterable[str]) -> str | None:
-    """The first of some files that is not what was written, as a sentence; reads them all.
+    """Describe the first of some files whose content has changed; reads them all.
 
     Raises:
         Unreadable: the system cannot read one.
@@ -156,10 +154,10 @@ def damaged(folder: Path, record: Mapping[str, FileSum], names: Iterable[str]) -
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Read every file of a folder that has a record of them.
+    """Read every file of a folder with a record and compare the sums.
 
     Raises:
-        ConfigError: one is not what was written, or cannot be read.
+        ConfigError: a file has changed or cannot be read.
     """
     record = read_record(folder) or {}
     if wrong := wrong_size(folder, record) or damaged(folder, record, record):

@@ -1,58 +1,41 @@
-"""A folder of large files, written so that it is there whole or not at all, and can be continued.
+"""A folder of large files that appears whole or not at all, and can be continued.
 
-    .OUT.partial/            what a killed job leaves; no reader takes it for a checkpoint
-      job.json               what was asked for: only the same job continues here
-      records/FILE.json      written when FILE is whole, synced and in place
-      data/FILE
-    OUT/                     the folder ``data``, renamed in the end
-      qurl_manifest.json     what was asked for; size and SHA-256 of every file
-
-Files are independent of each other, so several ranks share them; the first one does the rest.
+.OUT.partial/            left by a killed job; no reader takes it for a checkpoint
+  job.json               the request: only the same job continues here
+  records/FILE.json      written when FILE is whole, synced and in place
+  data/FILE
+OUT/                     the folder ``data``, renamed at the end
+  qurl_manifest.json     the request, and size and SHA-256 of every file
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from qurl_megatron.checkpoints.integrity import FIX, damaged, read_record, wrong_size
-from qurl_megatron.checkpoints.workers import ALONE, Workers
+from qurl_megatron.checkpoints.integrity import (
+    damaged,
+    read_record,
+    refuse_damaged,
+    to_disk,
+    wrong_size,
+)
 from qurl_megatron.kit.disk import lock, read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.observe.text import byte_size
 
 MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-checkpoint-1"
 
-# Files that wait to be hashed and synced, each by a thread, while the next one is written.
-_SEALERS = 2
-
-# What a person can fix: no room, no permission, a file or folder in the way.
-_FIXABLE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ENOTEMPTY,
-    errno.EBUSY,
-    errno.EXDEV,
-    errno.ENAMETOOLONG,
-)
+_SEALERS = 2  # threads that hash and sync files while the next one is written
 
 
 @dataclass(frozen=True)
@@ -62,7 +45,7 @@ class OutputFile:
     name: str
     bytes: int
     write: Callable[[Path], Any]
-    """Writes the file; what it returns, as JSON, is kept for ``ConversionJob.finish``."""
+    """Writes the file; its return value, as JSON, is kept for ``ConversionJob.finish``."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +54,12 @@ class ConversionJob:
 
     out: Path
     request: dict[str, Any]
-    """Everything that decides what is written, as JSON."""
+    """All inputs that the written bytes depend on, as JSON."""
     files: list[OutputFile]
     finish: Callable[[Path, dict[str, Any]], None]
-    """Given the folder and what each file's ``write`` returned: writes the small files."""
+    """Writes the small files, given the folder and the return value of each file's ``write``."""
     source: Path | None = None
-    """What is read. A run's checkpoint is held against its checksums first, each worker a share."""
+    """The folder that is read; a run's checkpoint is held against its checksums first."""
 
     @property
     def bytes(self) -> int:
@@ -94,7 +77,7 @@ class _Aside:
         return self.root / "data"
 
     def record(self, file: OutputFile) -> dict[str, Any] | None:
-        """What is known of a whole file; None where it is still to be written."""
+        """Return the record of a whole file; None where the file is still to be written."""
         path = self.root / "records" / f"{file.name}.json"
         if not path.is_file():
             return None
@@ -106,57 +89,48 @@ class _Aside:
 
 
 def run(
-    job: ConversionJob, *, workers: Workers = ALONE, restart: bool = False, checksums: bool = True
+    job: ConversionJob,
+    *,
+    restart: bool = False,
+    progress: Callable[[int], None] = lambda done_bytes: None,
 ) -> bool:
-    """Write the folder, or what is left of it; all workers call it together.
+    """Write the folder, or the rest of it.
 
     Args:
-        restart: throw away what a killed job of another kind left.
-        checksums: put SHA-256 sums into the manifest; without, sizes alone.
+        restart: throw away the files of a killed job with another request.
+        progress: called after each file with the bytes written so far.
 
     Returns:
         False where the folder is there already, written for the same request.
 
     Raises:
         ConfigError: something else is in the way, the disk is full or not writable, or a file
-            cannot be made. What is finished stays, and the next run continues from there.
+            cannot be made. Finished files stay, and the next run continues from there.
     """
-    request = json.loads(json.dumps({**job.request, "checksums": checksums}))
     aside = _Aside(partial_folder(job.out))
-    with workers.together(), _disk_errors(job.out):
-        done = is_done(job, checksums=checksums)
+    with refusing(job.out, key="--out"):
+        done = is_done(job)
     if done:
-        if workers.leads:
-            shutil.rmtree(aside.root, ignore_errors=True)  # of a job killed after its last step
+        shutil.rmtree(aside.root, ignore_errors=True)  # of a job killed after its last step
         return False
-    with workers.together():
-        _check_source(job.source, workers)
-    lock: TextIO | None = None
-    with workers.together(), _disk_errors(aside.root):
-        if workers.leads:
-            lock = _claim(aside)
-            _reopen(aside, request, restart)
-            _check_space(job, aside)
-            _hold(lock, fcntl.LOCK_SH, aside)
-    with workers.together(), _disk_errors(aside.root):
-        if not workers.leads:
-            lock = (aside.root / ".lock").open("w")
-            _hold(lock, fcntl.LOCK_SH, aside)
-    assert lock is not None
-    with lock:
-        with workers.together(), _disk_errors(aside.root):
-            _write_share(job, aside, workers, checksums)
-        with workers.together(), _disk_errors(aside.root):
-            if workers.leads:
-                _finish(job, aside, request, checksums)
+    if job.source is not None:
+        refuse_damaged(job.source)
+    with refusing(aside.root, key="--out"):
+        aside.root.mkdir(parents=True, exist_ok=True)
+        with (aside.root / ".lock").open("w") as lock_file:
+            _refuse_second_job(lock_file, aside)
+            _reopen(aside, job.request, restart)
+            _refuse_too_little_space(job, aside)
+            _write_files(job, aside, progress)
+            _finish(job, aside)
     return True
 
 
-def is_done(job: ConversionJob, *, checksums: bool = True) -> bool:
-    """True where the folder is there, written for the same request, and nothing of it is lost.
+def is_done(job: ConversionJob) -> bool:
+    """True where the folder is there, written for the same request, and no file of it is lost.
 
     Raises:
-        ConfigError: something else is there, or what is there is damaged.
+        ConfigError: something else is there, or the folder is damaged.
     """
     out = job.out
     if out.is_symlink() or out == Path.cwd():
@@ -164,28 +138,20 @@ def is_done(job: ConversionJob, *, checksums: bool = True) -> bool:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     manifest = read_manifest(out) if out.is_dir() else None
-    request = json.loads(json.dumps({**job.request, "checksums": checksums}))
-    if manifest is None or manifest["request"] != request:
+    if manifest is None or manifest["request"] != _as_json(job.request):
         raise ConfigError(f"{out} exists already; remove it or name another --out")
-    wrong = verify(out, hashes=False)
-    if wrong:
-        raise ConfigError(f"{out} is damaged ({wrong[0]}); remove it and run again")
+    if faults := verify(out, hashes=False):
+        raise ConfigError(f"{out} is damaged ({faults[0]}); remove it and run again")
     return True
 
 
-def bytes_on_disk(job: ConversionJob) -> int:
-    """How much of a job's large files is written, by all workers; for showing progress."""
-    data = _Aside(partial_folder(job.out)).data
-    return sum(_size(data / name) for f in job.files for name in (f.name, f"{f.name}.tmp"))
-
-
 def partial_folder(out: Path) -> Path:
-    """Where a job works before its folder is whole."""
+    """The folder that a job works in before ``out`` is whole."""
     return out.parent / f".{out.name}.partial"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder a job wrote; None where it has none.
+    """Return the manifest of a folder that a job wrote; None where it has none.
 
     Raises:
         ConfigError: it is damaged.
@@ -195,16 +161,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     manifest = read_json(path)
     files = manifest.get("files")
-    complete = (
-        manifest.get("format") == FORMAT and "request" in manifest and isinstance(files, dict)
-    )
+    complete = manifest.get("format") == FORMAT and "request" in manifest
+    complete = complete and isinstance(files, dict)
     if not complete or not all(_is_entry(*entry) for entry in manifest["files"].items()):
         raise ConfigError(f"{path} is damaged; convert the checkpoint again")
     return manifest
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """True for what ``_entry`` made of a file of the folder."""
+    """True for a file inside the folder with a size and perhaps a sum."""
     if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
         return False
     has_size = isinstance(entry, dict) and type(entry.get("bytes")) is int
@@ -212,12 +177,12 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def verify(folder: Path, *, hashes: bool = True) -> list[str]:
-    """What is wrong with the files of a folder, by its manifest: one sentence per file.
+    """Return one sentence per file that differs from the manifest of a folder.
 
-    Of a run's checkpoint, by its own record: the first file that is not what was written.
+    A run's checkpoint has a record instead, and the first wrong file is named.
 
     Args:
-        hashes: read and hash every file; without, their sizes are compared.
+        hashes: read and hash every file; otherwise compare sizes alone.
 
     Raises:
         ConfigError: the folder has neither.
@@ -228,44 +193,21 @@ def verify(folder: Path, *, hashes: bool = True) -> list[str]:
         return [fault] if fault else []
     if manifest is None:
         raise ConfigError(f"{folder} has no {MANIFEST}: it was not written by these tools")
-    wrong = []
+    faults = []
     for name, entry in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            wrong.append(f"{name} is missing")
+            faults.append(f"{name} is missing")
         elif _size(path) != entry["bytes"]:
-            wrong.append(f"{name} has {_size(path)} bytes, written were {entry['bytes']}")
+            faults.append(f"{name} has {_size(path)} bytes, written were {entry['bytes']}")
         elif hashes and entry["sha256"] and _sha256(path) != entry["sha256"]:
-            wrong.append(f"{name} has changed: its SHA-256 is not the one of the manifest")
-    return wrong
+            faults.append(f"{name} has changed: its SHA-256 is not the one of the manifest")
+    return faults
 
 
-def _check_source(source: Path | None, workers: Workers) -> None:
-    record = read_record(source) if source else None
-    if source is None or record is None:
-        return
-    share = workers.share(list(record), size=lambda name: record[name].bytes)
-    if wrong := damaged(source, record, share):
-        raise ConfigError(f"{wrong}; {FIX}")
-
-
-def _claim(aside: _Aside) -> TextIO:
-    """Make or reopen the aside folder, and be the only job in it."""
+def _refuse_second_job(lock_file: TextIO, aside: _Aside) -> None:
     try:
-        aside.root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {aside.root}: {error.strerror}; name another --out"
-        ) from error
-    lock = (aside.root / ".lock").open("w")
-    _hold(lock, fcntl.LOCK_EX, aside)
-    return lock
-
-
-def _hold(held: TextIO, kind: int, aside: _Aside) -> None:
-    """Lock out other jobs until the file is closed; the workers of one job share the lock."""
-    try:
-        if not lock(held, kind):
+        if not lock(lock_file):
             raise ConfigError(
                 f"another job is writing {aside.root}; wait for it or name another --out"
             )
@@ -280,27 +222,29 @@ def _hold(held: TextIO, kind: int, aside: _Aside) -> None:
 
 
 def _reopen(aside: _Aside, request: dict[str, Any], restart: bool) -> None:
-    """Keep what the same job left; throw away what is asked to be, or is of no use."""
+    """Keep the files of the same job; refuse another job's, or delete them on ``restart``."""
+    request = _as_json(request)
     request_file = aside.root / "job.json"
-    before = None if restart or not request_file.is_file() else read_json(request_file)
-    if before is not None and before != request:
-        changed = sorted(
-            key for key in before.keys() | request.keys() if before.get(key) != request.get(key)
-        )
-        raise ConfigError(
-            f"{aside.root} holds an unfinished job with another {' and '.join(changed)}; "
-            "give --restart to throw it away, or name another --out"
-        )
+    before = None
+    if request_file.is_file() and not restart:
+        before = read_json(request_file)
     if before is None:
         for path in aside.root.iterdir():
             if path.name != ".lock":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                _remove(path)
+    elif before != request:
+        keys = sorted(before.keys() | request.keys())
+        changed_keys = [key for key in keys if before.get(key) != request.get(key)]
+        raise ConfigError(
+            f"{aside.root} holds an unfinished job with another {' and '.join(changed_keys)}; "
+            "give --restart to throw it away, or name another --out"
+        )
     for folder in (aside.data, aside.root / "records"):
         folder.mkdir(exist_ok=True)
     _write_synced(request_file, json.dumps(request))
 
 
-def _check_space(job: ConversionJob, aside: _Aside) -> None:
+def _refuse_too_little_space(job: ConversionJob, aside: _Aside) -> None:
     needed = sum(file.bytes for file in job.files if aside.record(file) is None)
     free = shutil.disk_usage(aside.root).free
     if needed > free:
@@ -310,19 +254,21 @@ def _check_space(job: ConversionJob, aside: _Aside) -> None:
         )
 
 
-def _write_share(job: ConversionJob, aside: _Aside, workers: Workers, checksums: bool) -> None:
-    """Write this worker's files; whole ones are hashed and synced while the next is written."""
+def _write_files(job: ConversionJob, aside: _Aside, progress: Callable[[int], None]) -> None:
+    """Write the files; each is hashed and synced while the next is written."""
+    done_bytes = 0
     with ThreadPoolExecutor(_SEALERS) as pool:
         sealing: list[Future] = []
         try:
-            for file in workers.share(job.files, size=lambda file: file.bytes):
-                if aside.record(file) is not None:
-                    continue
-                while len(sealing) >= _SEALERS:
-                    sealing.pop(0).result()
-                unsealed = aside.data / f"{file.name}.tmp"
-                kept = file.write(unsealed)
-                sealing.append(pool.submit(partial(_seal, file, unsealed, aside, kept, checksums)))
+            for file in job.files:
+                if aside.record(file) is None:
+                    while len(sealing) >= _SEALERS:
+                        sealing.pop(0).result()
+                    unsealed = aside.data / f"{file.name}.tmp"
+                    kept = file.write(unsealed)
+                    sealing.append(pool.submit(_seal, file, unsealed, aside, kept))
+                done_bytes += file.bytes
+                progress(done_bytes)
             for future in sealing:
                 future.result()
         except BaseException:  # an interrupt, too: seal nothing more, then let it pass
@@ -330,47 +276,54 @@ def _write_share(job: ConversionJob, aside: _Aside, workers: Workers, checksums:
             raise
 
 
-def _seal(file: OutputFile, unsealed: Path, aside: _Aside, kept: Any, checksums: bool) -> None:
-    """Hash what is on disk, sync it, move it into place, and only then say that it is there."""
-    record = {**_entry(unsealed, checksums), "kept": kept}
-    _sync(unsealed)
+def _seal(file: OutputFile, unsealed: Path, aside: _Aside, kept: Any) -> None:
+    """Hash a file, sync it, move it into place, and only then record that it is there."""
+    record = {**_entry(unsealed), "kept": kept}
+    to_disk(unsealed)
     unsealed.rename(aside.data / file.name)
-    _sync(aside.data)
+    to_disk(aside.data)
     _write_synced(aside.root / "records" / f"{file.name}.json", json.dumps(record))
 
 
-def _finish(job: ConversionJob, aside: _Aside, request: dict[str, Any], checksums: bool) -> None:
-    # Read back even what this process wrote: a continued job must end in the same bytes.
-    records = {}
+def _finish(job: ConversionJob, aside: _Aside) -> None:
+    # Read back even our own records: a continued job must end in the same bytes.
+    kept_values, entries = {}, {}
     for file in job.files:
-        if (record := aside.record(file)) is None:
+        record = aside.record(file)
+        if record is None:
             raise ConfigError(f"{file.name} in {aside.data} is gone or cut off; run again")
-        records[file.name] = record
+        kept_values[file.name] = record["kept"]
+        entries[file.name] = {"bytes": record["bytes"], "sha256": record["sha256"]}
     for path in aside.data.iterdir():  # small files of a job that was killed in this function
-        if path.name not in records:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    job.finish(aside.data, {name: record["kept"] for name, record in records.items()})
-    entries = {n: {"bytes": r["bytes"], "sha256": r["sha256"]} for n, r in records.items()}
+        if path.name not in entries:
+            _remove(path)
+    job.finish(aside.data, kept_values)
     for path in sorted(aside.data.rglob("*")):
         name = str(path.relative_to(aside.data))
         if path.is_file() and name not in entries:
-            _sync(path)
-            entries[name] = _entry(path, checksums)
-    manifest = {"format": FORMAT, "request": request, "files": dict(sorted(entries.items()))}
+            to_disk(path)
+            entries[name] = _entry(path)
+    files = dict(sorted(entries.items()))
+    manifest = {"format": FORMAT, "request": _as_json(job.request), "files": files}
     _write_synced(aside.data / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     os.rename(aside.data, job.out)  # an empty folder at ``out`` is replaced
-    _sync(job.out.parent)
+    to_disk(job.out.parent)
     shutil.rmtree(aside.root)
 
 
-def _entry(path: Path, checksums: bool) -> dict[str, Any]:
-    return {"bytes": _size(path), "sha256": _sha256(path) if checksums else None}
+def _as_json(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the request as a file gives it back: lists for tuples."""
+    return json.loads(json.dumps(request))
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": _size(path), "sha256": _sha256(path)}
 
 
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # not begun, or renamed a moment ago
+    except FileNotFoundError:
         return 0
 
 
@@ -379,28 +332,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def _write_synced(path: Path, text: str) -> None:
     write_whole(path, text, sync=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Say in one sentence what the operating system refused, where a person can fix it."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FIXABLE:
-            raise
-        raise ConfigError(
-            f"cannot write {error.filename or path}: {error.strerror}; fix that or name another "
-            "--out, and run again to continue"
-        ) from error
+    to_disk(path.parent)

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qurl_megatron.checkpoints.families import stage_ops
-from qurl_megatron.checkpoints.hf_reader import FLOATS
-from qurl_megatron.checkpoints.ops import GateUp, Op
+from qurl_megatron.checkpoints.huggingface import FLOATS
+from qurl_megatron.checkpoints.ops import GateUp, Op, stage_ops
 from qurl_megatron.checkpoints.torch_dist import TorchDistReader
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
@@ -19,9 +18,9 @@ from qurl_megatron.tensors.slice import Slice
 _MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 CRITIC = "critic."
-"""How the names of everything begin that a run's checkpoint has of its critic."""
+"""Prefix of a critic's tensors in a run's checkpoint."""
 
-# What lies beside the model in a checkpoint of a run.
+# Prefixes of the tensors beside the model in a checkpoint of a run.
 _BESIDE = ("optimizer.", "chained_", "rng", CRITIC)
 
 # Megatron-LM pads a vocabulary to 128 rows for each of at most 64 tensor-parallel ranks.
@@ -32,7 +31,7 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def disk_key(parameter: str) -> tuple[str, tuple[int, ...]]:
-    """The tensor a parameter lies in, and where: all layers are one tensor, all experts of them.
+    """Return the stored tensor a parameter lies in, and its index: layers and experts are stacked.
 
     >>> disk_key("decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight")
     ('decoder.layers.mlp.experts.experts.linear_fc2.weight', (3, 5))
@@ -47,7 +46,7 @@ def disk_key(parameter: str) -> tuple[str, tuple[int, ...]]:
 
 
 def stacked_parts(op: Op) -> int:
-    """How many tensors lie one behind the other in a parameter, each split over tensor ranks."""
+    """Return how many tensors are stacked in a parameter, each split over tensor ranks."""
     return len(op.hf) if isinstance(op, GateUp) else 1
 
 
@@ -90,16 +89,16 @@ class MegatronReader:
         return op.to_hf(self._parameter(op, rank, size))
 
     def widest(self, op: Op) -> torch.dtype:
-        """The format ``shards`` are in: the master's where there is one."""
+        """Return the format of ``shards``: the master's where there is one."""
         return self.table.dtype(self._place(op)[0])
 
     def dtype(self, op: Op) -> torch.dtype:
-        """The format the model has a parameter in; its master is FP32 all the same."""
+        """Return the model's own format of a parameter; its master is FP32 all the same."""
         key, _ = self._place(op)
         return self.table.dtype(key.removeprefix(self.masters or ""))
 
     def shape(self, op: Op) -> tuple[int, ...]:
-        """Of the whole Megatron parameter; an embedding's as it was padded."""
+        """Return the shape of the whole Megatron parameter; an embedding's with its padding."""
         key, index = self._place(op)
         return self.table.shape(key)[len(index) :]
 
@@ -108,7 +107,7 @@ class MegatronReader:
         return self._found(op) is not None
 
     def cuts(self, op: Op) -> int:
-        """How many chunks a parameter is stored in; its master's are cut by data ranks as well."""
+        """Count the chunks of a parameter; those of its master are also cut by data ranks."""
         key, index = self._place(op)
         return self.table.cuts(key.removeprefix(self.masters or ""), index)
 
@@ -181,7 +180,7 @@ class MegatronReader:
         return self.table.read(key, part).reshape(shape)
 
     def _place(self, op: Op) -> tuple[str, tuple[int, ...]]:
-        """Key and leading indices of a parameter."""
+        """Return key and leading indices of a parameter."""
         place = self._found(op)
         if place is None:
             key, _ = disk_key(self._on_disk[op.hf[0].name])

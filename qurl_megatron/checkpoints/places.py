@@ -1,4 +1,4 @@
-"""Where a checkpoint is, and what says which model it is; a look at names alone, without torch."""
+"""Find a checkpoint and the folder that describes its model, by names alone, without torch."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ METADATA = ".metadata"
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-"""What a Hugging Face folder has of the two says which files its weights are in."""
+"""A Hugging Face folder has one of the two: an index of its weight files, or a single file."""
 
 
 def description_of(folder: str | Path) -> Path:
-    """The folder with config.json and tokenizer: a Hugging Face folder itself, else inside.
+    """Return the folder with config.json and tokenizer: a Hugging Face folder itself, else inside.
 
     Raises:
         ConfigError: a Megatron checkpoint carries none.
@@ -69,7 +69,7 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The weight files of a Hugging Face folder.
+    """Return the weight files of a Hugging Face folder.
 
     Raises:
         ConfigError: there are none, or the index names one that is missing.

@@ -2,10 +2,13 @@
 
 A Megatron checkpoint of this package carries a folder ``hf`` with the model's config.json, which
 also records the UAQ factor, and its tokenizer; one made elsewhere is read with another folder's.
+
+Conversions read it one op at a time with ``read_tensors``: checked, folded in FP32, then rounded.
 """
 
+import hashlib
 import json
-import shutil
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qurl_megatron.checkpoints.families import stage_ops
-from qurl_megatron.checkpoints.hf_reader import FLOATS, HfReader
+from qurl_megatron.checkpoints.huggingface import FLOATS, HfReader
 from qurl_megatron.checkpoints.integrity import FIX, RECORD, read_record, wrong_size
 from qurl_megatron.checkpoints.megatron_reader import MegatronReader
-from qurl_megatron.checkpoints.ops import Op
+from qurl_megatron.checkpoints.ops import Op, hf_shapes, stage_ops
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist
-from qurl_megatron.checkpoints.shapes import hf_shapes
-from qurl_megatron.checkpoints.uaq import folded, folded_scale
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.checkpoints.uaq import folded, folded_scale, takes_part, unfolded
+from qurl_megatron.kit.errors import ConfigError, reading
 from qurl_megatron.tensors.arch import Arch, arch_of, read_config
 
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
@@ -51,35 +52,35 @@ class Checkpoint:
 
     @property
     def uaq_scale(self) -> float:
-        """The factor folded into the stored weights; 1.0 where none is."""
+        """UAQ factor folded into the stored weights; 1.0: none."""
         return folded_scale(self.config)
 
     def ops(self) -> list[Op]:
-        """All ops of the model, in the order of its layers, under Megatron's names on disk."""
+        """Return all ops of the model, in the order of its layers, by Megatron's names on disk."""
         return stage_ops(
             self.arch, range(self.arch.num_layers), first=True, last=True, fused_norms=True
         )
 
     def dtype(self, op: Op) -> torch.dtype:
-        """The number format the model has an op's tensors in; FP32 where they differ."""
+        """Return the model's format of an op's tensors; FP32 where they differ."""
         if isinstance(self.reader, MegatronReader):
             return self.reader.dtype(op)
         dtypes = {self.reader.stored(tensor.name).dtype for tensor in op.hf}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def widest(self, op: Op) -> torch.dtype:
-        """The format in which an op's tensors are read: of FP32 masters where there are any."""
+        """Return the format an op's tensors are read in: FP32 where there are masters."""
         reader = self.reader
         return reader.widest(op) if isinstance(reader, MegatronReader) else self.dtype(op)
 
     def natural_dtype(self, op: Op) -> torch.dtype:
-        """The format the model came in, before folding needed a wider one."""
+        """Return the model's original format, before folding needed a wider one."""
         recorded = self.config.get("qurl", {}).get("dtype")
         return DTYPES_BY_NAME[recorded] if recorded in DTYPES_BY_NAME else self.dtype(op)
 
     def folded_config(self, scale: float) -> dict[str, Any]:
-        """The config of this model with ``scale`` in its weights in all: it says so, and in which
-        format the model came. A model that is not folded needs no record."""
+        """Return the config for weights with ``scale`` folded in; it records the factor and the
+        model's original format. An unfolded model needs no record."""
         plain = {key: value for key, value in self.config.items() if key != "qurl"}
         if scale == 1.0:
             return plain
@@ -153,7 +154,7 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
 def load_parameter(
     op: Op, reader: CheckpointReader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
 ) -> Tensor:
-    """One Megatron parameter in FP32: this tensor rank's slices, folded by ``uaq_scale``, fused."""
+    """Return a Megatron parameter in FP32: this tensor rank's slices, folded, then fused."""
     slices = reader.shards(op, rank=rank, size=size, padded_vocab=padded_vocab)
     return op.to_megatron(
         {
@@ -175,7 +176,9 @@ def describe(source: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in companions(source.description):
-        shutil.copyfile(path, folder / path.name)
+        with reading(path):
+            content = path.read_bytes()
+        (folder / path.name).write_bytes(content)
     write_json(folder / "config.json", config)
 
 
@@ -184,7 +187,7 @@ def write_json(path: Path, contents: dict[str, Any]) -> None:
 
 
 def companions(folder: Path) -> Iterator[Path]:
-    """The tokenizer and generation files beside a config.json."""
+    """Yield the tokenizer and generation files beside a config.json."""
     generated = {"config.json", "hf_quant_config.json", "qurl_manifest.json", "state.json", RECORD}
     for path in sorted(folder.iterdir()):
         text = path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -194,3 +197,88 @@ def companions(folder: Path) -> Iterator[Path]:
 
 def _and_more(names: list[str]) -> str:
     return f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def read_tensors(
+    source: Checkpoint,
+    op: Op,
+    dtype: torch.dtype | None,
+    *,
+    fold: float = 1.0,
+    unfold: float = 1.0,
+) -> dict[str, Tensor]:
+    """Return the whole Hugging Face tensors of an op, changed in FP32, then rounded to ``dtype``.
+
+    Args:
+        dtype: None leaves them as wide as they are.
+        fold, unfold: UAQ factor to fold into the tensors that take part, or to take out of them.
+
+    Raises:
+        ConfigError: a tensor has inf or nan, as it is stored or as it is rounded.
+    """
+    tensors = source.reader.shards(op)
+    for tensor in op.hf:
+        name = tensor.name
+        value = tensors[name]
+        if not is_finite(value):
+            raise ConfigError(
+                f"tensor {name} in {source.folder} has inf or nan; the checkpoint is of a run that "
+                "diverged, or is damaged"
+            )
+        if takes_part(name) and not fold == unfold == 1.0:
+            value = folded(name, value.float(), fold, zero_centred=tensor.zero_centred)
+            value = unfolded(name, value, unfold, zero_centred=tensor.zero_centred)
+        if dtype is not None:
+            value = value.to(dtype)
+        if dtype == torch.float16 and not is_finite(value):
+            raise ConfigError(f"tensor {name} has values that float16 cannot hold; use bfloat16")
+        tensors[name] = value
+    return tensors
+
+
+def is_finite(tensor: Tensor) -> bool:
+    # The extremes of a tensor with nan are nan; ten times faster than asking every element.
+    return not tensor.numel() or all(math.isfinite(x.item()) for x in torch.aminmax(tensor))
+
+
+def check_source(source: Checkpoint) -> None:
+    """Hold names, shapes and formats against the config, and a tied output layer against its twin.
+
+    Raises:
+        ConfigError: something would be lost or be wrong.
+    """
+    source.check()
+    reader = source.reader
+    if source.arch.tied and isinstance(reader, HfReader) and "lm_head.weight" in reader.names():
+        embedding, head = reader.whole("model.embed_tokens.weight"), reader.whole("lm_head.weight")
+        if not torch.equal(embedding, head):
+            raise ConfigError(
+                f"tensor lm_head.weight in {source.folder} is not model.embed_tokens.weight, but "
+                "config.json says tie_word_embeddings=true; set it to false"
+            )
+
+
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a config that names ``dtype``, under the key it uses for that."""
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {**config, key: str(dtype).removeprefix("torch.")}
+
+
+def fingerprint(source: Checkpoint) -> dict[str, Any]:
+    """Identify a source without reading it: by names, sizes and times of its files."""
+    reader = source.reader
+    files = (
+        {reader.stored(name).file for name in reader.names()}
+        if isinstance(reader, HfReader)
+        else {reader.folder / name for name in reader.table.files}
+    )
+    config = json.dumps(source.config, sort_keys=True)
+    return {
+        "folder": source.folder.absolute().name,
+        "config": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "files": dict(sorted(map(_stat, [*files, *companions(source.description)]))),
+    }
+
+
+def _stat(path: Path) -> tuple[str, list[int]]:
+    return path.name, [path.stat().st_size, path.stat().st_mtime_ns]

@@ -1,6 +1,6 @@
 """Hugging Face -> Megatron's ``torch_dist``: read an op's tensors, fold, fuse, cut, write.
 
-One op at a time: what is in memory is one parameter, whatever the size of the model. Weights are
+One op at a time: memory holds one parameter, whatever the size of the model. Weights are
 divided by s in FP32, before any rounding.
 """
 
@@ -14,25 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qurl_megatron.checkpoints.families import stage_ops
 from qurl_megatron.checkpoints.job import ConversionJob, OutputFile
 from qurl_megatron.checkpoints.megatron_reader import disk_key, stacked_parts
-from qurl_megatron.checkpoints.ops import GateUp, Op
+from qurl_megatron.checkpoints.ops import GateUp, Op, stage_ops
 from qurl_megatron.checkpoints.places import DESCRIPTION
-from qurl_megatron.checkpoints.read_source import (
+from qurl_megatron.checkpoints.source import (
+    Checkpoint,
     check_source,
+    describe,
     fingerprint,
-    folding,
     read_tensors,
     with_dtype,
 )
-from qurl_megatron.checkpoints.source import Checkpoint, describe
 from qurl_megatron.checkpoints.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.checkpoints.uaq import refuse_second_fold
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.slice import Slice
 
-# What Megatron's linear layers store beside their weights when they do not train in FP8.
+# State that Megatron's linear layers store beside their weights when they do not train in FP8.
 _NO_STATE: list[None] = [None]
 _STATE_BYTES = 1261  # of one such object, as torch.save writes it
 
@@ -47,7 +46,7 @@ def to_megatron(
     pipeline: int = 1,
     file_bytes: int = 1 << 28,
 ) -> ConversionJob:
-    """The job that writes a Megatron checkpoint of a model.
+    """Return the job that writes a Megatron checkpoint of a model.
 
     Args:
         uaq_scale: factor to fold into norms and the linear layers that read them (paper Eq. 11).
@@ -59,7 +58,7 @@ def to_megatron(
         file_bytes: where a file is full; one is hashed while the next is written.
 
     Raises:
-        ConfigError: the model is not what its config says, does not divide over the layout, or has
+        ConfigError: the model contradicts its config, does not divide over the layout, or has
             a factor folded in already.
     """
     refuse_second_fold(source.config, uaq_scale)
@@ -78,7 +77,7 @@ def to_megatron(
 
     def tensors(ops: Iterable[Op]) -> Iterator[tuple[Chunk, Tensor]]:
         for op in ops:
-            tensors_of_op = read_tensors(source, op, folding(uaq_scale), stored(op))
+            tensors_of_op = read_tensors(source, op, stored(op), fold=uaq_scale)
             yield from _cut(op, tensors_of_op, chunks[op.megatron])
 
     widest = max(map(stored, all_ops), key=lambda form: form.itemsize)
@@ -107,7 +106,7 @@ def _weight_files(
     tensors: Callable[[Iterable[Op]], Iterator[tuple[Chunk, Tensor]]],
     file_bytes: int,
 ) -> Iterator[OutputFile]:
-    """The files of each stage, none much larger than ``file_bytes``."""
+    """Yield the files of each stage, none much larger than ``file_bytes``."""
 
     def write(path: Path, ops: list[Op]) -> list[dict[str, Any]]:
         return write_chunks(path, tensors(ops))
@@ -119,7 +118,7 @@ def _weight_files(
 
 
 def _state_file(arch: Arch, pipeline: int) -> OutputFile:
-    """What Megatron's loader asks for beside the weights, behind the files of all stages."""
+    """Return the file of the objects that Megatron's loader wants beside the weights."""
     objects = list(_extra_states(arch))
     return OutputFile(
         f"__{pipeline}_0.distcp",
@@ -138,7 +137,7 @@ def folds_exactly(op: Op, scale: float, dtype: torch.dtype) -> bool:
 
 
 def _stages(arch: Arch, pipeline: int) -> list[list[Op]]:
-    """The ops of each pipeline stage; a tied output layer lies on disk as the embedding alone."""
+    """Return the ops of each pipeline stage; on disk a tied output layer is the embedding."""
     each = arch.num_layers // pipeline
     stages = [
         stage_ops(
@@ -174,7 +173,7 @@ def _bytes(chunks: list[Chunk]) -> int:
 
 
 def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
-    """How a parameter is cut: into what each of ``tensor`` ranks will read, part by part."""
+    """Cut a parameter into the chunks that each of ``tensor`` ranks reads, part by part."""
     key, index = disk_key(op.megatron)
     extents = (arch.num_layers, arch.experts.count if arch.experts else 0)[: len(index)]
     full_shape = list(op.shape)
@@ -196,7 +195,7 @@ def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
 
 
 def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
-    """The tensors of ``_chunks``, in its order; gate and up need no joining to be cut."""
+    """Yield the tensors of ``_chunks``, in order; gate and up need no joining to be cut."""
     parts = [made[t.name] for t in op.hf] if isinstance(op, GateUp) else [op.to_megatron(made)]
     split_dim, each = op.hf[0].split_dim, len(chunks) // len(parts)
     for number, chunk in enumerate(chunks):
@@ -212,7 +211,7 @@ def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple
 
 
 def _extra_states(arch: Arch) -> Iterator[Chunk]:
-    """The objects that Megatron's loader asks for beside the weights, one per linear layer."""
+    """Yield the objects that Megatron's loader wants beside the weights, one per linear layer."""
     attention = ("core_attention", "linear_proj", "linear_qkv")
     for layer in range(arch.num_layers):
         for name in attention:

@@ -1,4 +1,4 @@
-"""Update-aware quantization (paper Sec. 4.3, Eq. 11): fold s into norms and what reads them.
+"""Update-aware quantization (paper Sec. 4.3, Eq. 11): fold s into norms and their readers.
 
 norm weight * s, linear weight / s: the function stays the same, while the linear's gradient grows
 by s and its quantization step shrinks by s. Everything that reads the norm takes part: q, k and v;
@@ -6,10 +6,10 @@ gate and up, of every expert, and the router that chooses among them. o_proj and
 norm and stay; so do biases and q/k-norms. A zero-centred norm stores g and multiplies by 1 + g: it
 becomes s(1 + g) - 1. ``config["qurl"]["uaq_scale"]`` records the fold; folding twice is refused.
 
-What that changes is a learning rate. The codes of W / s are those of W, and Adam's step does not
+This changes a learning rate. The codes of W / s are those of W, and Adam's step does not
 grow with the gradient: as long as its eps is small beside the gradients and nothing else looks at
 sizes, training the folded model *is* training the unfolded one with s times the learning rate for
-what is divided here and 1 / s of it for the norms (``benchmarks/folding.py`` shows it in float64).
+the weights divided here and 1 / s of it for the norms (``benchmarks/folding.py`` shows it).
 These are about two thirds of the linear weights, so s = 1.5 has a third more codes change in a
 step, as 1.33 times the learning rate has. Weight decay, eps, a clipped gradient norm and BF16
 rounding make the two part; docs/algorithms.md has by how much.
@@ -51,7 +51,7 @@ def folded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Te
 
 
 def unfolded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
-    """The reverse of ``folded`` by the same ``scale``, with one rounding more."""
+    """Undo ``folded`` by the same ``scale``, with one rounding more."""
     role = uaq_role(name)
     if scale == 1.0 or role is None:
         return weight
@@ -76,7 +76,7 @@ def fold_uaq(
 
 
 def unfold_uaq(state_dict: Mapping[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """The reverse of ``fold_uaq``, by the factor the config records; the record is removed."""
+    """Undo ``fold_uaq`` by the factor the config records, and remove the record."""
     out = _all(unfolded, state_dict, config, folded_scale(config))
     config.pop("qurl", None)
     return out
@@ -96,10 +96,10 @@ def _all(
 
 
 def folded_scale(config: Mapping[str, Any]) -> float:
-    """The factor a config says is folded into its weights; 1.0 where none is.
+    """Return the factor that a config says is folded into its weights; 1.0: none.
 
     Raises:
-        ConfigError: what the config says is no factor.
+        ConfigError: the config names no valid factor.
     """
     record = config.get("qurl", {})
     scale = record.get("uaq_scale", 1.0) if isinstance(record, dict) else None

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qurl_megatron.checkpoints.integrity import FIX, read_record, wrong_size
+from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist, safetensors_files
-from qurl_megatron.checkpoints.shapes import parameter_count
 from qurl_megatron.cluster.cluster import ClusterConfig, ContainerConfig, JobConfig, seconds
 from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.config import RunConfig

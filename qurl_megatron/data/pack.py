@@ -4,8 +4,8 @@ Shapes: B = rows, S = their length, N = response tokens of the batch that the po
 others, those of prompts and of what an environment said, are context and nothing else. A row is one
 response, padded on the right; or all of them lie end to end in a single row (packed). Position t
 predicts token t+1: a response token's log-prob is read one place before it. What the loss knows of
-tokens is kept flat, [N], in the order of the responses: what the policy did not write has no ratio
-and no advantage.
+tokens is kept flat, [N], in the order of the responses: other tokens have no ratio and no
+advantage.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def pack_samples(
 
     Args:
         sequence_multiple: multiple that the length of each sequence is rounded up to.
-        multiple: what S is rounded up to, a multiple of the other; the last sequence gets it.
+        multiple: S is rounded up to it, a multiple of the other; the last sequence gets it.
     """
     chosen = responses.held if indices is None else tuple(indices)
     totals = responses.summary.totals

@@ -209,7 +209,7 @@ class PromptStream:
         return training_questions(self.config), eval_questions
 
     def _read(self, questions: Sequence[Question]) -> Iterator[tuple[Question, tuple[int, ...]]]:
-        """Each question with its prompt's ids; notes what the tokenizer does not know."""
+        """Each question with its prompt's ids; notes text without a token."""
         read = self.tokenizer.read(questions, chat=self.config.chat)
         for question, (ids, unknown) in zip(questions, read, strict=True):
             if unknown:

@@ -1,7 +1,7 @@
 """Questions with exact answers, from a file or from a procedural task.
 
-Nobody can train on what the evaluation asks: a task's questions are told apart by a hash of their
-text, so held-out and training ones are disjoint whatever sizes and seeds are asked for.
+A hash of its text puts each question of a task on the training or the held-out side, so the two are
+disjoint whatever sizes and seeds are asked for.
 """
 
 import dataclasses

@@ -80,26 +80,25 @@ class Responses:
     @staticmethod
     def of(samples: Sequence[Sample]) -> "Responses":
         """All of them, all held."""
-        prompts = {id(prompt): prompt for prompt in (sample.prompt for sample in samples)}
-        arrays = {key: np.array(p.input_ids, dtype=np.int32) for key, p in prompts.items()}
-        numbers: dict[tuple[int, ...], int] = {}
-        for prompt in prompts.values():
-            numbers.setdefault(prompt.input_ids, len(numbers))
-        pieces = [part for s in samples for part in (arrays[id(s.prompt)], s.response_ids)]
-        masks = [sample.written for sample in samples]
-        log_probs = [sample.behaviour_log_probs[sample.written] for sample in samples]
+        summary = Summary.empty(len(samples))
+        prompt_numbers: dict[tuple[int, ...], int] = {}
+        tokens, masks, log_probs = [np.empty(0, np.int32)], [np.empty(0, np.uint8)], []
+        for row, sample in enumerate(samples):
+            prompt_ids = sample.prompt.input_ids
+            summary.prompt_lengths_R[row] = len(prompt_ids)
+            summary.lengths_R[row] = len(sample.response_ids)
+            summary.written_R[row] = sample.written_tokens
+            summary.rewards_R[row] = sample.reward
+            summary.truncated_R[row] = sample.truncated
+            summary.prompts_R[row] = prompt_numbers.setdefault(prompt_ids, len(prompt_numbers))
+            tokens += [np.array(prompt_ids, dtype=np.int32), sample.response_ids]
+            masks.append(sample.written)
+            log_probs.append(sample.behaviour_log_probs[sample.written])
         return Responses(
-            Summary(
-                torch.tensor([len(s.prompt.input_ids) for s in samples], dtype=torch.int64),
-                torch.tensor([len(s.response_ids) for s in samples], dtype=torch.int64),
-                torch.tensor([s.written_tokens for s in samples], dtype=torch.int64),
-                torch.tensor([s.reward for s in samples], dtype=torch.float64),
-                torch.tensor([s.truncated for s in samples], dtype=torch.bool),
-                torch.tensor([numbers[s.prompt.input_ids] for s in samples], dtype=torch.int64),
-            ),
+            summary,
             tuple(range(len(samples))),
-            torch.from_numpy(np.concatenate([np.empty(0, np.int32), *pieces])),
-            torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *masks], dtype=np.uint8)),
+            torch.from_numpy(np.concatenate(tokens)),
+            torch.from_numpy(np.concatenate(masks, dtype=np.uint8)),
             torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
         )
 

@@ -29,31 +29,18 @@ ANSWER_KEYS = ("reward_model.ground_truth", "answer", "label")
 LAYOUTS = {"reward_model.ground_truth": "verl's layout", "label": "slime's layout"}
 """By where the answer is."""
 
-TO_LINES = (
-    "an array in one JSON file is converted with: python -c 'import json, sys; [print(json.dumps("
-    "row)) for row in json.load(sys.stdin)]' < FILE.json > FILE.jsonl"
-)
-TO_PART = (
-    "python -c 'import sys; sys.stdout.buffer.writelines(list(sys.stdin.buffer)[{rows}])' "
-    "< {whole} > part.jsonl"
-)
-TO_PART_OF_A_TABLE = (
-    "python -c 'import pyarrow.parquet as pq; "
-    'pq.write_table(pq.read_table("{whole}")[{rows}], "part.parquet")\''
-)
-MOST_ROWS = 2_000_000
 DEEPEST = 100
 EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
 _MISSING = object()
 _HALVES = re.compile("[\ud800-\udfff]")
 
 Turn = dict[str, Any]
-"""Of a chat: ``role``, ``content``, and what else the model's chat template may read."""
+"""Of a chat: ``role``, ``content``, and other keys that the model's chat template may read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    text: str  # of a chat: what each turn says, after its role
+    text: str  # of a chat: the content of each turn, after its role
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     turns: tuple[Turn, ...] = field(default=(), hash=False)  # of a chat
@@ -67,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Columns:
-    """Dotted paths of prompt and answer, where they are set, and what sets them."""
+    """Dotted paths of prompt and answer, where they are set, and the settings' names."""
 
     prompt: str = ""
     answer: str = ""
@@ -105,10 +92,10 @@ class DataFile:
 
 
 def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile:
-    """All rows of a JSONL or parquet file; JSON lines may end in .json, too.
+    """Read all rows of a JSONL or parquet file; JSON lines may end in .json, too.
 
     Args:
-        name: what messages call the file.
+        name: the file's name in messages.
 
     Raises:
         ConfigError: it is missing, empty, unreadable or malformed; says which line.
@@ -143,16 +130,8 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
 
 def _way_out(path: Path) -> str:
     """Return advice where a path is written as one of several files, or a part of one."""
-    if sliced := re.fullmatch(r"(.+)@\[(-?\d*:-?\d*)\]", str(path)):
-        file_name, rows = sliced.groups()
-        if file_name.endswith(".parquet"):
-            cut = TO_PART_OF_A_TABLE.format(whole=file_name, rows=rows)
-        else:
-            cut = TO_PART.format(whole=file_name, rows=rows)
-        return (
-            "; a part of a file cannot be named: write its rows to a file of their own, with: "
-            f"{cut}"
-        )
+    if re.search(r"@\[-?\d*:-?\d*\]$", str(path)):
+        return "; a part of a file cannot be named: write its rows to a file of their own"
     if path.is_dir() or any(mark in str(path) for mark in ",*"):
         return f"; {ONE_FILE}"
     return ""
@@ -171,10 +150,10 @@ def changed_files(config: DataConfig, checksums: Mapping[str, str]) -> dict[str,
     """Return the files that have changed, as "data.path=..."; missing ones aside.
 
     Args:
-        checksums: of what they were, by key.
+        checksums: earlier ones, by key.
 
     Returns:
-        What messages call them, by key.
+        Their names in messages, by key.
     """
     now = {"data.path": config.path, "data.eval_path": config.eval_path}
     return {
@@ -222,7 +201,7 @@ def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
             if first and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
                 raise ConfigError(
                     f"{name} line {number} begins an array, and each line must be an object by "
-                    f"itself; {TO_LINES}"
+                    "itself; write one row a line (docs/data.md has the command)"
                 )
             first = False
             try:
@@ -251,18 +230,11 @@ def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
 
     try:
         with pq.ParquetFile(path) as file:
-            if file.metadata.num_rows > MOST_ROWS:  # a few kilobytes may say millions
-                raise ConfigError(
-                    f"{name} has {file.metadata.num_rows:,} rows, and all are read and tokenized "
-                    f"before the first step; take {MOST_ROWS:,} or fewer of them"
-                )
             start = 0
             for batch in file.iter_batches():
                 for row, values in enumerate(batch.to_pylist(), start=start):
                     yield f"row {row}", values
                 start += len(batch)
-    except ConfigError:
-        raise
     # ValueError and OverflowError: of values that Python cannot hold.
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} is not a readable parquet file: {error}") from None
@@ -345,7 +317,7 @@ def _as_chat(value: Any) -> Any:
 
 
 def _chat(turns: list, place: str) -> tuple[Turn, ...]:
-    """The turns without what is null: a table has the same keys in each."""
+    """Return the turns without null values: a table has the same keys in each."""
     for number, turn in enumerate(turns, start=1):
         turn_place = f"{place}: turn {number} of the prompt"
         role_and_content = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))

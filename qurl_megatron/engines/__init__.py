@@ -1,1 +1,1 @@
-"""What runs inside an engine: SGLang's server with our loader, and the embedded engine."""
+"""The engine's side of rollouts: SGLang's server with our loader, and the embedded engine."""

@@ -1,4 +1,4 @@
-"""The kinds of engine there are: what each can do and what it needs, a row of facts each.
+"""The kinds of engine: abilities and needs, a row of facts each.
 
 Nothing else in the package asks which kind an engine is; it asks for one of these facts. A new kind
 is a row here, its name in ``rollout.backend``, and a folder with its ``start`` module. Imports
@@ -14,7 +14,7 @@ class EngineKind:
     """Facts of one kind of engine."""
 
     name: str
-    """What ``rollout.backend`` calls it."""
+    """Value of ``rollout.backend``."""
 
     says: str | None
     """``engine`` in its ``/server_info``; None: it says nothing there."""
@@ -33,8 +33,7 @@ class EngineKind:
     of the prompts at once and queues them by itself, and a run repeats."""
 
     shares_prefixes: bool
-    """Keeps what it computed of prompts for later requests; under other weights they must not
-    match."""
+    """Caches prompts for later requests; after an update, the cache must not be used."""
 
     takes_gpus: bool
     """Splits its layers over ``rollout.engine_tensor`` GPUs, and can lend them to the trainer."""
@@ -52,7 +51,7 @@ class EngineKind:
     """Its log-probs of prompt tokens are at the sampling temperature, as those of sampled ones."""
 
     quantizes: bool
-    """Quantizes what it loads, a run's Megatron checkpoint as well as a Hugging Face folder."""
+    """Quantizes while it loads, a run's Megatron checkpoint as well as a Hugging Face folder."""
 
     exact_pause: str
     """Option among ``rollout.engine_args`` without which the token that overlaps with a pause in
@@ -112,5 +111,5 @@ UNKNOWN = ENGINE_KINDS["sglang"]
 
 
 def kind_of(says: object) -> EngineKind:
-    """The kind of an engine by what it says of itself; SGLang says nothing."""
+    """Return the kind of an engine that reports ``says`` of itself; SGLang reports nothing."""
     return next((kind for kind in ENGINE_KINDS.values() if kind.says == says), UNKNOWN)

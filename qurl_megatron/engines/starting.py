@@ -1,4 +1,4 @@
-"""How engines of this machine are started: what a kind is given, and what it makes of that."""
+"""Start engines on this machine: the inputs of every kind, and the resulting command."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What the engines of one machine are to be; ``EngineKind.start`` makes a Launch of each."""
+    """Settings of one machine's engines; ``EngineKind.start`` makes a Launch of each."""
 
     config: RolloutConfig
     model_dir: Path

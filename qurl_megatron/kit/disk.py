@@ -1,9 +1,12 @@
-"""Files that appear whole, files that one process holds at a time, and JSON files from outside."""
+"""Files and folders that appear whole, locked files, and JSON files from outside."""
 
 import contextlib
 import fcntl
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +39,29 @@ def write_whole(
         with contextlib.suppress(OSError):
             aside.unlink()
         raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a scratch folder beside ``path`` that becomes ``path`` when the block ends well.
+
+    Whoever looks at ``path`` sees nothing or everything; a block that raises leaves nothing behind.
+
+    Raises:
+        ConfigError: ``path`` exists and is not an empty folder.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} exists already; remove it or name another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield aside
+        mask = os.umask(0)
+        os.umask(mask)
+        aside.chmod(0o777 & ~mask)  # mkdtemp makes it private
+        os.rename(aside, path)  # an empty folder at ``path`` is replaced
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ FIXES = {
     errno.EROFS: "set {key} to a folder that is not read-only",
     errno.ENOTDIR: "a file is in the way; set {key} to another folder, or move the file",
     errno.EEXIST: "a file is in the way; set {key} to another folder, or move the file",
+    errno.ENOTEMPTY: "files are in the way; set {key} to another folder, or move them",
     errno.EISDIR: "a folder is in the way; remove it, or set {key} to another folder",
     errno.EFBIG: "files may not be as large here; raise the limit (ulimit -f), or set {key} to "
     "another folder",

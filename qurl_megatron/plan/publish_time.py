@@ -10,7 +10,7 @@ An estimate: ``qurl bench publish`` measures it.
 
 import math
 
-from qurl_megatron.checkpoints.shapes import parameter_count
+from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.tensors.arch import Arch

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from qurl_megatron.checkpoints.shapes import hf_shapes
+from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.plan.workload import Workload, in_turn
 from qurl_megatron.tensors.arch import Arch

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qurl_megatron.quant.weights import QuantizedWeight, dequantize
 
-# Float64 elements in flight at once: 32 MB, or what a core's own cache holds for several operators.
+# Float64 elements in flight at once: 32 MB, or as many as a core's own cache holds.
 _CHUNK, _CHUNK_CPU = 4 << 20, 1 << 16
 
 

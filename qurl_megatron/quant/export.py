@@ -145,7 +145,7 @@ _INCIDENTAL = {"targets", "quantization_status"}
 
 
 def layout(scheme: str, fmt: str) -> ExportLayout:
-    """The layout of a scheme in a format.
+    """Return the layout of a scheme in a format.
 
     Raises:
         ConfigError: either name is unknown, or no engine reads the scheme in this format.
@@ -160,7 +160,7 @@ def layout(scheme: str, fmt: str) -> ExportLayout:
 
 
 def scale_name(name: str, scheme: str, fmt: str) -> str:
-    """The tensor that holds the scale of the weight ``name`` (``X.weight``)."""
+    """Return the name of the tensor that holds the scale of the weight ``name`` (``X.weight``)."""
     assert name.endswith(".weight"), name
     return name.removesuffix("weight") + layout(scheme, fmt).scale
 
@@ -168,7 +168,7 @@ def scale_name(name: str, scheme: str, fmt: str) -> str:
 def stored_shapes(
     name: str, shape: Sequence[int], scheme: str, fmt: str
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor that stands for a weight [O, I], known without its data.
+    """Return shape and dtype of each tensor that stands for a weight [O, I].
 
     Raises:
         ConfigError: the loaders of this layout could not read the weight; names it.
@@ -195,7 +195,7 @@ def stored_shapes(
 
 
 def stored(name: str, quantized: QuantizedWeight, fmt: str) -> dict[str, Tensor]:
-    """The tensors that stand for a weight in a checkpoint, as ``stored_shapes`` announces them."""
+    """Return the tensors that stand for a weight, as ``stored_shapes`` announces them."""
     scheme = scheme_of(quantized)
     shapes = stored_shapes(name, quantized.values.shape, scheme, fmt)
     scale = scale_name(name, scheme, fmt)
@@ -203,7 +203,7 @@ def stored(name: str, quantized: QuantizedWeight, fmt: str) -> dict[str, Tensor]
 
 
 def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str, fmt: str) -> QuantizedWeight:
-    """The reverse of ``stored``.
+    """Undo ``stored``.
 
     Other writers store scales in BF16, or without the dimensions of size 1; both are read.
 
@@ -234,7 +234,7 @@ def _long_sizes(shape: Sequence[int]) -> list[int]:
 
 
 def scheme_of(quantized: QuantizedWeight) -> str:
-    """The scheme a weight was quantized with, read off it."""
+    """Return the scheme that a weight was quantized with."""
     kind = (quantized.values.dtype, quantized.block)
     return next(name for name in EXPORTED if (SCHEMES[name].dtype, SCHEMES[name].block) == kind)
 
@@ -291,7 +291,7 @@ def extra_files(scheme: str, fmt: str, ignore: Sequence[str]) -> dict[str, dict]
 def read_quantization(config: Mapping) -> tuple[str, str] | None:
     """(scheme, format) of the checkpoint that a config.json describes; None: it is not quantized.
 
-    Also recognises what other tools wrote in the same layout.
+    Other tools' files in the same layout are recognised, too.
 
     Raises:
         ConfigError: it is quantized in a way that this package does not read.

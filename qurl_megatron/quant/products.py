@@ -47,7 +47,10 @@ def scaled_product(
         y_TO = int8_matmul(codes_TI, w_OI).float()
     else:
         y_TO = codes_TI.float() @ w_OI.float().t()
-    return rescaled(y_TO.mul_(scale_O), scale_T1, addend, dtype)
+    y_TO = y_TO.mul_(scale_O)
+    if addend is None:
+        return y_TO.mul_(scale_T1).to(dtype)
+    return torch.addcmul(addend.to(torch.float32), y_TO, scale_T1).to(dtype)
 
 
 def int8_matmul(a_TI: Tensor, w_OI: Tensor) -> Tensor:
@@ -56,13 +59,6 @@ def int8_matmul(a_TI: Tensor, w_OI: Tensor) -> Tensor:
     if a_TI.is_cuda and rows < CUDA_INT8_ROWS:
         a_TI = torch.nn.functional.pad(a_TI, (0, 0, 0, CUDA_INT8_ROWS - rows))
     return torch._int_mm(a_TI, w_OI.t())[:rows]
-
-
-def rescaled(y_TO: Tensor, scale_T1: Tensor, addend: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Products that have the weights' scales, with the tokens' and the addend; may overwrite y."""
-    if addend is None:
-        return y_TO.mul_(scale_T1).to(dtype)
-    return torch.addcmul(addend.to(torch.float32), y_TO, scale_T1).to(dtype)
 
 
 @functools.cache

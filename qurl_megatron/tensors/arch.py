@@ -365,8 +365,8 @@ def read_stop_ids(folder: str | Path, of_tokenizer: Iterable[int] = ()) -> StopI
 
 
 def facts_of(folder: str | Path) -> dict[str, Any]:
-    """Return what a model's files have engines compute, as JSON has it: sizes and switches by their
-    names in ``Arch``, and what ends a response.
+    """Return the facts that decide what engines compute, as JSON: sizes and switches by their
+    names in ``Arch``, and the tokens that end a response.
 
     Two models of equal tensors may differ in these alone.
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from qurl_megatron.checkpoints.shapes import parameter_count
+from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
 from qurl_megatron.schemes import SERVED
 from qurl_megatron.training import memory

@@ -17,9 +17,8 @@ import torch
 
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.places import description_of
-from qurl_megatron.checkpoints.quantized_export import to_quantized
 from qurl_megatron.checkpoints.source import open_checkpoint
-from qurl_megatron.checkpoints.to_huggingface import to_huggingface
+from qurl_megatron.checkpoints.to_huggingface import to_huggingface, to_quantized
 from qurl_megatron.config import RolloutConfig, RunConfig
 from qurl_megatron.config.env import prepare_cuda, use_transformer_engine
 from qurl_megatron.data.responses import Responses

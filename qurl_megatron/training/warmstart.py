@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.config import DataConfig, WarmstartConfig
-from qurl_megatron.data.folders import new_folder
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
+from qurl_megatron.kit.disk import new_folder
 from qurl_megatron.kit.errors import ConfigError
 
 if TYPE_CHECKING:

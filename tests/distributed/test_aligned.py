@@ -19,6 +19,7 @@ from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.types import Prompt, Sample
 from tests.cases import all_but
 from tests.distributed.test_transformer_engine import run_with_stand_in
+from tests.support.engine_models import decoding_by, engine_for, finish, sequence
 from tests.support.models import as_stored, random_samples, tiny_checkpoint
 from tests.support.policies import (
     assert_same_weights,
@@ -36,7 +37,6 @@ from tests.support.policies import (
     whole,
 )
 from tests.support.ranks import run_on_ranks
-from tests.unit.engine_models import decoding_by, engine_for, finish, sequence
 
 LAYOUTS = {
     "alone": {},

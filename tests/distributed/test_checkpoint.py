@@ -160,8 +160,7 @@ def test_a_loaded_critic_takes_the_same_next_step(
 
 def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
     from qurl_megatron.checkpoints import HfReader, job, open_checkpoint
-    from qurl_megatron.checkpoints.anykind import open_any
-    from qurl_megatron.checkpoints.inspect import inspect, text
+    from qurl_megatron.checkpoints.inspect import inspect, open_any, text
     from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), dict(tensor=2), dtype="bfloat16")

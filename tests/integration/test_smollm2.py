@@ -12,9 +12,9 @@ from qurl_megatron.tensors.table import is_quantized
 from tests.distributed import test_convert
 from tests.distributed.test_model import check_logits, hf_logits
 from tests.plain_transformers import Answer, answers
+from tests.support.engine_models import engine_for, finish, sequence
 from tests.support.ranks import run_on_ranks
-from tests.unit.engine_models import engine_for, finish, sequence
-from tests.unit.test_convert_mistakes import tool
+from tests.support.tools import tool
 
 TEXT = (
     "Reinforcement learning with verifiable rewards asks a model to solve problems whose answers "

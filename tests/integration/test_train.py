@@ -19,8 +19,8 @@ from qurl_megatron.observe.timeline import overlap, read_timeline
 from qurl_megatron.tensors.arch import read_eos
 from tests.plain_transformers import Answer, answers
 from tests.runs import SMALL, Run, metrics, qurl
-from tests.unit.engine_models import engine_for, finish, sequence
-from tests.unit.test_convert_mistakes import tool
+from tests.support.engine_models import engine_for, finish, sequence
+from tests.support.tools import tool
 
 RECIPE = (
     SMALL.replace("WARM_STEPS", "30").replace("TASK_SIZE", "2000")

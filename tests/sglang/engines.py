@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.engines.sglang.command_line import engine_launch
+from qurl_megatron.engines.sglang.starting_sglang import engine_launch
 from qurl_megatron.engines.starting import Start
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize

@@ -2,7 +2,7 @@
 
 import time
 
-from qurl_megatron.engines.sglang.command_line import engine_launch
+from qurl_megatron.engines.sglang.starting_sglang import engine_launch
 from qurl_megatron.fleet.process import EngineProcess, port_file, stop
 from tests.sglang.engines import PYTHON, START_S, Case, start_of
 from tests.support.models import tiny_checkpoint

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from qurl_megatron import cli
 from qurl_megatron.checkpoints import HfReader, fold_uaq, open_checkpoint
-from qurl_megatron.checkpoints.anykind import open_any
 from qurl_megatron.checkpoints.diff import differences
+from qurl_megatron.checkpoints.inspect import open_any
 from qurl_megatron.checkpoints.job import (
     MANIFEST,
     ConversionJob,
@@ -23,17 +23,14 @@ from qurl_megatron.checkpoints.job import (
     run,
     verify,
 )
-from qurl_megatron.checkpoints.quantized_export import to_quantized
-from qurl_megatron.checkpoints.shapes import hf_shapes, parameter_count
-from qurl_megatron.checkpoints.to_huggingface import to_huggingface
+from qurl_megatron.checkpoints.ops import hf_shapes, parameter_count
+from qurl_megatron.checkpoints.to_huggingface import to_huggingface, to_quantized
 from qurl_megatron.checkpoints.to_megatron import to_megatron
 from qurl_megatron.checkpoints.torch_dist import TorchDistReader
-from qurl_megatron.checkpoints.workers import Workers
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_config
 from tests.support.models import FAMILIES, tiny_checkpoint
-from tests.support.ranks import run_on_ranks
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 SMALL = 20_000  # bytes to a file, so that even a tiny model has many
@@ -367,33 +364,6 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path):
         return job.files[0].write(path)
 
     assert run(replace(job, files=[replace(job.files[0], write=intrude), *job.files[1:]]))
-
-
-def share_a_job(device, hf: Path, out: Path) -> None:
-    import torch.distributed as dist
-
-    ranks = Workers(dist.get_rank(), dist.get_world_size())
-    job = to_megatron(open_checkpoint(hf), out, uaq_scale=1.5, tensor=2, file_bytes=SMALL)
-    assert run(job, workers=ranks)
-
-
-def test_shared_among_ranks_the_job_writes_the_same_bytes(tmp_path):
-    hf = tiny_checkpoint(tmp_path / "model", "qwen2")
-    run_on_ranks(share_a_job, 3, "gloo", tmp_path, hf, tmp_path / "shared")
-    share = to_megatron(
-        open_checkpoint(hf), tmp_path / "alone", uaq_scale=1.5, tensor=2, file_bytes=SMALL
-    )
-    run(share)
-    assert read_manifest(tmp_path / "shared")["files"] == read_manifest(tmp_path / "alone")["files"]
-
-
-def test_every_file_is_one_workers():
-    sizes = [7, 1, 1, 5, 3, 9, 2]
-    for size in (1, 2, 3, 5):
-        shares = [Workers(r, size).share(sizes, size=lambda x: x) for r in range(size)]
-        assert sorted(x for share in shares for x in share) == sorted(sizes)
-        loads = [sum(share) for share in shares]
-        assert max(loads) - min(loads) <= max(sizes)
 
 
 # -- comparing -----------------------------------------------------------------------------------

@@ -20,12 +20,9 @@ from qurl_megatron.checkpoints.job import partial_folder
 from qurl_megatron.checkpoints.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
 from qurl_megatron.tensors.slice import Slice
 from tests.support.models import tiny_checkpoint
+from tests.support.tools import tool
 
 TOOLS = Path(__file__).parents[2] / "checkpoints_tools"
-
-
-def tool(name: str, *arguments: object) -> int:
-    return importlib.import_module(f"checkpoints_tools.{name}").main([str(a) for a in arguments])
 
 
 @pytest.fixture
@@ -39,12 +36,12 @@ def refused(tmp_path, capsys):
 
     def refuse(name: str, *arguments: object) -> str:
         out = tmp_path / "out"
-        capsys.readouterr()  # what making the model said
+        capsys.readouterr()  # what making the model message
         assert tool(name, *arguments, "--out", out) == 2
         assert not out.exists()
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "Traceback" not in said
-        return said
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and "Traceback" not in message
+        return message
 
     return refuse
 
@@ -60,108 +57,92 @@ def configure(folder: Path, **changes) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+@pytest.fixture
+def megatron(hf, tmp_path) -> Path:
+    folder = tmp_path / "megatron"
+    assert tool("hf_to_megatron", "--hf", hf, "--out", folder) == 0
+    return folder
+
+
+DOWN = "model.layers.3.mlp.down_proj.weight"
+GATE_BIAS = "model.layers.0.mlp.gate_proj.bias"
+K_BIAS = "model.layers.2.self_attn.k_proj.bias"
+EMBEDDING = "model.embed_tokens.weight"
+TENSORS = {
+    "missing": (lambda t: t.pop(K_BIAS), f"tensor {K_BIAS} is not in"),
+    "lost": (lambda t: t.update({GATE_BIAS: torch.ones(96)}), f"{GATE_BIAS} in .* not part of"),
+    "nan": (lambda t: t[DOWN][5].fill_(torch.nan), f"tensor {DOWN} in .* has inf or nan"),
+    "inf": (lambda t: t[DOWN][5].fill_(torch.inf), f"tensor {DOWN} in .* has inf or nan"),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+@pytest.mark.parametrize("name", ["hf_to_megatron", "quantize"])
+def test_a_tensor_that_is_wrong_is_named(name, case, hf, refused):
+    change, message = TENSORS[case]
+    rewrite(hf, change)
+    source = ("--hf", hf) if name == "hf_to_megatron" else ("--model", hf, "--scheme", "fp8")
+    assert re.search(message, refused(name, *source))
+
+
 def test_a_safetensors_file_that_is_cut_off(hf, refused, tmp_path):
     file = hf / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert "model.safetensors cannot be read" in (said := refused("hf_to_megatron", "--hf", hf))
-    assert "copy it again" in said
+    message = refused("hf_to_megatron", "--hf", hf)
+    assert "model.safetensors cannot be read" in message and "copy it again" in message
     assert not partial_folder(tmp_path / "out").exists()
 
 
 def test_a_note_of_git_lfs_in_place_of_the_weights(hf, refused):
     note = "version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 988097824\n"
     (hf / "model.safetensors").write_text(note)
-    said = refused("hf_to_megatron", "--hf", hf)
-    assert "model.safetensors holds no weights but a note of Git LFS" in said
-    assert f"run `git lfs pull` in {hf}" in said
-
-
-def test_a_missing_tensor(hf, refused):
-    rewrite(hf, lambda t: t.pop("model.layers.2.self_attn.k_proj.bias"))
-    said = refused("hf_to_megatron", "--hf", hf)
-    assert "tensor model.layers.2.self_attn.k_proj.bias is not in" in said
-
-
-def test_a_tensor_that_would_be_lost(hf, refused):
-    rewrite(hf, lambda t: t.update({"model.layers.0.mlp.gate_proj.bias": torch.ones(96)}))
-    said = refused("quantize", "--model", hf, "--scheme", "int8")
-    assert "gate_proj.bias" in said and "is not part of a model of type qwen2" in said
-
-
-def test_a_vocabulary_of_another_size(hf, refused):
-    configure(hf, vocab_size=130)
-    said = refused("hf_to_megatron", "--hf", hf)
-    assert "model.embed_tokens.weight" in said and "[128, 64], config.json says [130, 64]" in said
-
-
-def test_ranks_that_do_not_divide_the_key_heads(hf, refused):
-    said = refused("hf_to_megatron", "--hf", hf, "--tensor", 4)
-    assert "does not divide the model's num_key_value_heads=2; use one of [1, 2]" in said
+    assert f"run `git lfs pull` in {hf}" in refused("hf_to_megatron", "--hf", hf)
 
 
 def test_folding_twice(hf, refused, tmp_path):
     once = tmp_path / "once"
     assert tool("hf_to_megatron", "--hf", hf, "--out", once, "--uaq-scale", 1.5) == 0
-    said = refused("quantize", "--model", once, "--scheme", "int8", "--uaq-scale", 1.5)
-    assert "already has the UAQ factor 1.5 folded in" in said
+    message = refused("quantize", "--model", once, "--scheme", "int8", "--uaq-scale", 1.5)
+    assert "already has the UAQ factor 1.5 folded in" in message
     assert tool("megatron_to_hf", "--ckpt", once, "--out", tmp_path / "folded") == 0
-    said = refused("hf_to_megatron", "--hf", tmp_path / "folded", "--uaq-scale", 2)
-    assert "cannot be folded again by 2.0" in said
+    message = refused("hf_to_megatron", "--hf", tmp_path / "folded", "--uaq-scale", 2)
+    assert "cannot be folded again by 2.0" in message
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["hf_to_megatron", "quantize"])
-def test_a_weight_that_is_no_number(name, value, hf, refused):
-    rewrite(hf, lambda t: t["model.layers.3.mlp.down_proj.weight"][5].fill_(value))
-    source = ("--hf", hf) if name == "hf_to_megatron" else ("--model", hf, "--scheme", "fp8")
-    said = refused(name, *source)
-    assert "tensor model.layers.3.mlp.down_proj.weight" in said and "has inf or nan" in said
-
-
-def test_a_disk_with_too_little_room(hf, refused, monkeypatch, tmp_path):
+def test_a_disk_with_too_little_room(hf, refused, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 10**6 - 1000, 1000))
-    said = refused("hf_to_megatron", "--hf", hf)
-    assert re.search(r"has 1.00 kB free, out needs \d+\.\d\d kB more; free some space", said), said
+    message = refused("hf_to_megatron", "--hf", hf)
+    assert re.search(r"has 1.00 kB free, out needs \d+\.\d\d kB more; free some", message)
 
 
-def test_a_disk_that_fills_up_on_the_way_and_has_room_again_later(hf, refused, tmp_path, capsys):
+def test_a_disk_that_fills_up_on_the_way_and_has_room_again_later(hf, refused, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-        said = refused("hf_to_megatron", "--hf", hf, "--file-gb", 1e-4)
+        message = refused("hf_to_megatron", "--hf", hf, "--file-gb", 1e-4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert "cannot write" in said and "run again to continue" in said
+    assert "out.partial cannot be written" in message and "set --out to" in message
     out = tmp_path / "out"
     assert tool("hf_to_megatron", "--hf", hf, "--file-gb", 1e-4, "--out", out) == 0
     assert tool("inspect", out, "--verify") == 0
 
 
-def test_an_output_nobody_can_write(hf, capsys):
-    assert tool("hf_to_megatron", "--hf", hf, "--out", "/proc/out") == 2
-    assert "cannot write /proc" in capsys.readouterr().err
-
-
-def test_an_output_below_a_file(hf, capsys, tmp_path):
+@pytest.mark.parametrize("out", ["/proc/out", "file/out"])
+def test_an_output_nobody_can_write(out, hf, capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    assert tool("hf_to_megatron", "--hf", hf, "--out", tmp_path / "file" / "out") == 2
-    assert "cannot write" in capsys.readouterr().err
-
-
-def test_an_architecture_nobody_taught_it(hf, refused):
-    configure(hf, model_type="mamba")
-    said = refused("hf_to_megatron", "--hf", hf)
-    assert "model_type 'mamba' is not supported; known: llama, mistral, qwen2" in said
+    assert tool("hf_to_megatron", "--hf", hf, "--out", tmp_path / out) == 2
+    assert re.search("cannot be written .*set --out to another folder", capsys.readouterr().err)
 
 
 def test_a_pickle_checkpoint_is_not_loaded(hf, refused):
     (hf / "model.safetensors").unlink()
     torch.save({}, hf / "pytorch_model.bin")
-    said = refused("hf_to_megatron", "--hf", hf)
-    assert "pickle files (pytorch_model.bin) are never loaded" in said
+    message = refused("hf_to_megatron", "--hf", hf)
+    assert "pickle files (pytorch_model.bin) are never loaded" in message
 
 
 class Bomb:
@@ -174,20 +155,16 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_code_in_a_megatron_checkpoint_is_not_run(hf, refused, tmp_path):
-    megatron = tmp_path / "megatron"
-    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+def test_code_in_a_megatron_checkpoint_is_not_run(megatron, refused, tmp_path):
     gone_off = tmp_path / "gone_off"
     (megatron / ".metadata").write_bytes(pickle.dumps(Bomb(gone_off)))
-    said = refused("megatron_to_hf", "--ckpt", megatron)
-    assert "is not the table of contents of a torch_dist checkpoint" in said
+    message = refused("megatron_to_hf", "--ckpt", megatron)
+    assert "is not the table of contents of a torch_dist checkpoint" in message
     assert not gone_off.exists()
 
 
-def test_a_table_of_contents_changes_no_class(hf, refused, tmp_path):
+def test_a_table_of_contents_changes_no_class(megatron, refused):
     """Pickle sets attributes on what a name stands for; here it stands for nothing shared."""
-    megatron = tmp_path / "megatron"
-    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
     for module, name in (
         ("pathlib", "Path"),
         ("torch.distributed.checkpoint.metadata", "Metadata"),
@@ -203,9 +180,7 @@ def test_a_table_of_contents_changes_no_class(hf, refused, tmp_path):
         assert not hasattr(getattr(importlib.import_module(module), name), "taint")
 
 
-def test_a_damaged_table_of_contents(hf, refused, tmp_path):
-    megatron = tmp_path / "megatron"
-    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+def test_a_damaged_table_of_contents(megatron, refused, tmp_path):
     table = (megatron / ".metadata").read_bytes()
     for position in range(20, len(table), len(table) // 40):
         (megatron / ".metadata").write_bytes(
@@ -219,10 +194,8 @@ def test_a_damaged_table_of_contents(hf, refused, tmp_path):
     assert "must hold a JSON object" in refused("megatron_to_hf", "--ckpt", megatron)
 
 
-def test_chunks_with_a_hole_between_them(hf, refused, tmp_path):
+def test_chunks_with_a_hole_between_them(megatron, refused):
     """The first half twice and the second not at all are as many elements as the whole."""
-    megatron = tmp_path / "megatron"
-    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
     table = TorchDistReader(megatron)
     rows: dict[str, list] = {}
     for key in table.keys():  # noqa: SIM118
@@ -239,8 +212,8 @@ def test_chunks_with_a_hole_between_them(hf, refused, tmp_path):
     half = torch.ones(64, 64)
     rows["__9_0.distcp"] = write_chunks(megatron / "__9_0.distcp", ((h, half) for h in halves))
     write_table(megatron, rows)
-    said = refused("megatron_to_hf", "--ckpt", megatron)
-    assert "tensor output_layer.weight" in said and "is not whole" in said
+    message = refused("megatron_to_hf", "--ckpt", megatron)
+    assert "tensor output_layer.weight" in message and "is not whole" in message
 
 
 @pytest.mark.parametrize(
@@ -254,9 +227,7 @@ def test_chunks_with_a_hole_between_them(hf, refused, tmp_path):
         ({"qurl": None}, "does not name a UAQ factor"),
     ],
 )
-def test_a_config_of_another_model_beside_megatron_weights(change, message, hf, refused, tmp_path):
-    megatron = tmp_path / "megatron"
-    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+def test_a_config_of_another_model_beside_megatron_weights(megatron, change, message, hf, refused):
     configure(megatron / "hf", **change)
     assert message in refused("megatron_to_hf", "--ckpt", megatron)
 
@@ -264,23 +235,14 @@ def test_a_config_of_another_model_beside_megatron_weights(change, message, hf, 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hidden_size": "64"}, "hidden_size must be a positive whole number below 2^31, got '64'"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be a positive whole number"),
         ({"num_hidden_layers": 4.0}, "num_hidden_layers must be a positive whole number"),
-        ({"model_type": ["qwen2"]}, "model_type ['qwen2'] is not supported"),
-        ({"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
-        ({"layer_types": 5}, "layer_types 5 are not supported"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known: llama, mistral"),
+        ({"vocab_size": 130}, f"{EMBEDDING} in"),
     ],
 )
-def test_a_config_with_values_of_the_wrong_type(change, message, hf, refused):
+def test_a_config_with_a_wrong_value(change, message, hf, refused):
     configure(hf, **change)
     assert message in refused("hf_to_megatron", "--hf", hf)
-
-
-def test_a_config_that_is_no_object(hf, refused):
-    for content in (b"[]", b"{", b"\xff"):
-        (hf / "config.json").write_bytes(content)
-        assert "config.json" in refused("hf_to_megatron", "--hf", hf)
 
 
 def test_an_index_that_does_not_fit_its_files(hf, refused):
@@ -302,31 +264,28 @@ def test_an_index_that_does_not_fit_its_files(hf, refused):
 
 def test_a_value_that_the_asked_format_cannot_hold(hf, refused):
     rewrite(hf, lambda t: t["model.layers.3.mlp.down_proj.weight"][5].fill_(1e6))
-    said = refused("hf_to_megatron", "--hf", hf, "--dtype", "float16")
-    assert "down_proj.weight has values that float16 cannot hold" in said
+    message = refused("hf_to_megatron", "--hf", hf, "--dtype", "float16")
+    assert "down_proj.weight has values that float16 cannot hold" in message
 
 
-def test_a_megatron_file_that_is_cut_off(hf, refused, tmp_path):
-    megatron = tmp_path / "megatron"
-    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+def test_a_megatron_file_that_is_cut_off(megatron, refused):
     file = megatron / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-3000])
-    said = refused("megatron_to_hf", "--ckpt", megatron)
-    assert "cannot be read from" in said and "the file is damaged" in said
+    message = refused("megatron_to_hf", "--ckpt", megatron)
+    assert "cannot be read from" in message and "the file is damaged" in message
     file.unlink()
     assert "names __0_0.distcp, which is not in" in refused("megatron_to_hf", "--ckpt", megatron)
 
 
-def test_a_megatron_checkpoint_of_nobody_knows_what(hf, refused, tmp_path):
-    megatron = tmp_path / "megatron"
-    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
+def test_a_megatron_checkpoint_of_nobody_knows_what(megatron, hf, refused, tmp_path):
     shutil.rmtree(megatron / "hf")
-    said = refused("megatron_to_hf", "--ckpt", megatron)
-    assert "does not say what model it is" in said and "--hf" in said
+    message = refused("megatron_to_hf", "--ckpt", megatron)
+    assert "does not say what model it is" in message and "--hf" in message
     other = tiny_checkpoint(tmp_path / "other", "qwen2", intermediate_size=128)
-    said = refused("megatron_to_hf", "--ckpt", megatron, "--hf", other)
+    message = refused("megatron_to_hf", "--ckpt", megatron, "--hf", other)
     assert (
-        "linear_fc1.weight" in said and "[4, 192, 64] where config.json says [4, 256, 64]" in said
+        "linear_fc1.weight" in message
+        and "[4, 192, 64] where config.json says [4, 256, 64]" in message
     )
     assert tool("megatron_to_hf", "--ckpt", megatron, "--hf", hf, "--out", tmp_path / "back") == 0
 
@@ -334,15 +293,15 @@ def test_a_megatron_checkpoint_of_nobody_knows_what(hf, refused, tmp_path):
 def test_a_quantized_source(hf, refused, tmp_path):
     quantized = tmp_path / "quantized"
     assert tool("quantize", "--model", hf, "--scheme", "int8", "--out", quantized) == 0
-    said = refused("quantize", "--model", quantized, "--scheme", "fp8")
-    assert f"{quantized}/config.json: quantization_config means quantized weights" in said
+    message = refused("quantize", "--model", quantized, "--scheme", "fp8")
+    assert f"{quantized}/config.json: quantization_config means quantized weights" in message
 
 
 def test_a_tied_output_layer_that_is_not(tmp_path, refused):
     hf = tiny_checkpoint(tmp_path / "tied", "llama")
     rewrite(hf, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
-    said = refused("hf_to_megatron", "--hf", hf)
-    assert "lm_head.weight" in said and "set it to false" in said
+    message = refused("hf_to_megatron", "--hf", hf)
+    assert "lm_head.weight" in message and "set it to false" in message
 
 
 def test_folders_that_are_not_there(refused, tmp_path):
@@ -351,10 +310,9 @@ def test_folders_that_are_not_there(refused, tmp_path):
     assert "config.json is missing" in refused("hf_to_megatron", "--hf", tmp_path / "empty")
 
 
-@pytest.mark.parametrize("fmt", ["modelopt"])
-def test_a_layout_no_engine_loads(fmt, hf, refused):
-    said = refused("quantize", "--model", hf, "--scheme", "int8", "--format", fmt)
-    assert "use format compressed-tensors or sglang" in said
+def test_a_layout_no_engine_loads(hf, refused):
+    message = refused("quantize", "--model", hf, "--scheme", "int8", "--format", "modelopt")
+    assert "use format compressed-tensors or sglang" in message
 
 
 @pytest.mark.parametrize(
@@ -363,6 +321,7 @@ def test_a_layout_no_engine_loads(fmt, hf, refused):
         (("--uaq-scale", "inf"), "the UAQ factor must lie between 1.0 and 1000, got inf"),
         (("--uaq-scale", 0.5), "the UAQ factor must lie between 1.0 and 1000, got 0.5"),
         (("--tensor", 0), "--tensor must be 1 or more, got 0"),
+        (("--tensor", 4), "does not divide the model's num_key_value_heads=2; use one of [1, 2]"),
         (("--pipeline", 3), "--pipeline=3 does not divide the model's num_hidden_layers=4"),
         (("--file-gb", 0), "--file-gb must be positive, got 0.0"),
     ],
@@ -385,7 +344,7 @@ def test_a_tool_runs_as_a_script_and_explains_itself(name):
 
 
 def test_a_mistake_in_a_tools_options_is_one_sentence(capsys, monkeypatch):
-    for line, said in (
+    for line, message in (
         ("diff a b c", "diff.py: unexpected: c; `diff.py --help` says what it takes\n"),
         ("inspect a --verfy", "inspect.py: there is no option --verfy; did you mean --verify?\n"),
     ):
@@ -393,15 +352,15 @@ def test_a_mistake_in_a_tools_options_is_one_sentence(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", [f"{name}.py"])
         with pytest.raises(SystemExit) as left:
             tool(name, *words)
-        assert (left.value.code, capsys.readouterr().err) == (2, said)
+        assert (left.value.code, capsys.readouterr().err) == (2, message)
 
 
 def test_a_dry_run_writes_nothing(hf, tmp_path, capsys):
     before = sorted(tmp_path.rglob("*"))
     arguments = ("--hf", hf, "--out", tmp_path / "deep" / "out", "--dry-run", "--tensor", 2)
     assert tool("hf_to_megatron", *arguments) == 0
-    said = capsys.readouterr().out
-    assert "would write" in said and "__0_0.distcp" in said and "free on that disk" in said
+    message = capsys.readouterr().out
+    assert "would write" in message and "__0_0.distcp" in message and "free on that disk" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -425,17 +384,6 @@ def test_inspect_knows_all_three_kinds(hf, tmp_path, capsys):
         "compressed-tensors",
     )
     assert tool("inspect", megatron, "--verify", "--tensors") == 0
-    said = capsys.readouterr().out
-    assert "s = 1.5 folded in" in said and "decoder.layers.mlp.linear_fc1.weight" in said
-    assert "every file is what was written" in said
-
-
-def test_diff_exits_1_where_checkpoints_differ(hf, tmp_path, capsys):
-    megatron, quantized = tmp_path / "megatron", tmp_path / "quantized"
-    assert tool("hf_to_megatron", "--hf", hf, "--out", megatron) == 0
-    assert tool("quantize", "--model", hf, "--scheme", "int8", "--out", quantized) == 0
-    assert tool("diff", hf, megatron) == 0
-    capsys.readouterr()
-    assert tool("diff", hf, quantized) == 1
-    assert "model.layers.0.self_attn.q_proj.weight: max abs" in capsys.readouterr().out
-    assert tool("diff", hf, quantized, "--tol", 0.05) == 0
+    message = capsys.readouterr().out
+    assert "s = 1.5 folded in" in message and "decoder.layers.mlp.linear_fc1.weight" in message
+    assert "every file is what was written" in message

@@ -92,12 +92,6 @@ def test_a_bad_parquet_file_is_refused_with_its_column_or_row(tmp_path):
         training_questions(DataConfig(path=str(path)))
 
 
-def test_a_small_file_of_very_many_rows_is_refused_before_they_are_read(tmp_path):
-    same = pa.repeat("1", 2_000_001)
-    with pytest.raises(ConfigError, match="has 2,000,001 rows, .* take 2,000,000 or fewer"):
-        training_questions(table(tmp_path / "a.parquet", prompt=same, answer=same))
-
-
 def test_a_missing_or_unknown_file_is_named_with_its_key(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path=nowhere\.jsonl does not exist"):
         training_questions(DataConfig(path="nowhere.jsonl"))

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -174,44 +172,21 @@ def test_bad_json_names_one_line(tmp_path):
         read_file(path, "FILE")
 
 
-def test_an_array_in_one_file_is_refused_with_the_command_that_converts_it(tmp_path):
+def test_an_array_in_one_file_is_refused(tmp_path):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "é"}]
     (tmp_path / "a.json").write_text("\n".join(map(json.dumps, rows)))
     assert [q.text for q in read_file(tmp_path / "a.json", "FILE").questions] == ["a", "b"]
-    (tmp_path / "a.json").write_text(json.dumps(rows))
-    with pytest.raises(ConfigError, match="^FILE line 1 begins an array, .*; an array in") as said:
-        read_file(tmp_path / "a.json", "FILE")
-    command = str(said.value).rpartition(" with: ")[2].replace("FILE", "a")
-    subprocess.run(
-        command.replace("python", sys.executable, 1), shell=True, check=True, cwd=tmp_path
-    )
-    assert [q.text for q in read_file(tmp_path / "a.jsonl", "FILE").questions] == ["a", "b"]
     for text in (json.dumps(rows), json.dumps(rows, indent=1)):
         (tmp_path / "a.jsonl").write_text("\n" + text)
-        with pytest.raises(ConfigError, match=r"^FILE line 2 begins an array, .*; an array in one"):
+        with pytest.raises(ConfigError, match=r"^FILE line 2 begins an array, .*docs/data.md"):
             read_file(tmp_path / "a.jsonl", "FILE")
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_part_of_a_file_is_refused_with_the_command_that_cuts_it(tmp_path, kind):
-    rows = [{"prompt": text, "answer": "1"} for text in "abcd"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    for part, texts in (("1:3", "bc"), (":-1", "abc")):
-        with pytest.raises(ConfigError, match="a part of a file cannot be named") as said:
-            read_file(Path(f"a.{kind}@[{part}]"), "FILE")
-        command = str(said.value).rpartition(" with: ")[2]
-        subprocess.run(
-            command.replace("python", sys.executable, 1), shell=True, check=True, cwd=tmp_path
-        )
-        found = read_file(tmp_path / f"part.{kind}", "FILE").questions
-        assert "".join(q.text for q in found) == texts
 
 
 def test_several_files_are_refused_with_the_way_out(tmp_path):
     for given, said in (
         ("a.jsonl,b.jsonl", "does not exist .* one file is read: join several first"),
         ("*.parquet", "does not exist .* one file is read: join several first"),
+        ("a.jsonl@[1:3]", "a part of a file cannot be named"),
     ):
         with pytest.raises(ConfigError, match=said):
             read_file(Path(given), "FILE")

@@ -1,6 +1,7 @@
 import pytest
 
-from qurl_megatron.kit.disk import lock, write_whole
+from qurl_megatron.kit.disk import lock, new_folder, write_whole
+from qurl_megatron.kit.errors import ConfigError
 
 
 def test_a_file_that_cannot_be_written_whole_is_left_as_it_was_with_nothing_beside_it(tmp_path):
@@ -21,3 +22,28 @@ def test_a_lock_is_held_until_its_file_is_closed(tmp_path):
         assert lock(first) and not lock(second)
         first.close()
         assert lock(second)
+
+
+def test_a_new_folder_appears_whole(tmp_path):
+    path = tmp_path / "deep" / "model"
+    with new_folder(path) as aside:
+        (aside / "file").write_text("x")
+        assert not path.exists()
+    assert (path / "file").read_text() == "x"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_failed_never_appears(tmp_path):
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "model") as aside:
+        (aside / "file").write_text("x")
+        raise RuntimeError
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_there_already_is_not_touched(tmp_path):
+    (tmp_path / "model").mkdir()
+    with new_folder(tmp_path / "model") as aside:  # empty: nothing to lose
+        (aside / "file").write_text("x")
+    with pytest.raises(ConfigError, match="exists already"), new_folder(tmp_path / "model"):
+        raise AssertionError("not reached")
+    assert (tmp_path / "model" / "file").read_text() == "x"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.algo.log_probs import SCRATCH_BYTES
-from qurl_megatron.checkpoints.shapes import parameter_count
+from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from qurl_megatron.engines.embedded import engine as engine_module
-from qurl_megatron.engines.embedded import kernels
 from qurl_megatron.kit.errors import ConfigError
-from tests.unit.engine_models import (
+from tests.support.engine_models import (
     decoding_by,
     engine_for,
     finish,
@@ -21,12 +20,6 @@ from tests.unit.engine_models import (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def by_torch():
-    with decoding_by("torch"):
-        yield
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -224,20 +217,6 @@ def test_an_update_copies_into_the_buffers_that_are_there(folder):
     for name, slot in engine.decoder.slots.items():
         assert slot.target.data_ptr() == before[name]
         assert torch.equal(slot.target, tensors[name])
-
-
-def test_packed_weights_follow_every_update(folder, monkeypatch, by_torch):
-    tensors = published_tensors(random_tensors(folder, seed=3), "int8")
-    answers = []
-    for least in (kernels.PACK_FROM, 0):
-        monkeypatch.setattr(kernels, "PACK_FROM", least)
-        engine = engine_for(folder, scheme="int8")
-        switch(engine, tensors, "1")
-        one = sequence([5, 6, 7], 12, seed=1)
-        finish(engine, one)
-        answers.append((one.output_ids, one.log_probs))
-        assert (engine.decoder.layers[0].qkv.packed is None) == (least > 0)
-    assert answers[0] == answers[1]
 
 
 def test_a_bad_update_changes_nothing(folder):

@@ -3,14 +3,6 @@ import torch
 
 from qurl_megatron.engines.embedded import kernels
 from qurl_megatron.quant import dequantize, products, quantize
-from tests.unit.engine_models import decoding_by
-
-
-@pytest.fixture
-def by_torch():
-    with decoding_by("torch"):
-        yield
-
 
 SHAPES = [(1, 8, 8), (3, 96, 40), (33, 2816, 64)]
 
@@ -60,40 +52,6 @@ def test_quantized_linear_equals_the_product_of_dequantized_operands(scheme, lin
     expected = expected if addend is None else expected + addend
     actual = linear(x, stored, q.scale[:, 0], addend)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 33])
-@pytest.mark.parametrize("largest", [127.0, 7.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_give_the_bits_of_plain_ones(tokens, largest, dtype, monkeypatch, by_torch):
-    monkeypatch.setattr(kernels, "PACK_FROM", 0)
-    torch.manual_seed(0)
-    x, addend = torch.randn(tokens, 96).to(dtype), torch.randn(tokens, 40).to(dtype)
-    x[0] = x[0].abs().max() * x[0].sign()  # codes of +-largest alone
-    w = torch.randint(-127, 128, (40, 96), dtype=torch.int8)
-    w[0] = 127
-    scale = torch.rand(40) + 0.1
-    packed = kernels.pack(w, scale)
-    assert packed is not None
-    for more in (None, addend):
-        plain = kernels.int8_linear(x, w, scale, more, largest)
-        assert torch.equal(kernels.int8_linear(x, w, scale, more, largest, packed), plain)
-
-
-def test_small_matrices_stay_as_they_are(by_torch):
-    w = torch.zeros(384, 128, dtype=torch.int8)
-    assert kernels.pack(w, torch.ones(384)) is None
-
-
-def test_a_processor_that_overflows_in_packed_products_gets_none(monkeypatch, by_torch):
-    saturated = torch.full((64, 64), 64.0 * 32767 / 2)
-    monkeypatch.setattr(kernels, "PACK_FROM", 0)
-    monkeypatch.setattr(kernels.Packed, "times", lambda *_: saturated)
-    kernels._packed_product_is_exact.cache_clear()
-    try:
-        assert kernels.pack(torch.zeros(64, 64, dtype=torch.int8), torch.ones(64)) is None
-    finally:
-        kernels._packed_product_is_exact.cache_clear()
 
 
 def test_rms_norm_normalizes_in_float32_and_scales_in_the_model_dtype():

@@ -1,8 +1,6 @@
 """The decode step in C++ beside torch's. Tests of what it computes need a processor that has it."""
 
-import contextlib
 import copy
-import os
 import shutil
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 
 from qurl_megatron.engines.embedded import kernels, native
 from qurl_megatron.engines.embedded.endpoints import load_engine
-from tests.unit.engine_models import (
+from tests.support.engine_models import (
     decoding_by,
     engine_for,
     finish,
@@ -164,48 +162,6 @@ def test_where_it_can_be_built_and_run_it_is_there(monkeypatch):
     """All others are skipped where it is not; a build that fails is no error to setup.py."""
     monkeypatch.delenv("QURL_NATIVE", raising=False)
     native._load()
-
-
-@pytest.mark.parametrize("before", [None, "0", "1"])
-def test_a_test_of_either_path_leaves_the_environment_as_it_was(before, monkeypatch):
-    monkeypatch.delenv("QURL_NATIVE", raising=False)
-    if before is not None:
-        monkeypatch.setenv("QURL_NATIVE", before)
-    for path in ("torch", "native"):
-        with contextlib.suppress(pytest.skip.Exception), decoding_by(path):
-            pass
-        assert os.environ.get("QURL_NATIVE") == before
-
-
-def test_a_test_of_the_native_path_is_skipped_where_there_is_none(monkeypatch):
-    monkeypatch.setenv("QURL_NATIVE", "0")
-    with pytest.raises(pytest.skip.Exception, match="QURL_NATIVE=0"), decoding_by("native"):
-        raise AssertionError("the test ran by torch")
-
-
-@needs_native
-@torch.inference_mode()
-def test_processors_with_amx_multiply_many_rows_by_onednn_to_the_same_bits(monkeypatch):
-    with_amx = native.instructions() | {"amx_int8"}
-    monkeypatch.setattr(native, "instructions", lambda: with_amx)
-    rows_by_onednn = []
-    times = kernels.Packed.times
-    monkeypatch.setattr(
-        kernels.Packed, "times", lambda p, x: rows_by_onednn.append(len(x)) or times(p, x)
-    )
-    monkeypatch.setattr(kernels, "PACK_FROM", 0)
-    torch.manual_seed(0)
-    scale = torch.rand(40) + 0.1
-    packed = None
-    for _ in range(2):  # other weights come into the same place
-        w = torch.randint(-127, 128, (40, 96), dtype=torch.int8)
-        packed = kernels.pack(w, scale, packed)
-        rows_by_onednn.clear()
-        for rows in (1, 64, 65, 130):
-            x, addend = torch.randn(rows, 96), torch.randn(rows, 40)
-            plain = kernels.int8_linear(x, w, scale, addend)
-            assert torch.equal(kernels.int8_linear(x, w, scale, addend, packed=packed), plain)
-        assert rows_by_onednn == [65, 130]
 
 
 def test_native_steps_can_be_turned_off(tmp_path):

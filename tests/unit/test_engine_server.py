@@ -18,7 +18,7 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.wire.lease import ENDPOINT
 from qurl_megatron.wire.message import LOADER, Message, payload
-from tests.unit.engine_models import (
+from tests.support.engine_models import (
     LiveServer,
     published_tensors,
     random_tensors,

@@ -17,15 +17,15 @@ from qurl_megatron.types import Prompt
 from qurl_megatron.wire.lease import Owner
 from tests.names import unanswered
 from tests.publishing import publish_tensors
-from tests.support.fake_engine import FakeEngine
-from tests.support.proxy import FAULTS, LOCKED_OUT, Proxy
-from tests.unit.engine_models import (
+from tests.support.engine_models import (
     TINY,
     LiveServer,
     published_tensors,
     random_tensors,
     write_model,
 )
+from tests.support.fake_engine import FakeEngine
+from tests.support.proxy import FAULTS, LOCKED_OUT, Proxy
 from tests.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(4)]

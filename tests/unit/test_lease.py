@@ -20,8 +20,8 @@ from qurl_megatron.types import Prompt
 from qurl_megatron.wire import lease
 from qurl_megatron.wire.lease import OWNER, Lease, Owner
 from tests.publishing import publish
+from tests.support.engine_models import write_model
 from tests.support.fake_engine import FakeEngine
-from tests.unit.engine_models import write_model
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5, 6), "", "") for i in range(4)]

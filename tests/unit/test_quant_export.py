@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from qurl_megatron.checkpoints import open_checkpoint
 from qurl_megatron.checkpoints.job import run
-from qurl_megatron.checkpoints.quantized_export import to_quantized
+from qurl_megatron.checkpoints.to_huggingface import to_quantized
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
@@ -29,7 +29,7 @@ from qurl_megatron.quant.export import (
 from qurl_megatron.schemes import EXPORTED
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import is_quantized
-from tests.unit.engine_models import CPU, write_model
+from tests.support.engine_models import CPU, write_model
 
 COMBINATIONS = [(scheme, fmt) for fmt, layouts in FORMATS.items() for scheme in layouts]
 NAME = "model.layers.0.mlp.down_proj.weight"

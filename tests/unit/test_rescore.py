@@ -12,7 +12,7 @@ from qurl_megatron.kit.errors import ConfigError, unscored
 from qurl_megatron.training.fresh_scores import actor_recipe
 from qurl_megatron.training.rollout_file import Recorded, path_of, read_rollouts, write_rollouts
 from qurl_megatron.types import Prompt, Sample
-from tests.unit.engine_models import write_model
+from tests.support.engine_models import write_model
 
 PROMPT = Prompt(4, (5, 6), "what?", "6", {"level": 3}, ({"role": "user", "content": "what?"},))
 SAMPLES = [

@@ -14,7 +14,7 @@ from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.types import Prompt
 from tests.publishing import publish_tensors
-from tests.unit.engine_models import LiveServer, published_tensors, random_tensors, write_model
+from tests.support.engine_models import LiveServer, published_tensors, random_tensors, write_model
 from tests.waiting import PATIENCE_S
 
 CONFIG = RolloutConfig(

@@ -6,7 +6,7 @@ import pytest
 
 from qurl_megatron.cli import main
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.engines.sglang.command_line import engine_launch, server_arguments
+from qurl_megatron.engines.sglang.starting_sglang import engine_launch, server_arguments
 from qurl_megatron.engines.starting import API_KEY, Launch, Start, given_key
 from qurl_megatron.kit.errors import ConfigError
 

@@ -9,7 +9,7 @@ from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of
 from qurl_megatron.wire.session import UpdateEnd, pointers
 from tests.shards import shard
-from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
+from tests.support.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 NORM = "model.norm.weight"
@@ -141,16 +141,33 @@ def failed(engine: Engine, *rounds: list[Shard]) -> str:
     return engine.check().error
 
 
-def test_a_missing_tensor_is_named():
-    whole = whole_tensors()
-    del whole[NORM]
-    assert f"{NORM} (none of it arrived)" in failed(Engine(), parts(whole)[0])
+def without(name: str) -> list[Shard]:
+    return [part for part in parts(whole_tensors())[0] if part.name != name]
 
 
-def test_a_missing_shard_is_named():
+def half_of_a_projection() -> list[Shard]:
     first, second = parts(whole_tensors(), ranks=2)
-    absent = [part for part in second if part.name != O_PROJ]
-    assert f"{O_PROJ} (a part only of it arrived)" in failed(Engine(), first, absent)
+    return [*first, *(part for part in second if part.name != O_PROJ)]
+
+
+def overlapping() -> list[Shard]:
+    tensors = whole_tensors()
+    columns = tensors[O_PROJ][:, 3:5].contiguous()
+    return [*parts(tensors)[0], shard(O_PROJ, columns, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    "pieces, message",
+    [
+        (lambda: without(NORM), f"{NORM} (none of it arrived)"),
+        (half_of_a_projection, f"{O_PROJ} (a part only of it arrived)"),
+        (overlapping, f"{O_PROJ} columns [3, 5) came twice"),
+        (lambda: [shard("model.extra", torch.ones(2))], "model.extra is not a tensor"),
+    ],
+    ids=["missing", "missing in part", "twice", "unknown"],
+)
+def test_a_wrong_set_of_pieces_is_named(pieces, message):
+    assert message in failed(Engine(), pieces())
 
 
 def test_a_rank_does_not_miss_what_it_does_not_hold():
@@ -158,18 +175,6 @@ def test_a_rank_does_not_miss_what_it_does_not_hold():
     rest = whole_tensors()
     del rest[O_PROJ]
     assert failed(Engine(rank=0, tp=2), parts(rest)[0], first) is None
-
-
-def test_a_piece_that_comes_twice_or_overlaps_is_named():
-    whole = whole_tensors()
-    overlap = shard(O_PROJ, whole[O_PROJ][:, 3:5].contiguous(), 1, 3)
-    error = failed(Engine(), parts(whole)[0], [overlap])
-    assert error == f"{O_PROJ} columns [3, 5) came twice"
-
-
-def test_an_unknown_tensor_is_named():
-    extra = shard("model.extra", torch.ones(2))
-    assert "model.extra is not a tensor" in failed(Engine(), [extra])
 
 
 def test_another_dtype_is_refused_and_nothing_written():

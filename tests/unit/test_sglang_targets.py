@@ -8,8 +8,8 @@ from qurl_megatron.engines.sglang.targets import targets, tensor_rank, turn_back
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.wire.session import pointers
-from tests.unit import sglang_lookalikes as lookalikes
-from tests.unit.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
+from tests.support import sglang_lookalikes as lookalikes
+from tests.support.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
 
 UNQUANTIZED = lookalikes.UnquantizedLinearMethod
 

@@ -169,6 +169,9 @@ def test_folding_leaves_int8_codes_from_fp32(tmp_path):
         ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks ['low_freq_factor"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias are not supported"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types ['full_attention', 'sliding_attention'] are not supported",
@@ -227,20 +230,6 @@ def test_layouts_that_do_not_divide_are_refused_with_those_that_do(tmp_path):
     experts = read_config(tiny_checkpoint(tmp_path / "moe", "qwen3_moe", moe_intermediate_size=3))
     with pytest.raises(ConfigError, match=r"moe_intermediate_size=3; use one of \[1\]"):
         read_arch(experts).check_parallel(2, 1)
-
-
-def test_checkpoints_that_are_not_there_or_not_safe(tmp_path):
-    with pytest.raises(ConfigError, match="is not a folder"):
-        read_config(tmp_path / "none")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        read_config(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ConfigError, match="save the model as safetensors"):
-        HfReader(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        HfReader(tmp_path)
 
 
 def test_the_layout_of_a_checkpoint_is_the_models_not_its_masters(tmp_path):

@@ -29,7 +29,7 @@ ROUND = 64  # row lengths are multiples of this, so that slightly longer request
 
 
 def bytes_per_token(arch: Arch, dtype: torch.dtype) -> int:
-    """Of keys and values, in all layers."""
+    """Return the bytes of keys and values of one token, in all layers."""
     return arch.num_layers * 2 * arch.kv_heads * arch.head_dim * dtype.itemsize
 
 
@@ -63,7 +63,7 @@ class Cache:
 
     @torch.inference_mode()
     def cut(self, length: int, live_rows: int) -> None:
-        """Lay the buffers out as rows of at least ``length``; the live rows keep what they hold."""
+        """Lay the buffers out as rows of at least ``length``; live rows keep their contents."""
         kept = min(self.length, _rounded(length))
         live = [grid[:live_rows, ..., :kept].clone() for grid in self._grids()] if live_rows else []
         self.length = _rounded(length)
@@ -82,8 +82,8 @@ class Cache:
     def reach(self, live_rows: int, new_rows: int, length: int) -> None:
         """Make positions below ``length`` readable, for live rows and the new ones after them.
 
-        Attention multiplies what lies behind a row's end by zero, and 0 * nan is nan: nothing that
-        is read may be left over from unwritten memory, or from weights that were broken.
+        Attention multiplies values behind a row's end by zero, and 0 * nan is nan: nothing that is
+        read may be left over from unwritten memory, or from broken weights.
         """
         before = self._reached if live_rows else 0
         if new_rows == 0 and length <= before:
@@ -106,8 +106,8 @@ class Cache:
     def attend_prefill(self, rows_P: Tensor, prompt_length: int):
         """Causal attention of whole right-padded prompts, which also fills their rows.
 
-        Padding lies behind every real token, so the causal mask hides it; what it leaves in the
-        cache is overwritten by the tokens that are generated there.
+        Padding lies behind every real token, so the causal mask hides it; its entries in
+        the cache are overwritten by the tokens generated there.
         """
         count = len(rows_P)
 

@@ -35,7 +35,7 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one named tensor goes, and what it must look like."""
+    """Where one named tensor goes, and the formats it may have."""
 
     target: Tensor  # a view
     dtypes: tuple[torch.dtype, ...]
@@ -48,21 +48,23 @@ class Matrix:
     scheme: str
     weight_OI: Tensor
     scale_O: Any  # a Tensor; None of a matrix in the model's format
-    packed: kernels.Packed | native.Blocks | None = None
+    blocks: native.Blocks | None = None
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
         if self.scheme in CODES:
             return kernels.int8_linear(
-                x_TI, self.weight_OI, self.scale_O, addend, CODES[self.scheme], self.packed
+                x_TI, self.weight_OI, self.scale_O, addend, CODES[self.scheme], self.blocks
             )
         if self.scheme == "fp8":
             return kernels.fp8_linear(x_TI, self.weight_OI, self.scale_O, addend)
         return kernels.float_linear(x_TI, self.weight_OI, addend)
 
     def pack(self) -> None:
-        """Take in what was written into the weights."""
-        if self.scheme in CODES:
-            self.packed = kernels.pack(self.weight_OI, self.scale_O, self.packed)
+        """Take in newly written weights."""
+        if self.blocks is not None:
+            self.blocks.fill(self.weight_OI)
+        elif self.scheme in CODES and self.weight_OI.device.type == "cpu" and native.library():
+            self.blocks = native.Blocks(self.weight_OI, self.scale_O)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Decoder:
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Take in what was written into the slots."""
+        """Take in newly written slots."""
         heads = self.arch.heads
         for layer in self.layers:
             if (norm := layer.qk_norm) is not None:
@@ -120,7 +122,7 @@ class Decoder:
             for matrix in layer.matrices:
                 matrix.pack()
 
-    # What an update asks (``wire.session.LiveWeights``).
+    # For updates (``wire.session.LiveWeights``).
 
     def tensor_rank(self) -> int:
         return 0
@@ -157,7 +159,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, H] before the final norm."""
+        """Return the hidden states [T, H] before the final norm."""
         arch = self.arch
         cos_T1D, sin_T1D = self._rotary(positions_T)
         x_TH = self.embedding[ids_T]
@@ -182,7 +184,7 @@ class Decoder:
         return kernels.float_linear(kernels.rms_norm(x_TH, self.norm, self.arch.rms_eps), self.head)
 
     def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, and sin signed such that ``x * cos + roll(x, D/2) * sin`` is the rotation."""
+        """Return cos, and sin signed such that ``x * cos + roll(x, D/2) * sin`` is the rotation."""
         angle = positions_T[:, None, None].float() * self.inverse_frequencies
         cos, sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -1,6 +1,6 @@
 """The embedded engine behind SGLang's HTTP endpoints, so that one client drives either.
 
-There is what the fleet needs: token ids in and out, whole answers, new weights by messages.
+It has the endpoints the fleet needs: token ids in and out, whole answers, new weights.
 Handlers parse, hand a command to the engine's thread and wait; none of them touches the engine
 itself. Every message of a weight update is handled there too, between two decode steps. Nothing
 from the network is unpickled.
@@ -35,6 +35,7 @@ from qurl_megatron.engines.embedded.protocol import RequestLimits, parse_generat
 from qurl_megatron.engines.embedded.read_weights import read_weights, refuse_other_scheme
 from qurl_megatron.engines.embedded.thread import EngineThread
 from qurl_megatron.engines.kinds import ENGINE_KINDS
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_eos
 from qurl_megatron.wire.lease import ENDPOINT, Lease
@@ -103,7 +104,7 @@ def load_engine(
     cache_gb: float,
     device: str = "auto",
 ) -> Engine:
-    """Engine with the weights of a Hugging Face folder, quantized or not, or a Megatron checkpoint.
+    """Return an engine with the weights of a Hugging Face folder or a Megatron checkpoint.
 
     Raises:
         ConfigError: the weights are not of a model, a kind or a scheme that the engine computes.
@@ -255,12 +256,12 @@ class _Handlers:
         return JSONResponse(self._lease.ask(await _json(request)))
 
     async def nothing_to_do(self, request: Request) -> Response:
-        """Agree to what SGLang needs to be asked: here no cache outlives its request, and each
+        """Agree to requests that only SGLang needs: here no cache outlives its request, and each
         message of an update names its session."""
         return _SUCCESS
 
     async def update_from_tensor(self, request: Request) -> Response:
-        """Take a message of an update: what comes of it is in the receipts, as with SGLang."""
+        """Take a message of an update; its result is in the receipts, as with SGLang."""
         body = await _json(request)
         if body.get("load_format") != LOADER:
             raise ConfigError(f"load_format must be {LOADER!r}: this engine has no other loader")
@@ -339,9 +340,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets=sockets)
         if self._port_file is not None:
-            aside = Path(f"{self._port_file}.tmp")
-            aside.write_text(f"{sockets[0].getsockname()[1]}\n", encoding="utf-8")
-            os.replace(aside, self._port_file)
+            write_whole(Path(self._port_file), f"{sockets[0].getsockname()[1]}\n")
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._worker.failure is not None

@@ -16,7 +16,7 @@ Shapes: B running sequences, P prompts of one prefill.
 """
 
 import functools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.engines.embedded import native
-from qurl_megatron.engines.embedded.batch_rows import Rows
 from qurl_megatron.engines.embedded.cache import Cache
 from qurl_megatron.engines.embedded.decoder import Decoder
-from qurl_megatron.engines.embedded.sampling import sample
+from qurl_megatron.engines.embedded.sampling import GREEDY, SamplingState, sample
 from qurl_megatron.kit.errors import ConfigError
 
 MAX_ROWS = 512
@@ -83,6 +82,74 @@ class Job:
             self.future.set_result(self.sequences)
 
 
+class Rows:
+    """Per-step state of the running sequences: columns of numbers, a row per cache row."""
+
+    @torch.inference_mode()
+    def __init__(self, rows: int, device: torch.device) -> None:
+        def column(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(rows, dtype=dtype, device=device)
+
+        self.row = torch.arange(rows, device=device)
+        self.length = column(torch.int64)  # prompt and generated tokens
+        self.start = column(torch.int64)  # prompt tokens
+        self.limit = column(torch.int64)
+        self.seed = column(torch.int64)
+        self.temperature = column(torch.float32)
+        self.greedy = column(torch.bool)
+        self.top_p = column(torch.float32)
+        self.top_k = column(torch.int64)
+        self.stop_ids = torch.full((rows, 1), -1, device=device)
+
+    def join(self, first_row: int, joining: list[Sequence], length: int, vocab: int) -> None:
+        self._vocab = vocab
+        width = max(len(sequence.stop_ids) for sequence in joining)
+        if width > self.stop_ids.shape[1]:
+            wider = self.stop_ids.new_full((len(self.row), width), -1)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        width = self.stop_ids.shape[1]
+        columns: dict[str, list] = defaultdict(list)
+        for sequence in joining:
+            assert sequence.total <= length, "a sequence is longer than its row"
+            greedy = sequence.temperature < GREEDY
+            columns["length"].append(_prefix_length(sequence))
+            columns["start"].append(len(sequence.prompt))
+            columns["limit"].append(sequence.total)
+            columns["seed"].append(sequence.seed)
+            columns["temperature"].append(1.0 if greedy else sequence.temperature)
+            columns["greedy"].append(greedy)
+            columns["top_p"].append(sequence.top_p)
+            columns["top_k"].append(sequence.top_k if sequence.top_k > 0 else vocab)
+            padding = [-1] * (width - len(sequence.stop_ids))
+            columns["stop_ids"].append([*sorted(sequence.stop_ids), *padding])
+        rows = slice(first_row, first_row + len(joining))
+        for name, values in columns.items():
+            column = getattr(self, name)
+            column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device)
+
+    def move(self, source: int, target: int) -> None:
+        for name, column in vars(self).items():
+            if isinstance(column, Tensor) and name != "row":
+                column[target] = column[source]
+
+    def produced(self, row: int) -> int:
+        return int(self.length[row] - self.start[row])
+
+    def sampling(self, rows: slice) -> SamplingState:
+        narrowed_B = (self.top_p[rows] < 1) | (self.top_k[rows] < self._vocab)
+        return SamplingState(
+            temperature_B=self.temperature[rows],
+            greedy_B=self.greedy[rows],
+            seed_B=self.seed[rows],
+            position_B=self.length[rows] - self.start[rows],
+            top_p_B=self.top_p[rows],
+            top_k_B=self.top_k[rows],
+            any_sampled=not bool(self.greedy[rows].all()),
+            any_filtered=bool(narrowed_B.any()),
+        )
+
+
 class Engine:
     """A decoder, its cache, the queue and the batch. Not thread-safe."""
 
@@ -122,7 +189,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Prefill what fits, or else decode one token for every running sequence."""
+        """Prefill waiting sequences that fit, or else decode one token for every running one."""
         decodes = self._recomputed and self.running
         joining = [] if decodes else self._admit()
         self._recomputed = any(s.output_ids for s in joining)
@@ -283,7 +350,7 @@ class Engine:
 
     @torch.inference_mode()
     def _remove(self, row: int) -> Sequence:
-        """Take a sequence out, with what it generated; the last row moves into its place."""
+        """Take a sequence out, with its output; the last row moves into its place."""
         sequence = self.running[row]
         written = slice(len(sequence.prompt), int(self._batch.length[row]))
         sequence.output_ids = self.cache.tokens[row, written].tolist()

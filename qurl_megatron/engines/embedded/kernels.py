@@ -1,104 +1,34 @@
 """W8A8 matrix products as pure functions, and the float ones they are measured against.
 
-What is computed is ``quant.activations`` and ``quant.products``, which the trainer shares.
+They call ``quant.activations`` and ``quant.products``, which the trainer shares.
 
-Without a GPU, weights are also kept in the layout that ``decode.cpp`` multiplies by
-(``native.Blocks``) or, where that cannot run, oneDNN (``Packed``); with AMX, in both. Given the
-plain one, oneDNN rearranges all of it for every product, which at 8 rows takes as long as the
-product.
+Without a GPU, INT8 weights are also kept in the layout that ``decode.cpp`` multiplies by, where it
+runs (``native.Blocks``).
 
 Shapes: T tokens, I input and O output channels.
 """
-
-import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.quant.activations import magnitudes, token_codes, token_scales
-from qurl_megatron.quant.products import rescaled, scaled_product
+from qurl_megatron.quant.products import scaled_product
 from qurl_megatron.schemes import SCHEMES
 
 INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
 
-# Below, the packed product's fixed cost of 10 microseconds is more than it saves.
-PACK_FROM = 1 << 19  # codes of a matrix
-AMX_FROM = 65  # rows, as prefills have them
-U8_ZERO = 128  # what oneDNN adds to signed codes: it multiplies unsigned by signed ones
-
 
 def quantize_int8(x_TI: Tensor, largest: float = INT8.largest) -> tuple[Tensor, Tensor]:
-    """Codes [T, I] int8 of at most ``largest``, rounded half to even, and their scales [T, 1]."""
+    """Return codes [T, I] int8 up to ``largest``, rounded half to even, and their scales [T, 1]."""
     scale_T1 = token_scales(magnitudes(x_TI), largest)
     return token_codes(x_TI, scale_T1, INT8), scale_T1
 
 
 def quantize_fp8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [T, I] float8_e4m3fn, rounded half to even, and their scales [T, 1]."""
+    """Return codes [T, I] float8_e4m3fn, rounded half to even, and their scales [T, 1]."""
     scale_T1 = token_scales(magnitudes(x_TI), FP8.largest)
     return token_codes(x_TI, scale_T1, FP8), scale_T1
-
-
-@dataclass(frozen=True)
-class Packed:
-    """INT8 weights [O, I] in oneDNN's own layout, and their scales [O]."""
-
-    blocks: Tensor  # opaque
-    scale_O: Tensor
-    zero_O: Tensor  # int32; the codes are symmetric
-
-    def times(self, codes_TI: Tensor) -> Tensor:
-        """[T, O] float32: the exact int32 product, rounded once, times the scales."""
-        shifted_TI = codes_TI.view(torch.uint8) ^ U8_ZERO  # adds 128: the same bits but the first
-        return torch.ops.onednn.qlinear_pointwise(
-            *(shifted_TI, 1.0, U8_ZERO, self.blocks, self.scale_O, self.zero_O, None),
-            *(1.0, 0, torch.float32, "none", [], ""),
-        )
-
-
-class WithAmx(native.Blocks):
-    """Blocks for few rows; for many also oneDNN's copy, whose products use AMX."""
-
-    def fill(self, w_OI: Tensor) -> None:
-        super().fill(w_OI)
-        self.for_many_rows = _packed(w_OI, self._scale_O)
-
-
-def pack(
-    w_OI: Tensor, scale_O: Tensor, old: Packed | native.Blocks | None = None
-) -> Packed | native.Blocks | None:
-    """A copy to multiply by; None where the plain weights are as fast.
-
-    Args:
-        old: the copy of other weights in the same place, whose memory may serve again.
-    """
-    if w_OI.device.type == "cpu" and native.library() is not None:
-        if isinstance(old, native.Blocks):
-            old.fill(w_OI)
-            return old
-        amx = "amx_int8" in native.instructions() and w_OI.numel() >= PACK_FROM
-        kind = WithAmx if amx and _packed_product_is_exact() else native.Blocks
-        return kind(w_OI, scale_O)
-    if w_OI.device.type != "cpu" or w_OI.numel() < PACK_FROM or not _packed_product_is_exact():
-        return None
-    return _packed(w_OI, scale_O)
-
-
-def _packed(w_OI: Tensor, scale_O: Tensor) -> Packed:
-    blocks = torch.ops.onednn.qlinear_prepack(w_OI, None)
-    return Packed(blocks, scale_O, torch.zeros(len(w_OI), dtype=torch.int32))
-
-
-@functools.cache
-def _packed_product_is_exact() -> bool:
-    """Processors without VNNI add pairs of products in 16 bits, which overflow."""
-    if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
-        return False
-    largest = torch.full((64, 64), 127, dtype=torch.int8)
-    product = _packed(largest, torch.ones(64)).times(largest)
-    return bool((product == 64 * 127 * 127).all())
 
 
 def int8_linear(
@@ -107,21 +37,17 @@ def int8_linear(
     scale_O: Tensor,
     addend: Tensor | None = None,
     largest: float = INT8.largest,
-    packed: Packed | native.Blocks | None = None,
+    blocks: native.Blocks | None = None,
 ) -> Tensor:
     """INT8 product; with a smaller ``largest`` activation code, one of fewer bits in its place.
 
     Args:
-        packed: the weights once more, of ``pack``; the result is the same to the last bit.
+        blocks: the weights once more, for ``decode.cpp``; the result is the same to the last bit.
     """
-    if isinstance(packed, WithAmx) and len(x_TI) >= AMX_FROM:
-        packed = packed.for_many_rows
-    if isinstance(packed, native.Blocks):
-        return packed.linear(x_TI, addend, largest).to(x_TI.dtype)
+    if blocks is not None:
+        return blocks.linear(x_TI, addend, largest).to(x_TI.dtype)
     codes_TI, scale_T1 = quantize_int8(x_TI, largest)
-    if packed is None:
-        return scaled_product(codes_TI, scale_T1, w_OI, scale_O, addend, x_TI.dtype)
-    return rescaled(packed.times(codes_TI), scale_T1, addend, x_TI.dtype)
+    return scaled_product(codes_TI, scale_T1, w_OI, scale_O, addend, x_TI.dtype)
 
 
 def fp8_linear(x_TI: Tensor, w_OI: Tensor, scale_O: Tensor, addend: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 BUILT = SOURCE.with_name("_decode" + sysconfig.get_config_var("EXT_SUFFIX"))
-# What setup.py lets the compiler use: the file may have been built on another machine.
+# Instructions that setup.py lets the compiler use; the file may come from another machine.
 INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"}
 BLOCK = 32  # outputs of a block of weights
 BUILT_BY = (
@@ -214,8 +214,8 @@ class NativeStep:
 
 
 def _matrix(of: "Matrix") -> _Matrix:
-    assert isinstance(of.packed, Blocks)
-    return of.packed.matrix
+    assert of.blocks is not None
+    return of.blocks.matrix
 
 
 def _address(tensor: Tensor | None) -> int | None:

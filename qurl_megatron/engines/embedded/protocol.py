@@ -35,7 +35,7 @@ NEUTRAL = {
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request is checked against."""
+    """Limits that a request is checked against."""
 
     vocab: int
     max_total_tokens: int
@@ -149,7 +149,7 @@ def _number(params: dict, name: str, kind: type, default: float, least: float) -
 
 
 def _answer(sequence: Sequence, log_probs: bool) -> dict:
-    """Return what SGLang says of a sequence that has ended."""
+    """Return an ended sequence as SGLang reports it."""
     ids, versions = sequence.output_ids, sequence.versions
     starts = [0, *(end for _, end in versions)]
     meta: dict[str, Any] = {

@@ -4,19 +4,15 @@ Files are memory-mapped: reading them costs page cache, not a second copy of the
 unpickled.
 """
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from qurl_megatron.checkpoints.hf_reader import opened
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.checkpoints.places import (
-    INDEX,
     description_of,
     find_torch_dist,
-    safetensors_files,
 )
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
@@ -32,10 +28,18 @@ def read_weights(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
     """Return all tensors of a folder of any kind, as the decoder takes them.
 
     Raises:
-        ConfigError: the folder holds a tensor twice, or is quantized in part.
+        ConfigError: a file is damaged, holds a tensor twice, or is quantized in part.
     """
-    read = _megatron_tensors if find_torch_dist(folder) else _hugging_face_tensors
-    return _from_hugging_face(_collect(read(folder), folder), decoder)
+    stored: dict[str, Tensor] = {}
+    if find_torch_dist(folder):
+        checkpoint = open_checkpoint(folder)
+        for op in checkpoint.ops():
+            stored |= checkpoint.reader.shards(op)
+    else:
+        reader = HfReader(folder)
+        for name in sorted(reader.names()):
+            stored[name] = reader.whole(name)
+    return _from_hugging_face(stored, decoder)
 
 
 def stored_scheme(folder: Path) -> str | None:
@@ -69,37 +73,8 @@ def refuse_other_scheme(folder: Path, scheme: str) -> None:
         )
 
 
-def _collect(named: Iterable[tuple[str, Tensor]], source: object) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    try:
-        for name, tensor in named:
-            if name in tensors:
-                raise ConfigError(f"tensor {name} is there twice in {source}")
-            tensors[name] = tensor
-    except SafetensorError as error:
-        raise ConfigError(f"{source} holds a broken safetensors file: {error}") from None
-    return tensors
-
-
-def _megatron_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    checkpoint = open_checkpoint(folder)
-    for op in checkpoint.ops():
-        yield from checkpoint.reader.shards(op).items()
-
-
-def _hugging_face_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    indexed = (folder / INDEX).is_file()
-    paths = safetensors_files(folder) if indexed else sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(f"{folder} has no *.safetensors files")
-    for path in paths:
-        with opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
-                yield name, file.get_tensor(name)
-
-
 def _from_hugging_face(stored: dict[str, Tensor], decoder: Decoder) -> dict[str, Tensor]:
-    """Drop what a tied model repeats, take FP16 as FP32, quantize what is not quantized yet.
+    """Drop the repeated head of a tied model, take FP16 as FP32, quantize layers in high precision.
 
     Raises:
         ConfigError: some layers of the block are quantized already, and others are not.

@@ -1,4 +1,4 @@
-"""Sampling whose noise is a pure function of (seed, position), and log-probs of what was sampled.
+"""Sampling whose noise is a pure function of (seed, position), and the log-probs of samples.
 
 Token t of a sequence is drawn by inverting the cumulative distribution at one uniform number
 ``uniform(seed, t)``: a hash, not a generator with state. So the noise never depends on what else is
@@ -59,7 +59,7 @@ def sample(logits_BV: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
 
 def blocks(weight_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights in blocks, and the running sum over blocks in float64."""
+    """Return the weights in blocks, and the running sum over blocks in float64."""
     batch, vocab = weight_BV.shape
     weight_BNK = pad(weight_BV, (0, -vocab % BLOCK)).view(batch, -1, BLOCK)
     # One block is short enough for float32; it is the sum over blocks that would lose the tail.

@@ -84,7 +84,7 @@ class EngineThread:
             self._fail_commands()
 
     def _obey(self) -> bool:
-        """Run what is queued; with nothing to generate, sleep until it comes. False: the end."""
+        """Run queued commands; with nothing to generate, sleep until one comes. False: the end."""
         while True:
             idle = self.paused or not self.engine.busy
             try:

@@ -2,13 +2,12 @@
 
     server           the process: an API key that is never shown, a port chosen, an end with the
                      trainer's
-    loader           what SGLang calls with each message of an update
+    loader           the hook that SGLang calls with each message of an update
     targets          where each Hugging Face tensor lives in SGLang's parameters
-    cpu_layers       what SGLang lacks on a machine without a GPU
-    vision           what its torchvision lacks there, for SGLang's tools too
-    command_line     the command of one engine, and what the server makes of it
-    starting_sglang  the commands of a run's engines, on their GPUs
+    cpu_layers       layers that SGLang lacks on a machine without a GPU
+    vision           operators that its torchvision lacks there
+    starting_sglang  the commands of a run's engines, on their GPUs, and their options
 
-All but the last runs in SGLang's environment, where this package is installed without its
+All but ``launches`` runs in SGLang's environment, where this package is installed without its
 dependencies: torch, orjson, xxhash, psutil and the standard library may be imported, nothing else.
 """

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 lacks on a machine without a GPU: W8A8 layers in plain torch.
+"""W8A8 layers in plain torch, which SGLang 0.5.23 lacks on a machine without a GPU.
 
 SGLang's own CPU backend wants ``sgl_kernel`` built for AMX. Without that it still runs, on plain
 torch, once three gaps are filled:

@@ -1,4 +1,4 @@
-"""What SGLang calls with each message of an update (``--custom-weight-loader``), on every rank."""
+"""The hook that SGLang calls with each message of an update, on every rank."""
 
 import logging
 from collections.abc import Mapping, Sequence

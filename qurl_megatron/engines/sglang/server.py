@@ -31,8 +31,9 @@ if not torch.cuda.is_available():
 os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "false"
 
 from qurl_megatron.engines.sglang import cpu_layers
-from qurl_megatron.engines.sglang.command_line import server_arguments
+from qurl_megatron.engines.sglang.starting_sglang import server_arguments
 from qurl_megatron.engines.starting import API_KEY, given_key
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.wire.lease import ENDPOINT, Lease
@@ -112,11 +113,8 @@ def _init_tokenizer_manager(key: str | None, *args, **kwargs):
 
 def _announce(port: int, file: Path | None) -> None:
     """The server is healthy: report to the fleet where, in a file that appears whole."""
-    if file is None:
-        return
-    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    aside.write_text(str(port), encoding="utf-8")
-    aside.replace(file)
+    if file is not None:
+        write_whole(file, str(port))
 
 
 def _exit_with_stdin() -> None:

@@ -1,8 +1,13 @@
-"""How the SGLang servers of this machine are started: with which Python, on which GPUs."""
+"""Start the SGLang servers of this machine: with which Python, on which GPUs, with which options.
+
+The fleet calls ``launches``; the server calls ``server_arguments``, on the machine where it runs.
+"""
 
 import importlib.util
+import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +15,74 @@ import torch
 
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.sglang.command_line import engine_launch
 from qurl_megatron.engines.starting import Launch, Start
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.wire.message import LOADER
+
+CPU_OPTIONS = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--max-total-tokens": "16384",  # without it SGLang takes most of the machine's memory
+    "--max-running-requests": "64",
+    "--sleep-on-idle": None,  # an idle scheduler would spin on a core
+    "--skip-server-warmup": None,
+}
+
+UNQUANTIZED = ("lm_head",)  # linear layers that keep the model's own format
+
+
+def engine_launch(
+    start: Start, python: Path | str, port_file: Path | str, extra: Sequence[str] = ()
+) -> Launch:
+    """Return how to start one engine.
+
+    Args:
+        python: interpreter of the environment that has SGLang.
+        port_file: gets the port once the engine is healthy.
+        extra: further options of SGLang.
+    """
+    options = {
+        "--model-path": start.model_dir,
+        "--dtype": start.dtype,
+        "--tp-size": start.config.engine_tensor,
+        "--host": start.config.engine_host,
+        "--port-file": port_file,
+    }
+    # -P: the working folder may have another copy of this package, or of anything.
+    command = [str(python), "-P", "-m", "qurl_megatron.engines.sglang.server"]
+    command += [str(part) for pair in options.items() for part in pair]
+    # Trainer and engine speak token ids; with the tokenizer goes the need for its files.
+    command += ["--exit-with-stdin", "--skip-tokenizer-init"]
+    if start.empty:
+        command += ["--load-format", "dummy"]
+        if start.scheme != "none":
+            # It brings torch, for which those who only look a key up should not wait.
+            from qurl_megatron.quant.export import quantization_config
+
+            config = quantization_config(start.scheme, "sglang", UNQUANTIZED)
+            changes = {"quantization_config": config}
+            command += ["--json-model-override-args", json.dumps(changes)]
+    return Launch((*command, *extra), start.environment)
+
+
+def server_arguments(argv: Sequence[str], *, cuda: bool, port: int) -> list[str]:
+    """Return the options for SGLang's parser: the given ones, ours, and those the machine needs.
+
+    Args:
+        port: used where no ``--port`` is given.
+    """
+    option_names = {option.split("=")[0] for option in argv}
+    options: dict[str, str | None] = {"--port": str(port)}
+    if not cuda:
+        options |= CPU_OPTIONS
+    added = [
+        part
+        for option, value in options.items()
+        if option not in option_names
+        for part in (option, value)
+        if part is not None
+    ]
+    return [*argv, *added, "--custom-weight-loader", LOADER]
 
 
 def refuse_not_installed(config: RolloutConfig) -> None:
@@ -24,7 +94,7 @@ def refuse_not_installed(config: RolloutConfig) -> None:
 
 
 def launches(start: Start) -> list[Launch]:
-    """One per port file.
+    """Return one per port file.
 
     Raises:
         ConfigError: ``rollout.sglang_python`` does not exist; there are too few GPUs, or the
@@ -43,7 +113,7 @@ def launches(start: Start) -> list[Launch]:
 
 
 def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | None:
-    """Why the engines cannot be on the GPUs that they would get, in a sentence; None: they can.
+    """Return the reason why the engines cannot be on the GPUs they would get; None: they can.
 
     Args:
         gpus: that the leading rank sees.
@@ -79,7 +149,7 @@ def sglang_python(given: str) -> Path:
         return Path(given)
     usual = Path(".venv-sglang/bin/python")
     if usual.is_file():
-        return usual.absolute()  # not resolved: the link is what makes it the environment's
+        return usual.absolute()  # not resolved: the link makes it the environment's
     if importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here nor is it "

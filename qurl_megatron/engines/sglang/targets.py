@@ -24,7 +24,7 @@ MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 
 
 def targets(model: nn.Module) -> dict[str, Shard]:
-    """What this rank holds of every tensor that an update must bring, by its Hugging Face name.
+    """Return this rank's part of every tensor that an update must bring, by Hugging Face name.
 
     Values are views into the live parameters.
 
@@ -73,7 +73,7 @@ def tensor_rank(model: nn.Module) -> int:
 def turn_back(model: nn.Module) -> None:
     """Give every transposed weight its [out, in] view back; the memory stays.
 
-    SGLang's post-processing transposes whatever it finds, so it must find what a fresh load leaves.
+    SGLang's post-processing transposes every weight, so it must find them as a fresh load does.
     """
     for name, module in model.named_modules():
         if _kind(module) in _SPLIT and _is_quantized(name, module):
@@ -145,7 +145,7 @@ def _is_quantized(name: str, module: Any) -> bool:
 
 
 def _natural(name: str, module: Any) -> Tensor:
-    """The weight as [out, in], whichever way SGLang holds it now."""
+    """Return the weight as [out, in], whichever way SGLang holds it now."""
     weight = module.weight.data
     if _kind(module) is _row_parallel:
         shape = (module.output_size, module.input_size_per_partition)
@@ -218,7 +218,7 @@ def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def _rest(name: str, module: Any) -> dict[str, Tensor]:
-    """What a linear layer has beside its weight: one value or scale per row."""
+    """Return a linear layer's parameters beside its weight: one value or scale per row."""
     expected = {"bias"} | ({"weight_scale"} if _is_quantized(name, module) else set())
     present = dict(module.named_parameters(recurse=False))
     return {kind: present[kind].data for kind in sorted(expected & present.keys())}

@@ -12,7 +12,7 @@ _libraries: list = []  # an operator lives as long as its library
 
 
 def define_operators() -> None:
-    """Define what PyPI's wheel looks up; does nothing for a torch with CUDA, or a second time."""
+    """Define the operators that PyPI's wheel looks up, once, unless torch has CUDA."""
     import torch
 
     if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
@@ -29,7 +29,7 @@ def before_import() -> None:
 
 
 class _Before(importlib.abc.MetaPathFinder):
-    """Finds nothing, but sees what is looked for."""
+    """Finds nothing, but sees each import."""
 
     def find_spec(self, fullname, path=None, target=None) -> None:
         if fullname == "torchvision":

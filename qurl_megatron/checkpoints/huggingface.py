@@ -1,33 +1,41 @@
-"""Read slices of a Hugging Face checkpoint: safetensors only, one tensor or part at a time."""
+"""Read and write the safetensors of a Hugging Face folder, one tensor or slice at a time.
 
-from collections.abc import Iterable
+A safetensors file is 8 bytes (the length of the header), a JSON header that says where each tensor
+lies, and the tensors without gaps. Shapes and number formats are known before any data is read, so
+the header goes first and tensors follow in whatever order they are made.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qurl_megatron.checkpoints.ops import Op
-from qurl_megatron.checkpoints.places import INDEX, safetensors_files
+from qurl_megatron.checkpoints.places import INDEX, SINGLE, safetensors_files
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.formats_on_disk import DTYPES
+from qurl_megatron.tensors.formats_on_disk import DTYPES, NAMES
 from qurl_megatron.tensors.table import HfTensor
 
-# A file is opened again after this many bytes: what was read stays mapped until it is closed.
+# A file is opened again after this many bytes, since bytes read stay mapped until it is closed.
 _MAPPED_BYTES = 256 << 20
 
 LFS_POINTER = b"version https://git-lfs"
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Those of weights in high precision."""
+"""Number formats of weights in high precision."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the header of a file says of one tensor."""
+    """One tensor as the header of its file describes it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -88,7 +96,7 @@ class HfReader:
     def read(
         self, tensor: HfTensor, rank: int = 0, size: int = 1, rows: int | None = None
     ) -> Tensor:
-        """Slice ``rank`` of ``size`` equal ones along the tensor's split dimension.
+        """Return slice ``rank`` of ``size`` equal ones along the tensor's split dimension.
 
         Args:
             rows: for a vocabulary padded to ``rows``, the padded length of dimension 0; the
@@ -108,7 +116,7 @@ class HfReader:
         return torch.cat([part, part.new_zeros(step - part.shape[0], *part.shape[1:])])
 
     def whole(self, name: str) -> Tensor:
-        """A tensor as it is stored, mapped from its file."""
+        """Return a tensor as it is stored, mapped from its file."""
         return self._slice(name)[...]
 
     def _slice(self, name: str):
@@ -151,3 +159,123 @@ def opened(file: Path):
         raise ConfigError(
             f"{file} cannot be read ({error}); it is damaged or cut off, copy it again"
         ) from None
+
+
+Origin = TypeVar("Origin")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorGroup(Generic[Origin]):
+    """Tensors that are made together from one source."""
+
+    source: Origin
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class HfFile(Generic[Origin]):
+    """One safetensors file to come."""
+
+    name: str
+    groups: tuple[TensorGroup[Origin], ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups)
+
+
+def plan_files(groups: Sequence[TensorGroup[Origin]], max_bytes: int) -> list[HfFile[Origin]]:
+    """Fill files in order, none above ``max_bytes`` unless one group alone is larger."""
+    batches: list[list[TensorGroup[Origin]]] = []
+    room = 0
+    for group in groups:
+        if not batches or group.bytes > room:
+            batches.append([])
+            room = max_bytes
+        batches[-1].append(group)
+        room -= group.bytes
+    if len(batches) == 1:
+        return [HfFile(SINGLE, tuple(batches[0]))]
+    count = len(batches)
+    return [
+        HfFile(f"model-{number:05}-of-{count:05}.safetensors", tuple(batch))
+        for number, batch in enumerate(batches, start=1)
+    ]
+
+
+def write_safetensors(
+    path: Path,
+    groups: Iterable[TensorGroup[Origin]],
+    make: Callable[[Origin], Mapping[str, Tensor]],
+) -> None:
+    """Write one file.
+
+    Args:
+        make: ``make(group.source)`` are the tensors of the group, by name.
+
+    Raises:
+        ConfigError: ``make`` returns another shape or format than was planned.
+    """
+    groups = tuple(groups)
+    # Wide formats first: then every tensor starts on a multiple of its element's size.
+    planned = sorted((t for g in groups for t in g.tensors), key=lambda t: -t.dtype.itemsize)
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in planned:
+        start, end = end, end + tensor.bytes
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        data = file.tell()
+        for group in groups:
+            tensors_of_group = make(group.source)
+            for spec in group.tensors:
+                file.seek(data + header[spec.name]["data_offsets"][0])
+                _write(file, spec, tensors_of_group[spec.name])
+        file.flush()
+        os.ftruncate(file.fileno(), data + end)
+
+
+def write_index(folder: Path, files: Sequence[HfFile]) -> None:
+    """Write the index from tensors to files; a single file needs none."""
+    if [file.name for file in files] == [SINGLE]:
+        return
+    places = {t.name: file.name for file in files for g in file.groups for t in g.tensors}
+    index = {
+        "metadata": {"total_size": sum(file.bytes for file in files)},
+        "weight_map": dict(sorted(places.items())),
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(file: BinaryIO, spec: TensorSpec, tensor: Tensor) -> None:
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        raise ConfigError(
+            f"tensor {spec.name} came out as {tensor.dtype} {list(tensor.shape)}, "
+            f"planned were {spec.dtype} {list(spec.shape)}"
+        )
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    file.write(data.numpy().data)
