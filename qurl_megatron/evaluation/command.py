@@ -52,7 +52,7 @@ from qurl_megatron.observe.samples import Example, as_text, clipped, say, tellin
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS, RewardPool, check_rewards
-from qurl_megatron.rewards.environment_pool import EnvironmentPool, check_environment
+from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from qurl_megatron.schemes import ROLLOUT, SERVED, simulation

@@ -34,7 +34,7 @@ from qurl_megatron.fleet.supervisor import IN_ALL
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.grading import graded
+from qurl_megatron.rewards.pool import graded
 from qurl_megatron.types import Prompt, Sample
 from qurl_megatron.wire.schema import count, or_none, shortened
 

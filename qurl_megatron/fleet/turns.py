@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.errors import Unscored, unscored
 from qurl_megatron.observe.samples import say
-from qurl_megatron.rewards.environment_pool import EnvironmentPool
-from qurl_megatron.rewards.reply import Message
+from qurl_megatron.rewards.environment import EnvironmentPool, Message
 from qurl_megatron.types import Prompt
 
 

@@ -19,7 +19,7 @@ from qurl_megatron.engines.starting import refuse_not_installed
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
-from qurl_megatron.rewards.environment_pool import check_environment
+from qurl_megatron.rewards.environment import check_environment
 from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.footprint import find_models
 from qurl_megatron.training.state import TrainState

@@ -11,9 +11,9 @@ from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward, RolloutConfig
 from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.environment_pool import EnvironmentPool, check_environment
-from qurl_megatron.rewards.environment_worker import call, make_environment
+from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.pool import items_of
+from qurl_megatron.rewards.worker import make_environment, step
 from tests.environments import write_classes
 from tests.support.models import random_samples
 from tests.waiting import PATIENCE_S, wait_until
@@ -78,7 +78,7 @@ class Leaving(dict):
 
 
 def test_a_message_whose_own_code_fails_is_an_exception():
-    said = call(SimpleNamespace(step=lambda: Leaving()), {}, asyncio.Runner())
+    said = step(SimpleNamespace(step=lambda: Leaving()), {}, asyncio.Runner())
     assert isinstance(said, Unscored) and said.cause == "exceptions"
 
 
