@@ -24,7 +24,6 @@ import orjson
 from qurl_megatron.config.keys import names_a_user
 from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.fleet.answer import (
-    BadAnswer,
     Info,
     Load,
     answer_limit,
@@ -32,13 +31,12 @@ from qurl_megatron.fleet.answer import (
     read_info,
     read_load,
     read_loads,
-    read_longest_input,
     uncollected,
 )
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Foreseen, keep_secret
+from qurl_megatron.kit.record import Malformed, shortened
 from qurl_megatron.wire.lease import ENDPOINT, LeaseVerdict, Owner
-from qurl_megatron.wire.schema import shortened
 
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
@@ -129,7 +127,7 @@ class EngineClient:
         """What of ``server_info`` is relied on."""
         try:
             return read_info(self.server_info(timeout_s))
-        except BadAnswer as error:
+        except Malformed as error:
             raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def weight_version(self) -> str:
@@ -152,7 +150,7 @@ class EngineClient:
                 return read_load(info)
             loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S)
             return read_loads(info, self.weight_version(), loads)
-        except BadAnswer as error:
+        except Malformed as error:
             raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def generate(
@@ -198,12 +196,8 @@ class EngineClient:
             raise EngineError(f"{self.url}/generate: {reason}", faulty=True) from None
 
     def longest_scored(self) -> int | None:
-        """Tokens that ``score`` takes, one less than fit: the engine generates one after them.
-        None: it does not say."""
-        try:
-            return read_longest_input(self.server_info())
-        except BadAnswer as error:
-            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
+        """Return the most tokens that ``score`` takes; None: the engine does not say."""
+        return self.info().longest_input
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
@@ -317,7 +311,7 @@ class EngineClient:
     def _parsed(self, endpoint: str, content: bytes) -> Any:
         try:
             return parsed(content)
-        except BadAnswer as error:
+        except Malformed as error:
             raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
 
     def _request(
@@ -491,7 +485,7 @@ class Session:
         with uncollected():
             try:
                 return read(answer.of_json())
-            except BadAnswer as error:
+            except Malformed as error:
                 raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
 
     async def get(self, endpoint: str) -> bytes:
@@ -565,7 +559,7 @@ def _message(content: bytes) -> str:
     """What an engine says of its refusal."""
     try:
         body = parsed(content)
-    except BadAnswer:
+    except Malformed:
         body = None
     if not isinstance(body, dict):
         return shortened(content)

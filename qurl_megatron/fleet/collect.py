@@ -33,7 +33,6 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet.answer import (
     NEUTRAL,
     Asked,
-    BadAnswer,
     Part,
     Rules,
     answer_limit,
@@ -45,6 +44,7 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Interrupted, Unscored
+from qurl_megatron.kit.record import Malformed
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
@@ -344,14 +344,14 @@ class _Collection:
             self.sessions[client] = await self.stack.enter_async_context(client.session())
         return self.sessions[client]
 
-    async def _fly(self, flight: _Flight, session: Session) -> list[Part | BadAnswer]:
+    async def _fly(self, flight: _Flight, session: Session) -> list[Part | Malformed]:
         fleet, requests = self.fleet, [item.request() for item in flight.items]
         asked = [
             Asked(f"{flight.rid}{index}", item.budget, len(ids))
             for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True))
         ]
 
-        def read(content: bytes) -> list[Part | BadAnswer]:
+        def read(content: bytes) -> list[Part | Malformed]:
             rules = Rules(
                 fleet.vocabulary,
                 fleet.names,

@@ -9,10 +9,13 @@ beside the rendezvous, so that both can live in one folder that only the user ca
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.wire import schema
+from qurl_megatron.kit.record import Malformed, decode
 
 Part = TypeVar("Part")
 
@@ -34,6 +37,11 @@ class Member:
             return self.api_key_file.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:  # the latter: no text, or no name of a file
             raise ConfigError(f"the API key of {self.url} cannot be read: {error}") from None
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    url: Annotated[str, Meta(pattern="^https?://")]
+    api_key_file: str | None = None
 
 
 class WrongEntry(ConfigError):
@@ -88,18 +96,10 @@ def _text(file: Path) -> str | None:
 
 def _member(where: str, text: str, folder: Path) -> Member:
     try:
-        entry = schema.parse(text)
-        values = {key: entry.get(key) for key in _MEMBER} if schema.record(entry) else entry
-        values = schema.fields(values, _MEMBER)
-    except schema.Malformed as error:
+        entry = decode(_Entry, text)
+    except Malformed as error:
         raise WrongEntry(
             f'rendezvous {where} is not {{"url": ..., "api_key_file": ...}}: {error}', where
         ) from None
-    key_file = values["api_key_file"]
-    return Member(values["url"].rstrip("/"), key_file and folder / key_file, where)
-
-
-_MEMBER: dict[str, schema.Range] = {
-    "url": lambda value: schema.text(value) and value.startswith(("http://", "https://")),
-    "api_key_file": schema.or_none(schema.text),
-}
+    key_file = entry.api_key_file
+    return Member(entry.url.rstrip("/"), folder / key_file if key_file else None, where)

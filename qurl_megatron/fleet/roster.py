@@ -19,8 +19,8 @@ from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.membership import Member
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.record import shortened
 from qurl_megatron.wire.message import LOADER
-from qurl_megatron.wire.schema import shortened
 
 DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
 RELIABLE = 3  # versions served in a row, each until the next, for which restarts are forgotten
