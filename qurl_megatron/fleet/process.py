@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -36,13 +36,20 @@ LOG_ROOM = 1 << 16  # bytes, below which a disk is full: the last words may not 
 class EngineProcess:
     """Starts again under the same name; its log continues where the last process left it."""
 
-    def __init__(self, name: str, launch: Launch, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        launch: Launch,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """
         Args:
             launch: how to start it; makes it write its port to ``port_file(folder, name)``.
             folder: gets NAME.log.
+            clock: seconds, for ``heard``.
         """
-        self.name = name
+        self.name, self._clock = name, clock
         self.log = folder / f"{name}.log"
         self._port_file = port_file(folder, name)
         self.launch = launch  # of the next start
@@ -73,14 +80,14 @@ class EngineProcess:
             raise ConfigError(f"{self.launch.command[0]} cannot be started: {error}") from None
         bury(self.popen.pid)
         self._mode = "ab"
-        self._heard = (0, time.monotonic())
+        self._heard = (0, self._clock())
 
     def heard(self) -> float:
-        """When its log last grew, of the monotonic clock, as far as calls of this have seen."""
+        """Return when its log last grew, as far as calls of this have seen."""
         with contextlib.suppress(FileNotFoundError):
             size = self.log.stat().st_size
             if size != self._heard[0]:
-                self._heard = size, time.monotonic()
+                self._heard = size, self._clock()
         return self._heard[1]
 
     def last_line(self) -> str:

@@ -17,8 +17,8 @@ from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet import fleet_status
 from qurl_megatron.fleet.answer import Load
 from qurl_megatron.fleet.client import EngineClient, EngineError
-from qurl_megatron.fleet.membership import Member, read_members
 from qurl_megatron.fleet.process import EngineProcess, port_file
+from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.manifest import MANIFEST, Manifest, SliceEntry, TensorEntry, read_version
 from qurl_megatron.wire.meeting import Hello, LinkError

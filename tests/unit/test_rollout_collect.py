@@ -171,13 +171,20 @@ def test_each_prompt_is_told_of_once_when_it_is_whole_whatever_fails(embedded):
 
 
 def test_an_engine_that_goes_silent_loses_its_requests_to_another():
-    deaf, good = FakeEngine(token_s=0.1), FakeEngine()
-    with fleet_of(deaf, good, health_timeout_s=1.5) as fleet:
+    deaf, good = FakeEngine(), FakeEngine()
+    with fleet_of(deaf, good, health_timeout_s=NEVER_S) as fleet, ThreadPoolExecutor(1) as pool:
+        record = fleet.engines()[0]
         deaf.faults = ["hang"] * 20
         deaf.deaf.set()
-        start = time.monotonic()
-        check_whole(gather(fleet))
-        assert 1.5 < time.monotonic() - start < PATIENCE_S
+        pending = pool.submit(gather, fleet)
+        wait_until(lambda: record.in_flight)
+
+        def overdue() -> bool:
+            record.pulse.silent_since = time.monotonic() - 2 * NEVER_S
+            return record.state == "stale"
+
+        wait_until(overdue)
+        check_whole(pending.result(PATIENCE_S))
         assert "no health check was answered" in fleet.why_not()
         assert [e.url for e in fleet.serving()] == [good.url]
 
@@ -185,11 +192,11 @@ def test_an_engine_that_goes_silent_loses_its_requests_to_another():
 def test_an_engine_whose_name_is_looked_up_without_end_holds_up_nobody():
     lost, good = FakeEngine(), FakeEngine()
     urls = (lost.url.replace("127.0.0.1", "localhost"), good.url)
-    with fleet_of(lost, good, urls=urls, timeout_s=1.5) as fleet, unanswered():
+    with fleet_of(lost, good, urls=urls, timeout_s=8.0) as fleet, unanswered():
         start = time.monotonic()
         check_whole(gather(fleet))
-        assert 1.5 < time.monotonic() - start < PATIENCE_S
-        assert "did not answer within 1.5 s" in fleet.why_not()
+        assert time.monotonic() - start < PATIENCE_S
+        assert "did not answer within 8 s" in fleet.why_not()
 
 
 def test_with_no_engine_left_the_error_says_what_happened_to_each():

@@ -10,8 +10,8 @@ import pytest
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
-from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.types import Prompt
 from tests.publishing import publish_tensors
 from tests.unit.engine_models import LiveServer, published_tensors, random_tensors, write_model

@@ -9,8 +9,8 @@ from qurl_megatron.cluster.offer import PAUSE_S, Offered, address_towards, prepa
 from qurl_megatron.cluster.ready import ROOT
 from qurl_megatron.config import load
 from qurl_megatron.engines.starting import Launch
-from qurl_megatron.fleet.membership import Member, read_members
 from qurl_megatron.fleet.process import EngineProcess, port_file
+from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
 from tests.waiting import PATIENCE_S
 
