@@ -114,7 +114,7 @@ class EngineClient:
         self._closed = True
 
     def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
-        """Comes from the engine's own loop, paused or not: an answer proves that it runs."""
+        """Ask the engine's own loop, paused or not: an answer proves that it runs."""
         return self._first(("/server_info", "/get_server_info"), timeout_s)
 
     def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
@@ -137,7 +137,7 @@ class EngineClient:
         return self._object("GET", endpoint, None, timeout_s)
 
     def load(self) -> Load:
-        """Version, queue and speed, for a table."""
+        """Return version, queue and speed, for a table."""
         info = self.server_info()
         try:
             if info.get("internal_states") is None:
@@ -154,7 +154,7 @@ class EngineClient:
         *,
         rid: Sequence[str] | None = None,
     ) -> list[dict]:
-        """Responses with log-probs, in the order of the prompts."""
+        """Return responses with log-probs, in the order of the prompts."""
         body = _generation(input_ids, sampling_params, rid)
         given = body["sampling_params"]
         params = [given] * len(input_ids) if isinstance(given, dict) else given
@@ -172,7 +172,7 @@ class EngineClient:
         Args:
             input_ids: no more than ``longest_scored``.
             start: 1 or more.
-            temperature: what logits are divided by; SGLang leaves those of a prompt as they are.
+            temperature: divides the logits; SGLang leaves those of a prompt as they are.
         """
         body = {
             "input_ids": list(input_ids),
@@ -195,7 +195,7 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
-        """For many generations at once on the running event loop."""
+        """Open a session for many generations at once on the running event loop."""
         async with httpx.AsyncClient(**self._options) as http:
             yield Session(self, http)
 
@@ -222,10 +222,10 @@ class EngineClient:
                 raise
 
     def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
-        """One call of the engine's weight loader.
+        """Call the engine's weight loader.
 
         Args:
-            serialized: what each tensor-parallel rank of the engine gets (``wire.payload``).
+            serialized: the message for each tensor-parallel rank of the engine (``wire.payload``).
             load_format: dotted path of the loader, as the server was started with.
         """
         body = {
@@ -262,7 +262,7 @@ class EngineClient:
             raise EngineError(f"{self.url}{ENDPOINT}: {error}", faulty=True) from None
 
     def set_weight_version(self, version: int | str) -> None:
-        """Stamp what is generated from now on; running requests keep their earlier spans."""
+        """Name the weights from now on; running requests keep their earlier spans."""
         body = {"new_version": str(version), "abort_all_requests": False}
         self._succeed("/update_weight_version", body)
 
@@ -317,7 +317,7 @@ class EngineClient:
         *,
         limit: int = CONTROL_BYTES,
     ) -> bytes:
-        """The body of an answer that says yes."""
+        """Return the body of an answer with status 200."""
         timeout = self.timeout_s if timeout_s is None else timeout_s
         if (end := _DEADLINE.get()) is not None:
             timeout = min(timeout, end - time.monotonic())
@@ -342,7 +342,7 @@ class EngineClient:
         timeout_s: float,
         limit: int,
     ) -> "_Body":
-        """An answer, whole after ``timeout_s`` from now, connection and headers included."""
+        """Return an answer, whole within ``timeout_s``, connection and headers included."""
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -433,7 +433,7 @@ class Session:
         """Return what ``read`` makes of the body of an answer.
 
         Args:
-            read: must keep nothing of what it parses: those are millions of small objects.
+            read: must keep no parsed object: there are millions of small ones.
             limit: bytes that the body has at most.
             cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
         """

@@ -422,14 +422,3 @@ def test_any_bytes_for_a_body_give_parts_or_a_bad_answer(body):
         found = [error]
     for one in found:
         check(one)
-
-
-@QUICK
-@given(
-    st.dictionaries(st.sampled_from(["engine", "tp_size", "custom_weight_loader", "scheme"]), JSON)
-)
-def test_whatever_an_engine_says_it_is(info):
-    try:
-        assert 1 <= read_info(info).tp <= 1024
-    except Malformed as error:
-        check(error)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet import process, supervisor
 from qurl_megatron.fleet.client import EngineError
@@ -236,35 +235,6 @@ def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp
         assert fleet.serving() == [stopped, other]
 
 
-def test_nobody_waits_while_it_is_looked_at_what_an_engine_shares_in_memory(tmp_path, monkeypatch):
-    looking, looked = threading.Event(), threading.Event()
-
-    def slowly(groups) -> set[str]:
-        looking.set()
-        looked.wait(PATIENCE_S)
-        return set()
-
-    monkeypatch.setattr(process, "shared_by", slowly)
-    fleet = local_fleet(tmp_path, "--sglang")
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(fleet.__enter__)
-        try:
-            assert looking.wait(PATIENCE_S)
-            start = time.monotonic()
-            assert fleet.serving() == [] and time.monotonic() - start < PATIENCE_S / 2
-        finally:
-            looked.set()
-            pending.result(PATIENCE_S)
-            fleet.close()
-
-
-def test_limits_follow_the_kind_of_engine_unless_they_are_given():
-    plain, sglang = RolloutConfig(), RolloutConfig(backend="sglang")
-    assert (plain.start_limit_s, sglang.start_limit_s) == (300, 900)
-    assert RolloutConfig(backend="sglang", start_timeout_s=7.0).start_limit_s == 7
-    assert [ENGINE_KINDS[name].health_timeout_s for name in ("embedded", "sglang")] == [60, 300]
-
-
 def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_go_on():
     hung, good = FakeEngine(), FakeEngine()
     with hung, good, adopted(hung, good, update_timeout_s=2.0) as fleet:
@@ -409,16 +379,6 @@ def test_an_engine_that_takes_weights_of_another_scheme_is_refused_before_one():
         info["scheme"] = "none"
         with adopted(engine) as fleet:
             assert [one.url for one in fleet.serving()] == [engine.url]
-
-
-def test_an_engine_that_restarts_within_a_first_version_may_lie_elsewhere_in_memory(tmp_path):
-    with local_fleet(tmp_path) as fleet:
-        engine = fleet.engines()[0]
-        engine.pointers = ("where the first process had them",)
-        os.kill(engine.process.popen.pid, signal.SIGKILL)
-        wait_until(lambda: engine.restarts == 1 and engine.state == "serving")
-        publish(fleet, 1)
-        assert len(fleet.serving()) == 2
 
 
 def test_a_mistake_of_ours_in_an_act_is_not_taken_for_a_failing_engine():

@@ -24,7 +24,7 @@ PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 
 
 @contextmanager
-def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
+def fleet_of(*engines: FakeEngine, **options):
     """A fleet that has adopted the engines, and published a version to them."""
     options = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.2, **options}
     config = RolloutConfig(**{"urls": tuple(engine.url for engine in engines), **options})
@@ -44,8 +44,7 @@ def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
                 stops=StopIds(stops, stops),
             )
         )
-        if version is not None:
-            publish(fleet, version)
+        publish(fleet, 7)
         fleet.drain()
         for engine in engines:
             engine.calls.clear()
@@ -334,12 +333,6 @@ def test_weights_older_than_an_engine_confirmed_are_an_error_and_never_a_sample(
         check_whole(samples := gather(fleet))
         assert {v for s in samples for v in s.token_versions} == {7}
         assert "weights of version -1, where it had confirmed 7" in fleet.why_not()
-
-
-def test_before_anything_is_published_weights_have_the_version_minus_one():
-    with fleet_of(FakeEngine(), version=None) as fleet:
-        [sample] = greedy(fleet, PROMPTS[:1], 3)
-        assert sample.versions == ((-1, 3),)
 
 
 def test_a_response_that_an_engine_has_no_room_for_is_cut_and_the_engine_stays():
