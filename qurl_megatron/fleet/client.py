@@ -101,6 +101,8 @@ class EngineClient:
             "headers": headers,
             # A proxy configured for the internet must not get traffic for 127.0.0.1.
             "trust_env": False,
+            # Hundreds of requests wait at once; none finds the connection of a dead engine.
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=0),
             "verify": _tls(self.url.startswith("https:")),
         }
         self._closed = False

@@ -181,16 +181,19 @@ class _Collection:
     def _deal(self) -> None:
         """Deal a share to each engine that repeats, or group by group where there is room."""
         serving, patience = self.fleet.serving(), self.config.straggler_s or math.inf
-        if not all(engine.kind.repeats for engine in serving):
-            self.waiting.extend((group, patience, None) for group in self.groups)
+        repeat = all(engine.kind.repeats for engine in serving)
+        if repeat:
+            self.limit = None  # they queue by themselves
+        if not (serving and repeat):
+            for group in self.groups:
+                self.waiting.append((group, patience, None))
             return
-        self.limit = None  # they queue by themselves
         for index, engine in enumerate(serving):
-            share = [item for group in self.groups[index :: len(serving)] for item in group]
+            share: list[Response] = []
+            for group in self.groups[index :: len(serving)]:
+                share += group
             if share:
                 self.waiting.append((share, patience, engine))
-        if not serving:
-            self.waiting.extend((group, patience, None) for group in self.groups)
 
     async def _launch(self) -> None:
         """Send waiting items to engines that have room."""
@@ -226,10 +229,9 @@ class _Collection:
 
     async def _fly(self, flight: _Flight, session: Session) -> list[Part | Malformed]:
         fleet, requests = self.fleet, [item.request() for item in flight.items]
-        asked = [
-            Asked(f"{flight.rid}{index}", item.budget, len(ids))
-            for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True))
-        ]
+        asked = []
+        for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True)):
+            asked.append(Asked(f"{flight.rid}{index}", item.budget, len(ids)))
 
         def read(content: bytes) -> list[Part | Malformed]:
             rules = Rules(

@@ -133,17 +133,13 @@ class Fleet(Roster):
 
         _in_parallel(probe, [e for e in doubtful if e.client is not None], PROBE_S)
         with self.lock:
-            return [
-                engine
-                for engine in self._engines
-                if engine.state in ("serving", "ready")
-                or (
-                    engine.state == "stale"
-                    and engine.pulse.healthy
-                    and not engine.condemned
-                    and self.clock() >= engine.excused_until
-                )
-            ]
+            recruits = []
+            for engine in self._engines:
+                excused = engine.condemned or self.clock() < engine.excused_until
+                healed = engine.state == "stale" and engine.pulse.healthy and not excused
+                if healed or engine.state in ("serving", "ready"):
+                    recruits.append(engine)
+            return recruits
 
     def await_recruits(self, timeout_s: float) -> list[EngineRecord]:
         """Wait for recruits, and return them.

@@ -216,11 +216,12 @@ class Roster:
     def why_not(self) -> str:
         """Return a sentence on every engine that is not serving."""
         with self.lock:
-            return "; ".join(
-                f"{engine} is {engine.state}" + (f": {engine.cause}" if engine.cause else "")
-                for engine in self._engines
-                if engine.state != "serving"
-            )
+            sentences = []
+            for engine in self._engines:
+                if engine.state != "serving":
+                    cause = f": {engine.cause}" if engine.cause else ""
+                    sentences.append(f"{engine} is {engine.state}{cause}")
+            return "; ".join(sentences)
 
     def starting(self) -> bool:
         """Return whether an engine comes up, or waits for its next attempt."""
@@ -253,11 +254,10 @@ class Roster:
             None where all are full, or none serves.
         """
         with self.lock:
-            free = [
-                engine
-                for engine in self.serving()
-                if limit is None or not engine.in_flight or engine.in_flight + requests <= limit
-            ]
+            free = []
+            for engine in self.serving():
+                if limit is None or not engine.in_flight or engine.in_flight + requests <= limit:
+                    free.append(engine)
             if not free:
                 return None
             chosen = min(free, key=lambda engine: (engine.load, engine.in_flight))
@@ -423,11 +423,12 @@ class Roster:
     def other_facts(self, computes: Mapping[str, Any] | None) -> str:
         """Return where an engine's model differs from that of the run; "" where it does not, or the
         engine does not say."""
-        return ", ".join(
-            f"{name} is {shortened(computes[name])} there and {shortened(ours)} here"
-            for name, ours in (self.facts or {}).items()
-            if computes and name in computes and computes[name] != ours
-        )
+        differences = []
+        for name, ours in (self.facts or {}).items():
+            if computes and name in computes and computes[name] != ours:
+                theirs = shortened(computes[name])
+                differences.append(f"{name} is {theirs} there and {shortened(ours)} here")
+        return ", ".join(differences)
 
     def _client(self, url: str, api_key: str | None) -> EngineClient:
         return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)

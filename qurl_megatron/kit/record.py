@@ -2,7 +2,7 @@
 
 A record is a ``Record`` with annotated fields; ``Count`` and ``Seconds`` carry their ranges::
 
-    class Answer(Record):
+    class Answer(Record, frozen=True):
         tokens: Count
         label: str | None = None
 

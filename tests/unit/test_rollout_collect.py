@@ -123,6 +123,18 @@ def test_sglang_engines_get_a_request_per_prompt_no_more_than_they_hold_the_idle
         assert sum(e.tokens for e in fleet.engines()) == 12 * 2 * 6
 
 
+def test_more_requests_wait_at_an_engine_than_http_libraries_usually_connect():
+    engine = FakeEngine()
+    prompts = [Prompt(index, (2, 3), "", "") for index in range(120)]
+    options = {"samples_per_prompt": 1, "requests_per_engine": 120}
+    with fleet_of(engine, **options) as fleet, ThreadPoolExecutor(1) as pool:
+        engine.paused.set()
+        pending = pool.submit(gather, fleet, prompts)
+        wait_until(lambda: engine.running == 120)
+        engine.paused.clear()
+        check_whole(pending.result(PATIENCE_S), prompts, per_prompt=1)
+
+
 def test_the_next_request_goes_where_the_fewest_tokens_per_device_are_in_flight():
     with fleet_of(FakeEngine(), FakeEngine(tp=4)) as fleet:
         one, four = fleet.serving()
