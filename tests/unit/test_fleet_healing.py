@@ -29,10 +29,10 @@ from tests.support.fake_engine import FakeEngine
 from tests.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
-SILENT_S = 1.5  # soon over, and more than a healthy engine needs on a busy machine
+SILENT_S = 2.5  # for tests of silence: soon over, and more than a healthy engine needs
 QUICK = {
     "health_every_s": 0.1,
-    "health_timeout_s": SILENT_S,
+    "health_timeout_s": PATIENCE_S,
     "samples_per_prompt": 2,
     "max_new_tokens": 5,
 }
@@ -218,7 +218,7 @@ def test_an_engine_that_fails_in_every_second_version_never_gets_its_restarts_ba
 
 
 def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp_path):
-    with local_fleet(tmp_path, "--token-s", 0.05) as fleet:
+    with local_fleet(tmp_path, "--token-s", 0.05, health_timeout_s=SILENT_S) as fleet:
         publish(fleet, 1)
         stopped, other = fleet.serving()
         pid = stopped.process.popen.pid
@@ -389,7 +389,8 @@ def test_a_mistake_of_ours_in_an_act_is_not_taken_for_a_failing_engine():
 
 
 def test_an_adopted_engine_that_comes_back_gets_no_traffic_before_the_next_publication():
-    with FakeEngine() as away, FakeEngine() as other, adopted(away, other) as fleet:
+    away, other = FakeEngine(), FakeEngine()
+    with away, other, adopted(away, other, health_timeout_s=SILENT_S) as fleet:
         publish(fleet, 1)
         away.deaf.set()
         wait_until(lambda: len(fleet.serving()) == 1)
@@ -629,7 +630,8 @@ def test_engines_that_all_die_while_their_memory_is_lent_come_back_for_the_next_
 
 
 def test_an_engine_that_was_silent_when_memory_came_back_has_its_own_before_it_gets_weights():
-    with FakeEngine() as away, FakeEngine() as other, adopted(away, other) as fleet:
+    away, other = FakeEngine(), FakeEngine()
+    with away, other, adopted(away, other, health_timeout_s=SILENT_S) as fleet:
         publish(fleet, 1)
         fleet.release()
         away.deaf.set()
