@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from qurl_megatron.config import SyncConfig
-from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.publish.update import Update
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender

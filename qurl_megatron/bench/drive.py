@@ -22,7 +22,7 @@ from qurl_megatron.fleet.answer import answer_limit, parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.event_loop import run
-from qurl_megatron.wire.schema import shortened
+from qurl_megatron.kit.record import shortened
 
 LOOK_S = 0.25  # between two looks at the engine
 TICK_S = 0.01  # between two looks at whether to publish

@@ -26,10 +26,10 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.supervisor import IN_ALL
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.errors import ConfigError, Interrupted
+from qurl_megatron.kit.record import Count, Malformed, convert, shortened
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.grading import graded
+from qurl_megatron.rewards.pool import graded
 from qurl_megatron.types import Prompt, Sample
-from qurl_megatron.wire.schema import count, or_none, shortened
 
 BATCH = 256  # responses of one batch of an embedded engine, about
 HEALS = 3  # times in a row that engines which all failed are waited for, without one new answer
@@ -63,13 +63,14 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
 
 def _max_tokens(info: dict[str, Any], context: float) -> int | None:
     """Tokens of prompt and response that fit into both cache and context."""
-    cache, length = info.get("max_total_num_tokens"), info.get("context_length")
-    if not (or_none(count)(cache) and or_none(count)(length)):
-        reported = shortened([cache, length])
+    reported = [info.get("max_total_num_tokens"), info.get("context_length")]
+    try:
+        cache, length = convert(tuple[Count | None, Count | None], reported)
+    except Malformed:
         raise ConfigError(
-            f"the engine of {info.get('model_path')} reports {reported} for max_total_num_tokens "
-            "and context_length, which are not numbers of tokens"
-        )
+            f"the engine of {info.get('model_path')} reports {shortened(reported)} for "
+            "max_total_num_tokens and context_length, which are not numbers of tokens"
+        ) from None
     limit = min(cache or math.inf, length or context)
     return int(limit) if math.isfinite(limit) else None
 

@@ -37,7 +37,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import Example, as_text, clipped, say, telling
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool, check_rewards
-from qurl_megatron.rewards.environment_pool import EnvironmentPool, check_environment
+from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
 from qurl_megatron.schemes import ROLLOUT, simulation
 from qurl_megatron.tensors.arch import read_config

@@ -1,31 +1,32 @@
-"""What an engine says, parsed in one place: a value within its ranges, or one BadAnswer.
+"""An engine's answers as typed records within their ranges, or a Malformed that says what is wrong.
 
 A wrong token or log-prob crashes nothing, it biases the gradient; so nothing is rounded, cut or
 guessed here. Ids are integers of the vocabulary, a log-prob is one that a sampled token can have,
-and every token says which version of this run's weights it came from.
+and every token says which version of this run's weights it came from. Fields that we do not use
+are ignored: SGLang adds some with every release.
 
-There are millions of tokens a step: each passes through C loops alone, and is looked at one by one
-only to say what was wrong.
+There are millions of tokens a step, so each passes through C loops alone.
 """
 
 import contextlib
 import gc
 import json
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import orjson
+from msgspec import UNSET, Meta, UnsetType
 
 from qurl_megatron.engines.kinds import EngineKind, kind_of
+from qurl_megatron.kit.record import Count, Malformed, Seconds, convert, decode, shortened
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import FinishReason, Versions, in_a_row
 from qurl_megatron.wire.naming import MIXED, Names
-from qurl_megatron.wire.schema import count, list_of, or_none, record, seconds, shortened, text
 
 ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
 LOWEST = -104.0
@@ -59,18 +60,14 @@ ASKED_FOR = {
     "no_stop_trim",
     "stream_interval",
 }
-"""What a server may prefer: requests name it, or it changes the text alone, which nobody reads."""
+"""Settings that a server may prefer: requests name them, or they change the text alone."""
 
-_MALFORMED = (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
-
-
-class BadAnswer(ValueError):
-    """What an engine said that it must never say, in a few words."""
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request, as far as its answer is held against it."""
+    """A request, as far as its answer is checked against it."""
 
     rid: str
     budget: int  # tokens
@@ -79,19 +76,19 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rules:
-    """What all answers of an engine are held against."""
+    """Limits for all answers of an engine."""
 
     vocabulary: int  # ids are below it
     names: Names  # of this run's versions
     confirmed: int | None = None  # version before the engine was asked; None: any will do
     newest: int | None = None  # that this run has published; None: nothing yet
     stops: StopIds | None = None  # None: nobody knows what ends a response
-    longest_input: int | None = None  # as ``read_longest_input`` says
+    longest_input: int | None = None  # as in ``Info``
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one answer adds to a response."""
+    """The tokens that one answer adds to a response."""
 
     ids: np.ndarray  # int32
     log_probs: np.ndarray  # float32
@@ -100,21 +97,313 @@ class Part:
     message: str = ""  # of an abort
 
 
+class _Finish(msgspec.Struct, frozen=True):
+    type: FinishReason
+    message: str | None = None
+
+
+class _Span(msgspec.Struct, frozen=True):
+    """Tokens in a row that one version of the weights generated."""
+
+    version: Any
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    id: str
+    finish_reason: _Finish
+    weight_version: Any = UNSET
+    weight_versions: list[_Span] | UnsetType = UNSET  # older SGLang has the last version only
+    # (log-prob, token id, text)
+    output_token_logprobs: list[tuple[float, Int64, Any]] | UnsetType = UNSET
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    output_ids: list[Int64]
+    meta_info: _Meta
+
+
+def parsed(content: bytes) -> Any:
+    """
+    Raises:
+        Malformed: it is not JSON.
+    """
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(content)  # knows NaN, which says more of an engine than "not JSON"
+    except (ValueError, RecursionError):
+        raise Malformed(f"the answer is not JSON: {shortened(content)}") from None
+
+
+def answer_limit(budgets: Sequence[int]) -> int:
+    """Return the most bytes that answers to requests for so many tokens each have."""
+    return ANSWER_BYTES * (1 + len(budgets)) + TOKEN_BYTES * sum(budgets)
+
+
+def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[Part | Malformed]:
+    """Return each answer of a batch, or what is wrong with that one.
+
+    Raises:
+        Malformed: they do not answer these requests.
+    """
+    answers: Any
+    try:
+        answers = msgspec.json.decode(content, type=list[msgspec.Raw])
+    except (ValueError, RecursionError):
+        answers = parsed(content)
+    if not isinstance(answers, list):
+        raise Malformed(f"the answer is not a list: {shortened(answers)}")
+    if len(answers) != len(asked):
+        raise Malformed(f"{how_many(len(answers), 'answer')} to {how_many(len(asked), 'request')}")
+    results: list[Part | Malformed] = []
+    for answer, request in zip(answers, asked, strict=True):
+        try:
+            results.append(read_answer(answer, request, rules))
+        except Malformed as error:
+            results.append(error)
+    return results
+
+
+def read_answer(answer: Any, asked: Asked, rules: Rules) -> Part:
+    """
+    Args:
+        answer: parsed, or ``msgspec.Raw``.
+
+    Raises:
+        Malformed: it cannot be trained on.
+    """
+    try:
+        if isinstance(answer, msgspec.Raw):
+            answer = decode(_Answer, bytes(answer))
+        else:
+            answer = convert(_Answer, answer)
+    except Malformed as error:
+        raise Malformed(f"malformed answer ({error})") from None
+    return _part(answer, asked, rules)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Turn Python's garbage collector off: it would search every token again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:
+    meta, output_ids = answer.meta_info, answer.output_ids
+    reason = meta.finish_reason.type
+    if meta.id != asked.rid:
+        raise Malformed(f"it answers request {shortened(meta.id)}, not {asked.rid}")
+    if reason == "abort" and _cut_by_an_update(meta, rules):
+        output_ids = []
+    triples: Sequence[tuple[float, int, Any]] = ()
+    versions: Versions = ()
+    if output_ids:
+        if isinstance(meta.output_token_logprobs, UnsetType):
+            raise Malformed("malformed answer (it has no output_token_logprobs)")
+        triples = meta.output_token_logprobs
+        versions = _versions(meta, len(output_ids), rules)
+    elif reason != "abort":
+        raise Malformed("the response is empty")
+    if reason == "abort":  # it may have come between a token and its log-prob
+        complete = min(len(output_ids), len(triples))
+        output_ids, triples = output_ids[:complete], triples[:complete]
+        versions = _first(versions, complete)
+    if len(output_ids) > asked.budget:
+        raise Malformed(f"{len(output_ids)} tokens, where {asked.budget} were asked for")
+    given_log_probs, owners, _ = zip(*triples, strict=True) if triples else ((), (), ())
+    if owners != tuple(output_ids):
+        raise Malformed(f"{len(triples)} log-probs do not belong to the {len(output_ids)} tokens")
+    ids, log_probs = _ids(output_ids, rules.vocabulary), _log_probs(given_log_probs)
+    if rules.stops is not None:
+        full = rules.longest_input is None or asked.given + len(ids) >= rules.longest_input - UNUSED
+        reason = _ended(ids, reason, len(ids) if full else asked.budget, rules.stops)
+    return Part(ids, log_probs, versions, reason, shortened(meta.finish_reason.message or ""))
+
+
+def _ended(ids: np.ndarray, reason: FinishReason, least: int, stops: StopIds) -> FinishReason:
+    """Return why a response ended, by its tokens.
+
+    Args:
+        least: tokens at which it can have ended for its length.
+
+    Raises:
+        Malformed: no sampler ends there, or goes on there.
+    """
+    for stop in stops.always:
+        if (behind := np.flatnonzero(ids[:-1] == stop)).size:
+            more = len(ids) - 1 - int(behind[0])
+            raise Malformed(f"{how_many(more, 'token')} behind token {stop}, which ends a response")
+    if reason == "length" and len(ids) < least:
+        raise Malformed(f"it ended for its length after {len(ids)} of {least} tokens")
+    if reason == "stop" and int(ids[-1]) not in stops.known:
+        raise Malformed(f"it stopped at token {ids[-1]}, which ends no response")
+    if reason == "abort" and len(ids) and int(ids[-1]) in stops.always:
+        return "stop"  # SGLang looks for an abort first
+    return reason
+
+
+def _cut_by_an_update(meta: _Meta, rules: Rules) -> bool:
+    """Tell whether the one version that older SGLang reports is of an update under way.
+
+    That names the moment, and says nothing of the tokens, which are older.
+    """
+    alone = isinstance(meta.weight_versions, UnsetType)
+    return alone and rules.names.number(meta.weight_version) is MIXED
+
+
+def _ids(output_ids: list[int], vocabulary: int) -> np.ndarray:
+    ids = np.array(output_ids, np.int64)
+    outside = (ids < 0) | (ids >= vocabulary)
+    if outside.any():
+        raise Malformed(
+            f"token id {ids[outside][0]} is outside the vocabulary of {vocabulary} tokens"
+        )
+    return ids.astype(np.int32)
+
+
+def _log_probs(given: Sequence[float]) -> np.ndarray:
+    log_probs = np.array(given, np.float64)
+    bad = ~((log_probs >= LOWEST) & (log_probs <= ROUNDING))  # NaN as well
+    if bad.any():
+        raise Malformed(
+            f"log-prob {log_probs[bad][0]:g} is not between {LOWEST:g} and 0: no token that was "
+            "sampled has it"
+        )
+    return log_probs.astype(np.float32)
+
+
+def _versions(meta: _Meta, count: int, rules: Rules) -> Versions:
+    """Return the versions of an answer's tokens; a request may have seen several."""
+    spans = meta.weight_versions
+    if isinstance(spans, UnsetType):
+        if meta.weight_version is UNSET:
+            raise Malformed("malformed answer (it has no weight_version)")
+        spans = [_Span(meta.weight_version, 0, count)]
+    versions, end = [], 0
+    for span in spans:
+        if span.start != end or span.end < span.start:
+            raise Malformed(f"version spans leave a gap at token {end}")
+        versions.append((_number(span.version, rules), span.end - span.start))
+        end = span.end
+    if end != count:
+        raise Malformed(f"version spans cover {end} of {count} tokens")
+    numbers = [number for number, _ in versions]
+    if numbers != sorted(numbers):
+        raise Malformed(f"weights go back from version {max(numbers)} to {numbers[-1]}")
+    return in_a_row(versions)
+
+
+def _number(name: Any, rules: Rules) -> int:
+    """Return a version's number, where this engine may have that version."""
+    number, confirmed, newest = rules.names.number(name), rules.confirmed, rules.newest
+    if number is MIXED:
+        raise Malformed(f"tokens from mixed weights, in the middle of an update ({name})")
+    if number is None:
+        raise Malformed(f"weights {shortened(name)}: another run publishes to this engine")
+    if confirmed is not None and number < confirmed:
+        raise Malformed(f"weights of version {number}, where it had confirmed {confirmed}")
+    if newest is not None and number > newest:
+        raise Malformed(f"weights of version {number}, where {newest} is the newest")
+    return number
+
+
+def _first(versions: Versions, count: int) -> Versions:
+    """Return the versions of the first ``count`` tokens."""
+    ends = accumulate(tokens for _, tokens in versions)
+    return in_a_row(
+        (version, max(0, min(tokens, tokens + count - end)))
+        for (version, tokens), end in zip(versions, ends, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Info:
-    """What an engine is."""
+    """An engine's description of itself."""
 
     kind: EngineKind
     tp: int
     loaders: tuple[str, ...] | None  # custom weight loaders; None: it does not say
     scheme: str | None  # of the weights it takes; None: it does not say
-    longest_input: int | None = None  # tokens; None: it does not say
+    longest_input: int | None = None  # tokens after which it can generate one more; None: unknown
     resamples: str = ""  # settings by which it samples from another distribution than it is asked
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    engine: Any = None
+    tp_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    custom_weight_loader: list[str] | str | UnsetType | None = UNSET
+    scheme: str | None = None
+    preferred_sampling_params: dict[str, Any] | str | None = None
+    speculative_algorithm: Any = None
+    speculative_accept_threshold_single: float | None = None
+    speculative_accept_threshold_acc: float | None = None
+    max_total_num_tokens: Count | None = None
+    context_length: Count | None = None
+    max_req_input_len: Count | None = None  # SGLang's: it keeps a few tokens more free
+
+
+def read_info(info: dict) -> Info:
+    """Read an engine's description in its ``/server_info``.
+
+    Raises:
+        Malformed: it says nonsense.
+    """
+    server = convert(_ServerInfo, info)
+    loaders: tuple[str, ...] | None
+    match server.custom_weight_loader:
+        case UnsetType():
+            loaders = None
+        case str(loader):
+            loaders = (loader,)
+        case names:
+            loaders = tuple(names or ())
+    limits = []
+    for limit in (server.max_total_num_tokens, server.context_length, server.max_req_input_len):
+        if limit is not None:
+            limits.append(limit - 1)
+    longest_input = min(limits, default=None)
+    resamples = ", ".join(_resampling(server))
+    kind, tp = kind_of(server.engine), server.tp_size or 1
+    return Info(kind, tp, loaders, server.scheme, longest_input, resamples)
+
+
+def _resampling(server: _ServerInfo) -> Iterator[str]:
+    """Yield the settings of an SGLang server that change what it samples from.
+
+    Raises:
+        Malformed: the preferred parameters are no object.
+    """
+    preferred = server.preferred_sampling_params
+    if isinstance(preferred, str):  # older servers repeat their command line
+        try:
+            preferred = decode(dict[str, Any], preferred.encode(errors="replace"))
+        except Malformed as error:
+            raise Malformed(f"preferred_sampling_params: {error}") from None
+    others = {}
+    for name, value in (preferred or {}).items():
+        if value and name not in ASKED_FOR:
+            others[name] = value
+    if others:
+        yield f"preferred_sampling_params = {shortened(others)}"
+    if server.speculative_algorithm:
+        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+            if (threshold := getattr(server, name)) not in (None, 1.0):
+                yield f"{name} = {threshold}"
 
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is doing, for the eye."""
+    """An engine's activity, for display."""
 
     version: str
     running: int
@@ -125,337 +414,62 @@ class Load:
     model: str
 
 
-def parsed(content: bytes) -> Any:
-    """
-    Raises:
-        BadAnswer: it is not JSON.
-    """
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        pass
-    try:
-        return json.loads(content)  # knows NaN, which says more of an engine than "not JSON"
-    except (ValueError, RecursionError):
-        raise BadAnswer(f"the answer is not JSON: {shortened(content)}") from None
+class _Speed(msgspec.Struct, frozen=True):
+    last_gen_throughput: Seconds | None = None
 
 
-def answer_limit(budgets: Sequence[int]) -> int:
-    """Bytes that answers to requests for so many tokens each have at most."""
-    return ANSWER_BYTES * (1 + len(budgets)) + TOKEN_BYTES * sum(budgets)
+class _Activity(msgspec.Struct, frozen=True):
+    internal_states: list[_Speed] | None = None  # SGLang's
+    num_running_reqs: Count | None = None
+    num_waiting_reqs: Count | None = None
+    num_generated_tokens: Count | None = None
+    is_paused: bool | None = None
+    weight_version: Any = None
+    model_path: Any = None
 
 
-def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[Part | BadAnswer]:
-    """Each answer of a batch, or what is wrong with that one.
-
-    Raises:
-        BadAnswer: they do not answer these requests.
-    """
-    answers = parsed(content)
-    if not isinstance(answers, list):
-        raise BadAnswer(f"the answer is not a list: {shortened(answers)}")
-    if len(answers) != len(asked):
-        raise BadAnswer(f"{how_many(len(answers), 'answer')} to {how_many(len(asked), 'request')}")
-    found: list[Part | BadAnswer] = []
-    for answer, request in zip(answers, asked, strict=True):
-        try:
-            found.append(read_answer(answer, request, rules))
-        except BadAnswer as error:
-            found.append(error)
-    return found
+class _RankLoad(msgspec.Struct, frozen=True):
+    num_running_reqs: Count = 0
+    num_waiting_reqs: Count = 0
 
 
-def read_answer(answer: Any, asked: Asked, rules: Rules) -> Part:
-    """
-    Raises:
-        BadAnswer: it cannot be trained on.
-    """
-    try:
-        return _part(answer, asked, rules)
-    except BadAnswer:
-        raise
-    except (*_MALFORMED, ValueError) as error:
-        raise BadAnswer(f"malformed answer ({shortened(error)})") from None
-
-
-def read_info(info: dict) -> Info:
-    """What ``/server_info`` says of the engine itself.
-
-    Raises:
-        BadAnswer: it says nonsense.
-    """
-    tp, loaders = info.get("tp_size") or 1, info.get("custom_weight_loader")
-    if not count(tp) or tp > 1024:
-        raise BadAnswer(f"tp_size {shortened(tp)} is not a number of ranks")
-    if text(loaders):
-        loaders = [loaders]
-    if not or_none(list_of(text))(loaders):
-        raise BadAnswer(f"custom_weight_loader {shortened(loaders)} is not a list of names")
-    tells_loaders = "custom_weight_loader" in info
-    scheme = info.get("scheme")
-    if not or_none(text)(scheme):
-        raise BadAnswer(f"scheme {shortened(scheme)} is not a name")
-    return Info(
-        kind_of(info.get("engine")),
-        tp,
-        tuple(loaders or ()) if tells_loaders else None,
-        scheme,
-        read_longest_input(info),
-        _resamples(info),
-    )
-
-
-def _resamples(info: dict) -> str:
-    """Return the settings of an SGLang server that change what it samples from, whatever a request
-    asks for; "" where there are none.
-
-    Raises:
-        BadAnswer: it says nonsense.
-    """
-    preferred = info.get("preferred_sampling_params")
-    if isinstance(preferred, str):  # older servers say what they were given
-        preferred = parsed(preferred.encode(errors="replace"))
-    thresholds = {
-        name: info[name]
-        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
-        if info.get("speculative_algorithm") and info.get(name) not in (None, 1.0)
-    }
-    if not or_none(record)(preferred):
-        raise BadAnswer(f"preferred_sampling_params {shortened(preferred)} are no object")
-    other_defaults = {
-        name: x for name, x in (preferred or {}).items() if x and name not in ASKED_FOR
-    }
-    settings = {
-        **({"preferred_sampling_params": other_defaults} if other_defaults else {}),
-        **thresholds,
-    }
-    return ", ".join(f"{name} = {shortened(value)}" for name, value in settings.items())
-
-
-def read_longest_input(info: dict) -> int | None:
-    """Tokens after which an engine can generate one more, by ``/server_info``; None: it does not
-    say.
-
-    Raises:
-        BadAnswer: it says nonsense.
-    """
-    # The last is SGLang's alone: it keeps a few more free, and refuses inputs of that length.
-    names = ("max_total_num_tokens", "context_length", "max_req_input_len")
-    limits = [info.get(name) for name in names]
-    if not all(map(or_none(count), limits)):
-        raise BadAnswer(f"{shortened(limits)} for {', '.join(names)} are not numbers of tokens")
-    return min((limit - 1 for limit in limits if limit is not None), default=None)
+class _Loads(msgspec.Struct, frozen=True):
+    loads: list[_RankLoad] = []
 
 
 def read_load(info: dict) -> Load:
-    """What an embedded engine is doing, by ``/server_info``.
+    """Read an embedded engine's activity in its ``/server_info``.
 
     Raises:
-        BadAnswer: it says nonsense.
+        Malformed: it says nonsense.
     """
-    numbers = [info.get(f"num_{queue}") for queue in ("running_reqs", "waiting_reqs")]
-    generated, paused = info.get("num_generated_tokens"), info.get("is_paused")
-    counts = [*numbers, generated]
-    if not all(map(or_none(count), counts)):
-        raise BadAnswer(f"malformed numbers of requests and tokens: {shortened(counts)}")
+    activity = convert(_Activity, info)
     return Load(
-        version=shortened(str(info.get("weight_version"))),
-        running=numbers[0] or 0,
-        waiting=numbers[1] or 0,
-        generated=generated,
+        version=shortened(str(activity.weight_version)),
+        running=activity.num_running_reqs or 0,
+        waiting=activity.num_waiting_reqs or 0,
+        generated=activity.num_generated_tokens,
         tokens_per_s=None,
-        paused=None if paused is None else bool(paused),
-        model=shortened(str(info.get("model_path"))),
+        paused=activity.is_paused,
+        model=shortened(str(activity.model_path)),
     )
 
 
 def read_loads(info: dict, version: str, loads: Any) -> Load:
-    """The same of SGLang, whose ranks say for themselves what they have to do."""
-    speeds = [each.get("last_gen_throughput") or 0.0 for each in _objects(info, "internal_states")]
-    queues = [
-        [each.get(f"num_{queue}_reqs", 0) for each in _objects(loads, "loads")]
-        for queue in ("running", "waiting")
-    ]
-    if not all(map(seconds, speeds)) or not all(map(list_of(count), queues)):
-        raise BadAnswer(f"malformed speeds and queues: {shortened([speeds, queues])}")
-    return Load(
-        version=version,
-        running=sum(queues[0]),
-        waiting=sum(queues[1]),
-        generated=None,
-        tokens_per_s=sum(speeds),
-        paused=None,
-        model=shortened(str(info.get("model_path"))),
-    )
-
-
-def _objects(holder: dict, name: str) -> list[dict]:
-    items = holder.get(name, [])
-    if not list_of(record)(items):
-        raise BadAnswer(f"{name} is not a list of objects: {shortened(items)}")
-    return items
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Without Python's garbage collector, for answers: every token is a list of its own, and it
-    would search them all again and again. They hold no cycles.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _part(answer: Any, asked: Asked, rules: Rules) -> Part:
-    output_ids, meta = answer["output_ids"], answer["meta_info"]
-    finish = meta["finish_reason"]
-    reason = finish["type"]
-    if reason not in ("stop", "length", "abort"):
-        raise BadAnswer(f"unknown finish_reason {shortened(reason)}")
-    if meta["id"] != asked.rid:
-        raise BadAnswer(f"it answers request {shortened(meta['id'])}, not {asked.rid}")
-    if reason == "abort" and _cut_by_an_update(meta, rules):
-        output_ids = []
-    if type(output_ids) is not list:
-        raise BadAnswer(f"output_ids is not a list: {shortened(output_ids)}")
-    triples = meta["output_token_logprobs"] if output_ids else []
-    versions = _versions(meta, len(output_ids), rules) if output_ids else ()
-    if reason == "abort":  # it may have come between a token and its log-prob
-        complete = min(len(output_ids), len(triples))
-        output_ids, triples, versions = (
-            output_ids[:complete],
-            triples[:complete],
-            _first(versions, complete),
-        )
-    elif not output_ids:
-        raise BadAnswer("the response is empty")
-    if len(output_ids) > asked.budget:
-        raise BadAnswer(f"{len(output_ids)} tokens, where {asked.budget} were asked for")
-    given_log_probs, owners, *_ = zip(*triples, strict=True) if triples else ((), ())
-    if owners != tuple(output_ids):
-        raise BadAnswer(f"{len(triples)} log-probs do not belong to the {len(output_ids)} tokens")
-    ids, log_probs = _ids(output_ids, rules.vocabulary), _log_probs(given_log_probs)
-    if rules.stops is not None:
-        full = rules.longest_input is None or asked.given + len(ids) >= rules.longest_input - UNUSED
-        reason = _ended(ids, reason, len(ids) if full else asked.budget, rules.stops)
-    message = shortened(finish.get("message") or "")
-    return Part(ids, log_probs, versions, reason, message)
-
-
-def _ended(ids: np.ndarray, reason: FinishReason, least: int, stops: StopIds) -> FinishReason:
-    """Return why a response ended, by its tokens.
-
-    Args:
-        least: tokens at which it can have ended for its length.
+    """Read SGLang's activity, whose ranks report it one by one.
 
     Raises:
-        BadAnswer: no sampler ends there, or goes on there.
+        Malformed: it says nonsense.
     """
-    for stop in stops.always:
-        if (behind := np.flatnonzero(ids[:-1] == stop)).size:
-            more = len(ids) - 1 - int(behind[0])
-            raise BadAnswer(f"{how_many(more, 'token')} behind token {stop}, which ends a response")
-    if reason == "length" and len(ids) < least:
-        raise BadAnswer(f"it ended for its length after {len(ids)} of {least} tokens")
-    if reason == "stop" and int(ids[-1]) not in stops.known:
-        raise BadAnswer(f"it stopped at token {ids[-1]}, which ends no response")
-    if reason == "abort" and len(ids) and int(ids[-1]) in stops.always:
-        return "stop"  # SGLang looks for an abort first
-    return reason
-
-
-def _cut_by_an_update(meta: dict, rules: Rules) -> bool:
-    """True where the one version that older SGLang reports is of an update that came in between.
-
-    That is the name of the moment, and says nothing of the tokens: they are older.
-    """
-    alone = "weight_versions" not in meta
-    return alone and rules.names.number(meta.get("weight_version")) is MIXED
-
-
-def _ids(given: list, vocabulary: int) -> np.ndarray:
-    """int32, of JSON numbers that are integers of the vocabulary."""
-    try:
-        ids = np.frombuffer(array("q", given), np.int64)
-    except (TypeError, OverflowError):
-        ids = None
-    if ids is None or _has_bool(given, np.flatnonzero((ids == 0) | (ids == 1))):
-        wrong = next(x for x in given if type(x) is not int or not -(2**63) <= x < 2**63)
-        raise BadAnswer(f"token id {shortened(wrong)} is not a 64-bit integer")
-    outside = (ids < 0) | (ids >= vocabulary)
-    if outside.any():
-        raise BadAnswer(
-            f"token id {ids[outside][0]} is outside the vocabulary of {vocabulary} tokens"
-        )
-    return ids.astype(np.int32)
-
-
-def _log_probs(given: Sequence) -> np.ndarray:
-    """float32, of JSON numbers that a token which was sampled can have."""
-    try:
-        log_probs = np.frombuffer(array("f", given), np.float32)
-    except (TypeError, OverflowError):
-        log_probs = None
-    if log_probs is None or _has_bool(given, np.flatnonzero((log_probs == 0) | (log_probs == 1))):
-        wrong = next(x for x in given if type(x) not in (int, float) or abs(x) > 1e300)
-        raise BadAnswer(f"log-prob {shortened(wrong)} is not a number that fits a float")
-    bad = ~((log_probs >= LOWEST) & (log_probs <= ROUNDING))  # NaN as well
-    if bad.any():
-        raise BadAnswer(
-            f"log-prob {given[int(np.flatnonzero(bad)[0])]} is not between {LOWEST:g} and 0: no "
-            "token that was sampled has it"
-        )
-    return log_probs
-
-
-def _has_bool(given: Sequence, places: np.ndarray) -> bool:
-    """JSON's true and false count as 1 and 0 in Python, so only there can they hide."""
-    return any(type(given[place]) is bool for place in places.tolist())
-
-
-def _versions(meta: dict, count: int, rules: Rules) -> Versions:
-    """Of an answer's tokens, from the spans of a request that may have seen several."""
-    if "weight_versions" not in meta:  # older SGLang reports the last one only
-        spans = [{"version": meta["weight_version"], "start": 0, "end": count}]
-    else:
-        spans = meta["weight_versions"]
-    versions, end = [], 0
-    for span in spans:
-        start, stop = span["start"], span["end"]
-        if type(start) is not int or type(stop) is not int or start != end or stop < start:
-            raise BadAnswer(f"version spans leave a gap at token {end}")
-        versions.append((_number(span["version"], rules), stop - start))
-        end = stop
-    if end != count:
-        raise BadAnswer(f"version spans cover {end} of {count} tokens")
-    numbers = [number for number, _ in versions]
-    if numbers != sorted(numbers):
-        raise BadAnswer(f"weights go back from version {max(numbers)} to {numbers[-1]}")
-    return in_a_row(versions)
-
-
-def _number(name: Any, rules: Rules) -> int:
-    """A version by its name; one that this engine may have."""
-    number, confirmed, newest = rules.names.number(name), rules.confirmed, rules.newest
-    if number is MIXED:
-        raise BadAnswer(f"tokens from mixed weights, in the middle of an update ({name})")
-    if number is None:
-        raise BadAnswer(f"weights {shortened(name)}: another run publishes to this engine")
-    if confirmed is not None and number < confirmed:
-        raise BadAnswer(f"weights of version {number}, where it had confirmed {confirmed}")
-    if newest is not None and number > newest:
-        raise BadAnswer(f"weights of version {number}, where {newest} is the newest")
-    return number
-
-
-def _first(versions: Versions, count: int) -> Versions:
-    """Of the first ``count`` tokens alone."""
-    ends = accumulate(tokens for _, tokens in versions)
-    return in_a_row(
-        (version, max(0, min(tokens, tokens + count - end)))
-        for (version, tokens), end in zip(versions, ends, strict=True)
+    activity, ranks = convert(_Activity, info), convert(_Loads, loads).loads
+    return Load(
+        version=version,
+        running=sum(rank.num_running_reqs for rank in ranks),
+        waiting=sum(rank.num_waiting_reqs for rank in ranks),
+        generated=None,
+        tokens_per_s=sum(
+            state.last_gen_throughput or 0.0 for state in activity.internal_states or []
+        ),
+        paused=None,
+        model=shortened(str(activity.model_path)),
     )

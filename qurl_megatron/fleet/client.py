@@ -4,8 +4,8 @@ Control is blocking and thread-safe; generation also comes as a coroutine, so th
 requests can wait, and be given up, without a thread each. Every failure is an EngineError that
 names the engine, the endpoint and the cause.
 
-Both go over an event loop, because only there one limit holds for a whole exchange: a socket's own
-starts again with every byte, so a peer that sends one now and then would be waited for forever.
+Both run on an event loop, where one limit holds for a whole exchange. A socket's own limit starts
+again with every byte, so a peer that sends one now and then would be waited for forever.
 """
 
 import asyncio
@@ -24,7 +24,6 @@ import orjson
 from qurl_megatron.config.keys import names_a_user
 from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.fleet.answer import (
-    BadAnswer,
     Info,
     Load,
     answer_limit,
@@ -32,19 +31,15 @@ from qurl_megatron.fleet.answer import (
     read_info,
     read_load,
     read_loads,
-    read_longest_input,
     uncollected,
 )
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Foreseen, keep_secret
+from qurl_megatron.kit.record import Malformed, shortened
 from qurl_megatron.wire.lease import ENDPOINT, LeaseVerdict, Owner
-from qurl_megatron.wire.schema import shortened
 
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
-KEPT_S = 0.5  # for which a connection is kept open; an engine is not restarted sooner
-
-_REQUESTS = event_loop.Background()
 
 Read = TypeVar("Read")
 
@@ -52,15 +47,15 @@ _DEADLINE: ContextVar[float | None] = ContextVar("deadline", default=None)
 
 
 class EngineError(Foreseen, RuntimeError):
-    """An engine did not do what it was asked: which one, at which endpoint, with what answer."""
+    """An engine failed a request; names the engine, the endpoint and the answer."""
 
     def __init__(self, message: str, *, status: int | None = None, faulty: bool = False) -> None:
         super().__init__(message)
         self.status = status  # of the HTTP answer, where there was one
-        self.faulty = faulty  # it answered, and what it said cannot be true: do not believe it
+        self.faulty = faulty  # its answer cannot be true: do not believe it
 
     def of(self, purpose: str) -> "EngineError":
-        """The same, as the failure of something larger."""
+        """Return this error as the failure of something larger."""
         return EngineError(f"{purpose} failed: {self}", status=self.status, faulty=self.faulty)
 
     @property
@@ -95,8 +90,8 @@ class EngineClient:
                 f"key in {API_KEY}"
             )
         self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
-        keep_secret(api_key)  # an engine, or a proxy before it, may quote what it was sent
-        # What is packed may unpack to any size.
+        keep_secret(api_key)  # an engine, or a proxy before it, may quote it
+        # A packed answer may unpack to any size.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -106,12 +101,11 @@ class EngineClient:
             "headers": headers,
             # A proxy configured for the internet must not get traffic for 127.0.0.1.
             "trust_env": False,
-            # The calls of a publication share one; a restarted engine leaves no dead one behind.
-            "limits": httpx.Limits(max_keepalive_connections=8, keepalive_expiry=KEPT_S),
+            # Hundreds of requests wait at once; none finds the connection of a dead engine.
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=0),
             "verify": _tls(self.url.startswith("https:")),
         }
         self._closed = False
-        self._connections = _Connections(self._options)
         try:
             httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError) as error:
@@ -122,14 +116,14 @@ class EngineClient:
         self._closed = True
 
     def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
-        """Comes from the engine's own loop, paused or not: an answer proves that it runs."""
+        """Ask the engine's own loop, paused or not: an answer proves that it runs."""
         return self._first(("/server_info", "/get_server_info"), timeout_s)
 
     def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
-        """What of ``server_info`` is relied on."""
+        """Return the checked fields of ``server_info``."""
         try:
             return read_info(self.server_info(timeout_s))
-        except BadAnswer as error:
+        except Malformed as error:
             raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def weight_version(self) -> str:
@@ -141,18 +135,18 @@ class EngineClient:
         return shortened(str(version))
 
     def get(self, endpoint: str, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
-        """What a server that is not ours may report at an endpoint of its own."""
+        """Return the object at any endpoint, as other servers have."""
         return self._object("GET", endpoint, None, timeout_s)
 
     def load(self) -> Load:
-        """Version, queue and speed, for a table."""
+        """Return version, queue and speed, for a table."""
         info = self.server_info()
         try:
             if info.get("internal_states") is None:
                 return read_load(info)
             loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S)
             return read_loads(info, self.weight_version(), loads)
-        except BadAnswer as error:
+        except Malformed as error:
             raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def generate(
@@ -162,7 +156,7 @@ class EngineClient:
         *,
         rid: Sequence[str] | None = None,
     ) -> list[dict]:
-        """Responses with log-probs, in the order of the prompts."""
+        """Return responses with log-probs, in the order of the prompts."""
         body = _generation(input_ids, sampling_params, rid)
         given = body["sampling_params"]
         params = [given] * len(input_ids) if isinstance(given, dict) else given
@@ -175,12 +169,12 @@ class EngineClient:
     def score(
         self, input_ids: Sequence[int], *, start: int, temperature: float = 1.0
     ) -> list[float]:
-        """Log-probs of ``input_ids[start:]``, each given all tokens before it.
+        """Return the log-probs of ``input_ids[start:]``, each given all tokens before it.
 
         Args:
             input_ids: no more than ``longest_scored``.
             start: 1 or more.
-            temperature: what logits are divided by; SGLang leaves those of a prompt as they are.
+            temperature: divides the logits; SGLang leaves those of a prompt as they are.
         """
         body = {
             "input_ids": list(input_ids),
@@ -198,16 +192,12 @@ class EngineClient:
             raise EngineError(f"{self.url}/generate: {reason}", faulty=True) from None
 
     def longest_scored(self) -> int | None:
-        """Tokens that ``score`` takes, one less than fit: the engine generates one after them.
-        None: it does not say."""
-        try:
-            return read_longest_input(self.server_info())
-        except BadAnswer as error:
-            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
+        """Return the most tokens that ``score`` takes; None: the engine does not say."""
+        return self.info().longest_input
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
-        """For many generations at once on the running event loop."""
+        """Open a session for many generations at once on the running event loop."""
         async with httpx.AsyncClient(**self._options) as http:
             yield Session(self, http)
 
@@ -234,10 +224,10 @@ class EngineClient:
                 raise
 
     def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
-        """One call of the engine's weight loader.
+        """Call the engine's weight loader.
 
         Args:
-            serialized: what each tensor-parallel rank of the engine gets (``wire.payload``).
+            serialized: the message for each tensor-parallel rank of the engine (``wire.payload``).
             load_format: dotted path of the loader, as the server was started with.
         """
         body = {
@@ -274,7 +264,7 @@ class EngineClient:
             raise EngineError(f"{self.url}{ENDPOINT}: {error}", faulty=True) from None
 
     def set_weight_version(self, version: int | str) -> None:
-        """Stamp what is generated from now on; running requests keep their earlier spans."""
+        """Name the weights from now on; running requests keep their earlier spans."""
         body = {"new_version": str(version), "abort_all_requests": False}
         self._succeed("/update_weight_version", body)
 
@@ -287,7 +277,7 @@ class EngineClient:
         self._request("POST", "/resume_memory_occupation", {})
 
     def _first(self, endpoints: Sequence[str], timeout_s: float) -> dict:
-        """What the first endpoint that exists answers: SGLang renames them between releases."""
+        """Ask the first endpoint that exists: SGLang renames them between releases."""
         for endpoint in endpoints[:-1]:
             try:
                 return self._object("GET", endpoint, None, timeout_s)
@@ -317,7 +307,7 @@ class EngineClient:
     def _parsed(self, endpoint: str, content: bytes) -> Any:
         try:
             return parsed(content)
-        except BadAnswer as error:
+        except Malformed as error:
             raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
 
     def _request(
@@ -329,7 +319,7 @@ class EngineClient:
         *,
         limit: int = CONTROL_BYTES,
     ) -> bytes:
-        """The body of an answer that says yes."""
+        """Return the body of an answer with status 200."""
         timeout = self.timeout_s if timeout_s is None else timeout_s
         if (end := _DEADLINE.get()) is not None:
             timeout = min(timeout, end - time.monotonic())
@@ -340,10 +330,10 @@ class EngineClient:
         content = None if body is None else orjson.dumps(body)
 
         async def ask() -> _Body:
-            async with self._connections.open() as http:
+            async with httpx.AsyncClient(**self._options) as http:
                 return await self._exchange(http, method, endpoint, content, timeout, limit)
 
-        return _REQUESTS.run(ask()).whole()
+        return event_loop.run(ask()).whole()
 
     async def _exchange(
         self,
@@ -354,7 +344,7 @@ class EngineClient:
         timeout_s: float,
         limit: int,
     ) -> "_Body":
-        """An answer, whole after ``timeout_s`` from now, connection and headers included."""
+        """Return an answer, whole within ``timeout_s``, connection and headers included."""
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -374,40 +364,8 @@ class EngineClient:
         return EngineError(f"{self.url}{endpoint} did not answer: {shortened(_why(error))}")
 
 
-class _Connections:
-    """To one engine, on the loop of ``_REQUESTS``; closed once nobody has asked for ``KEPT_S``."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: httpx.AsyncClient | None = None
-        self._users = 0
-        self._lapse: asyncio.TimerHandle | None = None
-        self._closing: asyncio.Task | None = None  # a loop alone would not keep it
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[httpx.AsyncClient]:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # a forked process has a loop of its own
-            self._loop, self._http, self._users, self._lapse = loop, None, 0, None
-        if self._lapse is not None:
-            self._lapse.cancel()
-        http = self._http = self._http or httpx.AsyncClient(**self._options)
-        self._users += 1
-        try:
-            yield http
-        finally:
-            self._users -= 1
-            if not self._users:
-                self._lapse = loop.call_later(KEPT_S, self._close, loop, http)
-
-    def _close(self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient) -> None:
-        self._http = None
-        self._closing = loop.create_task(http.aclose())
-
-
 class _Body:
-    """What comes of an answer, as far as there is room for it."""
+    """The body of an answer, up to a limit."""
 
     def __init__(
         self, client: EngineClient, endpoint: str, response: httpx.Response, limit: int
@@ -441,7 +399,7 @@ class _Body:
         return content
 
     def of_json(self) -> bytes:
-        """The same, where it is said to be JSON.
+        """Return the body, where its headers say JSON.
 
         Raises:
             EngineError: it was refused, or is something else.
@@ -474,10 +432,10 @@ class Session:
         limit: int,
         cache_key: str | None = None,
     ) -> Read:
-        """What ``read`` makes of the body of an answer.
+        """Return what ``read`` makes of the body of an answer.
 
         Args:
-            read: must keep nothing of what it parses: those are millions of small objects.
+            read: must keep no parsed object: there are millions of small ones.
             limit: bytes that the body has at most.
             cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
         """
@@ -491,7 +449,7 @@ class Session:
         with uncollected():
             try:
                 return read(answer.of_json())
-            except BadAnswer as error:
+            except Malformed as error:
                 raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
 
     async def get(self, endpoint: str) -> bytes:
@@ -502,7 +460,7 @@ class Session:
         return answer.whole()
 
     async def events(self, endpoint: str, body: dict) -> AsyncGenerator[Any, None]:
-        """What a server-sent stream brings, event by event, up to its ``[DONE]``.
+        """Yield the events of a server-sent stream up to its ``[DONE]``.
 
         Raises:
             EngineError: it was refused, broke off, or took longer than the client's limit.
@@ -526,7 +484,7 @@ class Session:
                             yield client._parsed(endpoint, data)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise client._silent(endpoint, error, client.timeout_s) from error
-        answer.whole()  # raises what a refusal says
+        answer.whole()  # raises the refusal
         raise EngineError(f"{client.url}{endpoint} ended its stream before [DONE]")
 
 
@@ -550,7 +508,7 @@ def _tls(used: bool) -> ssl.SSLContext:
 
 
 def _why(error: BaseException) -> str:
-    """What the system said, where that is beneath: "all connection attempts failed" says less."""
+    """Return the system's reason, if any: "all connection attempts failed" says less."""
     root = error
     while (beneath := root.__cause__ or root.__context__) is not None:
         # A group is of all addresses of a name.
@@ -562,10 +520,10 @@ def _why(error: BaseException) -> str:
 
 
 def _message(content: bytes) -> str:
-    """What an engine says of its refusal."""
+    """Return the reason in the body of a refusal."""
     try:
         body = parsed(content)
-    except BadAnswer:
+    except Malformed:
         body = None
     if not isinstance(body, dict):
         return shortened(content)

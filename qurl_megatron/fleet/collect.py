@@ -18,39 +18,34 @@ they can hold.
 
 import asyncio
 import contextlib
-import hashlib
 import math
 import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-
-import numpy as np
+from dataclasses import dataclass
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet.answer import (
     NEUTRAL,
     Asked,
-    BadAnswer,
     Part,
     Rules,
     answer_limit,
     read_answers,
 )
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
-from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.fleet.roster import EngineRecord
+from qurl_megatron.fleet.turns import Response, Turns, hash63
 from qurl_megatron.kit import event_loop
-from qurl_megatron.kit.errors import Interrupted, Unscored
+from qurl_megatron.kit.errors import Interrupted
+from qurl_megatron.kit.record import Malformed
 from qurl_megatron.observe.text import how_many
-from qurl_megatron.types import FinishReason, Prompt, Sample
+from qurl_megatron.types import Prompt, Sample
 
 POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 EVALUATION = 0  # the step that seeds of evaluation are made with; training steps begin with 1
-ATTEMPTS = 3  # without one new token, before a request is taken for impossible
 
 Finished = Callable[[list[Sample]], None]
 """Called with a prompt's samples; it must return at once, for the engines wait meanwhile."""
@@ -69,7 +64,7 @@ def collect(
     finished: Finished | None = None,
     turns: Turns | None = None,
 ) -> list[Sample]:
-    """``samples_per_prompt`` samples for every prompt, prompt-major; several threads may call it.
+    """Return ``samples_per_prompt`` samples for every prompt, prompt-major; thread-safe.
 
     Args:
         samples: which of a prompt's samples to draw; None: all of them.
@@ -83,22 +78,19 @@ def collect(
         EngineError: no engine is left, or a request is one that no engine can answer.
         ConfigError: the environment cannot be used.
     """
-    groups = [
-        [
-            _Item(
-                prompt,
-                {
-                    "temperature": config.temperature,
-                    "max_new_tokens": config.max_new_tokens,
-                    "sampling_seed": sample_seed(seed, step, prompt.index, sample),
-                    **NEUTRAL,
-                    "top_p": top_p,
-                },
-            )
-            for sample in (samples(prompt) if samples else range(config.samples_per_prompt))
-        ]
-        for prompt in prompts
-    ]
+    groups = []
+    for prompt in prompts:
+        group = []
+        for sample in samples(prompt) if samples else range(config.samples_per_prompt):
+            params = {
+                "temperature": config.temperature,
+                "max_new_tokens": config.max_new_tokens,
+                "sampling_seed": sample_seed(seed, step, prompt.index, sample),
+                **NEUTRAL,
+                "top_p": top_p,
+            }
+            group.append(Response(prompt, params))
+        groups.append(group)
     return event_loop.run(_Collection(fleet, groups, stop, finished, turns).run())
 
 
@@ -113,7 +105,7 @@ def greedy(
 ) -> list[Sample]:
     """One greedily decoded sample per prompt, for evaluation."""
     params = {"temperature": 0.0, "max_new_tokens": max_new_tokens, **NEUTRAL}
-    groups = [[_Item(prompt, params)] for prompt in prompts]
+    groups = [[Response(prompt, params)] for prompt in prompts]
     return event_loop.run(_Collection(fleet, groups, stop, finished, turns).run())
 
 
@@ -122,126 +114,14 @@ def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
 
     Stable across machines, Python versions and engines, unlike ``hash``.
     """
-    return _hash63(f"{seed}/{step}/{prompt_index}/{sample}")
-
-
-def _hash63(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-@dataclass(eq=False)
-class _Item:
-    """One response in the making."""
-
-    prompt: Prompt
-    params: dict
-    parts: list[Part] = field(default_factory=list)  # of engines, and of the environment
-    finish: FinishReason | None = None
-    failures: list[str] = field(default_factory=list)  # since the last new token
-    turn: list[Part] = field(default_factory=list)  # parts of the policy's turn at hand
-    turns: int = 1  # of the policy, this one included
-    messages: list[dict] = field(default_factory=list)  # of the turns before it
-    ended: bool = False  # the turn is; the environment has the word
-    failure: Unscored | None = None  # of the environment
-    left_out: bool = False  # what it said last
-
-    @property
-    def received(self) -> int:
-        return sum(len(part.ids) for part in self.parts)
-
-    @property
-    def budget(self) -> int:
-        return self.params["max_new_tokens"] - self.received
-
-    @property
-    def tokens(self) -> int:
-        """At most this many will be in the engine's cache for it."""
-        return len(self.prompt.input_ids) + self.params["max_new_tokens"]
-
-    def request(self) -> tuple[list[int], dict]:
-        params = {**self.params, "max_new_tokens": self.budget}
-        if self.received and "sampling_seed" in params:
-            # Engines draw by seed and position in the response: the same seed would draw the first
-            # tokens' random numbers again.
-            params["sampling_seed"] = _hash63(f"{params['sampling_seed']}/{self.received}")
-        return [*self.prompt.input_ids, *(i for p in self.parts for i in p.ids.tolist())], params
-
-    def take(self, part: Part, *, most: int, recalled: bool) -> None:
-        """
-        Args:
-            most: turns that the conversation may have.
-            recalled: we had it aborted. Without a token it has then waited in the engine's queue,
-                and nothing failed.
-        """
-        self.parts.append(part)
-        self.turn.append(part)
-        if part.finish == "stop" and self.turns < most:
-            self.ended = True
-        elif part.finish != "abort":
-            self.finish = part.finish
-        elif not self.budget:
-            self.finish = "length"
-        if len(part.ids):
-            self.failures = []
-        elif not (self.finish or self.ended or recalled):
-            self.failed(f"it was aborted by the engine: {part.message}")
-
-    async def converse(self, turns: Turns) -> None:
-        """Begin the next turn, or finish.
-
-        Raises:
-            ConfigError, RuntimeError: as ``Turns.after``.
-        """
-        ids = [token for part in self.turn for token in part.ids.tolist()]
-        reply = await turns.after(self.prompt, self.messages, ids)
-        self.ended = False
-        if reply is None or isinstance(reply, Unscored):
-            self.finish, self.failure = "stop", reply
-        elif len(reply.ids) >= self.budget:  # not one token would be left to answer with
-            self.finish, self.left_out = "length", True
-        else:
-            self.messages += reply.messages
-            self.parts.append(_told(reply.ids))
-            self.turn = []
-            self.turns += 1
-
-    def failed(self, reason: str) -> None:
-        """
-        Raises:
-            EngineError: it has failed too often to be the engines' fault.
-        """
-        self.failures.append(reason)
-        if len(self.failures) >= ATTEMPTS:
-            reasons = "; ".join(dict.fromkeys(self.failures))
-            raise EngineError(
-                f"prompt {self.prompt.index} failed {ATTEMPTS} times without a token: {reasons}"
-            )
-
-    def sample(self) -> Sample:
-        assert self.finish is not None, "it is finished"
-        return Sample(
-            prompt=self.prompt,
-            response_ids=np.concatenate([part.ids for part in self.parts]),
-            behaviour_log_probs=np.concatenate([part.log_probs for part in self.parts]),
-            finish_reason=self.finish,
-            versions=tuple(chain.from_iterable(part.versions for part in self.parts)),
-            written=np.concatenate([np.full(len(p.ids), bool(p.versions)) for p in self.parts]),
-            failure=self.failure,
-            left_out=self.left_out,
-        )
-
-
-def _told(ids: Sequence[int]) -> Part:
-    """What an environment said, which no version of the weights has written."""
-    return Part(np.array(ids, np.int32), np.zeros(len(ids), np.float32), (), "stop")
+    return hash63(f"{seed}/{step}/{prompt_index}/{sample}")
 
 
 @dataclass(eq=False)
 class _Flight:
     """One request on its way: items, the engine that has them, and since when."""
 
-    items: list[_Item]
+    items: list[Response]
     engine: EngineRecord
     rid: str
     failures: int  # of the engine when it took off: more now means that it crashed
@@ -265,7 +145,7 @@ class _Collection:
     def __init__(
         self,
         fleet: Fleet,
-        groups: list[list[_Item]],
+        groups: list[list[Response]],
         stop: Callable[[], bool] | None,
         finished: Finished | None,
         turns: Turns | None,
@@ -273,13 +153,13 @@ class _Collection:
         self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
         self.turns, self.most_turns = turns, turns.most if turns else 1
         # With the environment: items, and the engine to continue with.
-        self.talks: dict[asyncio.Task, tuple[list[_Item], EngineRecord | None]] = {}
+        self.talks: dict[asyncio.Task, tuple[list[Response], EngineRecord | None]] = {}
         self.group_of = {item: group for group in groups for item in group}
         self.config = fleet.config
         self.tag = uuid.uuid4().hex
         self.limit: int | None = self.config.requests_per_engine  # responses in flight per engine
-        # What waits for an engine: items, seconds of patience, engine (None: the least loaded).
-        self.waiting: deque[tuple[list[_Item], float, EngineRecord | None]] = deque()
+        # Waiting for an engine: items, seconds of patience, engine (None: the least loaded).
+        self.waiting: deque[tuple[list[Response], float, EngineRecord | None]] = deque()
         self.flights: dict[asyncio.Task, _Flight] = {}
         self.sessions: dict[EngineClient, Session] = {}
         self.sent = 0
@@ -299,21 +179,24 @@ class _Collection:
         return [item.sample() for group in self.groups for item in group]
 
     def _deal(self) -> None:
-        """Who gets what: a share per engine that repeats, or group by group where there is room."""
+        """Deal a share to each engine that repeats, or group by group where there is room."""
         serving, patience = self.fleet.serving(), self.config.straggler_s or math.inf
-        if not all(engine.kind.repeats for engine in serving):
-            self.waiting.extend((group, patience, None) for group in self.groups)
+        repeat = all(engine.kind.repeats for engine in serving)
+        if repeat:
+            self.limit = None  # they queue by themselves
+        if not (serving and repeat):
+            for group in self.groups:
+                self.waiting.append((group, patience, None))
             return
-        self.limit = None  # they queue by themselves
         for index, engine in enumerate(serving):
-            share = [item for group in self.groups[index :: len(serving)] for item in group]
+            share: list[Response] = []
+            for group in self.groups[index :: len(serving)]:
+                share += group
             if share:
                 self.waiting.append((share, patience, engine))
-        if not serving:
-            self.waiting.extend((group, patience, None) for group in self.groups)
 
     async def _launch(self) -> None:
-        """Send what waits to engines that have room."""
+        """Send waiting items to engines that have room."""
         while self.waiting:
             items, patience, engine = self.waiting[0]
             tokens = sum(item.tokens for item in items)
@@ -344,14 +227,13 @@ class _Collection:
             self.sessions[client] = await self.stack.enter_async_context(client.session())
         return self.sessions[client]
 
-    async def _fly(self, flight: _Flight, session: Session) -> list[Part | BadAnswer]:
+    async def _fly(self, flight: _Flight, session: Session) -> list[Part | Malformed]:
         fleet, requests = self.fleet, [item.request() for item in flight.items]
-        asked = [
-            Asked(f"{flight.rid}{index}", item.budget, len(ids))
-            for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True))
-        ]
+        asked = []
+        for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True)):
+            asked.append(Asked(f"{flight.rid}{index}", item.budget, len(ids)))
 
-        def read(content: bytes) -> list[Part | BadAnswer]:
+        def read(content: bytes) -> list[Part | Malformed]:
             rules = Rules(
                 fleet.vocabulary,
                 fleet.names,
@@ -373,7 +255,7 @@ class _Collection:
         )
 
     async def _settle(self) -> None:
-        """Take what has been answered; send the rest of it on."""
+        """Take answers, and send on the items that they left unfinished."""
         if not (self.flights or self.talks):
             await asyncio.sleep(POLL_S)  # full engines of other callers
             return
@@ -407,9 +289,9 @@ class _Collection:
             self._converse(flight)
             self._send_on(flight)
 
-    def _tell(self, items: list[_Item]) -> None:
-        """Of the groups that are whole now. A finished item travels no more, so a group is whole
-        for the first time when its last item comes in: it is reported once."""
+    def _tell(self, items: list[Response]) -> None:
+        """Report the groups that are whole now, each once: a finished item travels no more, so its
+        group is whole for the first time when its last item comes in."""
         if self.finished is None:
             return
         for group in {id(group): group for group in (self.group_of[i] for i in items)}.values():
@@ -435,7 +317,7 @@ class _Collection:
             await self._fail(flight, bad)
 
     async def _look(self) -> None:
-        """Stop if asked; leave engines that failed; abort what takes too long."""
+        """Stop if asked; leave engines that failed; abort requests that take too long."""
         at_work = self.flights or self.waiting or self.talks
         if self.stop is not None and at_work and self.stop():
             raise Interrupted("stopped while engines were generating")
@@ -464,15 +346,15 @@ class _Collection:
                 task = asyncio.create_task(self._talk(items))
                 self.talks[task] = items, flight.engine if together else None
 
-    async def _talk(self, items: list[_Item]) -> None:
+    async def _talk(self, items: list[Response]) -> None:
         turns = self.turns
         assert turns is not None, "without, no turn ends"
         await asyncio.gather(*(item.converse(turns) for item in items))
 
     def _wait_for_engine(
-        self, items: list[_Item], patience: float, engine: EngineRecord | None = None
+        self, items: list[Response], patience: float, engine: EngineRecord | None = None
     ) -> None:
-        """Before all others, those that are not finished."""
+        """Put unfinished items before all others that wait."""
         if unfinished := [item for item in items if not item.finish]:
             self.waiting.appendleft((unfinished, patience, engine))
 
@@ -488,7 +370,7 @@ class _Collection:
         self._wait_for_engine(unfinished, patience)
 
     async def _fail(self, flight: _Flight, error: EngineError) -> None:
-        # One that says what cannot be true, or refuses our key, says nothing of the request. But
+        # An engine that lies, or refuses our key, says nothing of the request. But
         # where nothing is published it is back at once, and would get it again without end.
         if self.fleet.fixed or not (error.faulty or error.refused):
             for item in flight.items:

@@ -22,10 +22,8 @@ from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.engines.starting import Launch, given_key
 from qurl_megatron.fleet import process
 from qurl_megatron.fleet.client import EngineError, deadline
-from qurl_megatron.fleet.engine_record import EngineRecord
-from qurl_megatron.fleet.membership import Member
 from qurl_megatron.fleet.process import SERVE_COMMAND, EngineProcess
-from qurl_megatron.fleet.roster import Roster
+from qurl_megatron.fleet.roster import EngineRecord, Roster
 from qurl_megatron.fleet.supervisor import Supervisor
 from qurl_megatron.fleet.tenancy import Tenancy
 from qurl_megatron.kit.errors import ConfigError
@@ -64,26 +62,28 @@ class Fleet(Roster):
         fixed: bool = False,
         trainer_ranks: int = 0,
         stop: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             model_dir: Hugging Face folder that started engines load first.
             log_dir: gets ``engine-i.log`` per started engine.
             vocabulary: of the model; token ids are below it.
-            stops: what ends a response; None: that is not looked at.
+            stops: tokens that end a response; None: not checked.
             facts: ``tensors.arch.facts_of`` the model, which adopted engines are compared with.
-            owner: the run that adopted engines are to belong to; None: one that is nobody else.
+            owner: the run that adopted engines are to belong to; None: a new one.
             serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
             api_key: of adopted servers; engines started here get one that is made for this run.
             fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
                 load those in ``model_dir``, whose config.json says how they are quantized.
             trainer_ranks: training ranks on this machine, each on the GPU of its number.
             stop: asked while the first engines are waited for.
+            clock: seconds, for all that is due, late or silent.
 
         Raises:
             ConfigError: QURL_API_KEY is not a key.
         """
-        super().__init__(config, scheme=scheme, fixed=fixed, vocabulary=vocabulary)
+        super().__init__(config, scheme=scheme, fixed=fixed, vocabulary=vocabulary, clock=clock)
         owner = owner or Owner.nobody_else()
         self.facts = facts
         self.names, self.stops = Names("" if fixed else owner.token), stops
@@ -94,17 +94,17 @@ class Fleet(Roster):
         self.api_key = api_key or (given_key(os.environ) if adopts else None)
         self.tenancy = Tenancy(self, owner)
         self.on_leave = self.tenancy.let_go
-        self._supervisor = Supervisor(self, self.tenancy)
+        self.supervisor = Supervisor(self, self.tenancy)
 
     def __enter__(self) -> "Fleet":
         try:
             if not (self.config.urls or self.config.rendezvous):
                 self._start()
             for url in self.config.urls:
-                self.adopt(Member(url, None), self.api_key)
+                self.adopt(url, self.api_key)
             self.tenancy.start()
-            self._supervisor.gather(self.config.start_limit_s, self._stop)
-            self._supervisor.start()
+            self.supervisor.gather(self.config.start_limit_s, self._stop)
+            self.supervisor.start()
         except BaseException:
             self.close()  # __exit__ does not run when __enter__ fails
             raise
@@ -115,7 +115,7 @@ class Fleet(Roster):
 
     def close(self) -> None:
         """Terminate the engines that were started here; adopted ones are left alone."""
-        self._supervisor.stop()
+        self.supervisor.stop()
         self.tenancy.stop()
         process.stop([e.process for e in self._engines if e.process is not None], GRACE_S)
         for engine in self._engines:
@@ -124,7 +124,7 @@ class Fleet(Roster):
         self._engines = []
 
     def recruits(self) -> list[EngineRecord]:
-        """Those that a publication should include: serving, ready, or stale but alive."""
+        """Return the engines for a publication: serving, ready, or stale but alive."""
         doubtful = [e for e in self.engines() if e.state == "stale" and not e.pulse.healthy]
 
         def probe(engine: EngineRecord) -> None:
@@ -133,20 +133,16 @@ class Fleet(Roster):
 
         _in_parallel(probe, [e for e in doubtful if e.client is not None], PROBE_S)
         with self.lock:
-            return [
-                engine
-                for engine in self._engines
-                if engine.state in ("serving", "ready")
-                or (
-                    engine.state == "stale"
-                    and engine.pulse.healthy
-                    and not engine.condemned
-                    and time.monotonic() >= engine.excused_until
-                )
-            ]
+            recruits = []
+            for engine in self._engines:
+                excused = engine.condemned or self.clock() < engine.excused_until
+                healed = engine.state == "stale" and engine.pulse.healthy and not excused
+                if healed or engine.state in ("serving", "ready"):
+                    recruits.append(engine)
+            return recruits
 
     def await_recruits(self, timeout_s: float) -> list[EngineRecord]:
-        """The recruits, as soon as there are any.
+        """Wait for recruits, and return them.
 
         Raises:
             ConfigError: all refuse our key.
@@ -163,7 +159,7 @@ class Fleet(Roster):
 
     @contextlib.contextmanager
     def publication(self) -> Iterator[list[EngineRecord]]:
-        """The recruits, undisturbed: nothing is restarted, joins or leaves before the end.
+        """Yield the recruits, undisturbed: nothing restarts, joins or leaves before the end.
 
         ``confirm`` those that took the new version. The trainer must have let go of the memory it
         was lent: engines take it back, and those that died meanwhile are started again in it.
@@ -191,7 +187,7 @@ class Fleet(Roster):
         *,
         deadline_s: float | None = None,
     ) -> dict[EngineRecord, Result]:
-        """``act`` on engines in parallel; one that raises EngineError or is late has failed.
+        """Call ``act`` on engines in parallel; one that raises EngineError or is late has failed.
 
         Args:
             engines: default those that serve.
@@ -215,7 +211,7 @@ class Fleet(Roster):
             if engine.process is None and engine.failed_updates > 1:
                 # Nobody restarts it, and all wait for it: less and less often.
                 wait = EXCUSED_S * 2 ** min(engine.failed_updates, 6)
-                engine.excused_until = time.monotonic() + wait
+                engine.excused_until = self.clock() + wait
             self.fail(engine, error.of(purpose))
         if not results:
             reasons = "; ".join(f"{e}: {e.cause}" for e in errors) or self.why_not()
@@ -266,9 +262,9 @@ class Fleet(Roster):
             with self.lock:
                 for engine in engines:
                     self.note("switched", engine, f"to scheme {scheme}")
-                    engine.state, engine.reason = "starting", f"it switches to scheme {scheme}"
-                    engine.failures += 1
-                    engine.reset(self.publications)  # an answer on its way counts for nothing
+                    self.lay_off(engine, f"it switches to scheme {scheme}")
+                    # An answer on its way counts for nothing.
+                    engine.reset(self.publications, self.clock())
             process.stop([e.process for e in engines if e.process], GRACE_S)
             self.released = False  # nobody is left who lends memory
             for engine in engines:
@@ -279,10 +275,10 @@ class Fleet(Roster):
     def _start(self) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         for name, launch in self._launches(self.scheme).items():
-            started = EngineProcess(name, launch, self._log_dir)
+            started = EngineProcess(name, launch, self._log_dir, self.clock)
             engine = EngineRecord(name, process=started, kind=ENGINE_KINDS[self.config.backend])
             self._engines.append(engine)
-            engine.started_at = time.monotonic()
+            engine.started_at = self.clock()
             started.start()
 
     def _launches(self, scheme: str) -> dict[str, Launch]:
@@ -302,7 +298,7 @@ class Fleet(Roster):
 def _in_parallel(
     act: Callable[[EngineRecord], Result], engines: Sequence[EngineRecord], timeout_s: float
 ) -> tuple[dict[EngineRecord, Result], dict[EngineRecord, BaseException]]:
-    """Results and errors, each engine in one of them, after ``timeout_s`` at the latest.
+    """Return results and errors, each engine in one of them, after ``timeout_s`` at the latest.
 
     Daemon threads, because one whose engine hangs must not keep the interpreter from ending.
     """

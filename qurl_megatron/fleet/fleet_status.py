@@ -1,4 +1,4 @@
-"""``qurl fleet status``: what engines serve and how busy they are, asked of them alone.
+"""``qurl fleet status``: the versions and load of engines, as they report them.
 
 It needs no run and changes nothing, so it may look at any engine at any time.
 """
@@ -111,7 +111,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _with_speed(row: Row, earlier: Row) -> Row:
-    """Engines that only count their tokens get a speed from two looks."""
+    """Return the row with a speed from two looks, for engines that only count their tokens."""
     if row.load is None or row.tokens_per_s is not None or earlier.load is None:
         return row
     seconds, now, then = row.time - earlier.time, row.load.generated, earlier.load.generated

@@ -1,10 +1,10 @@
 """An engine's process: its log, its port file, and how it ends together with its children.
 
-What its environment says of ranks is left out (``kit.children``), and it has all of the job's
-cores. It is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can
-save first; and it leaves when the trainer is gone, however that happened: it watches its standard
-input, a pipe whose other end only the trainer holds, and where it is stopped or stuck, it and all
-that it started are killed (``kit.undertaker``).
+Its environment has no variables of ranks (``kit.children``), and it has all of the job's cores. It
+is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can save
+first. It leaves when the trainer is gone, however that happened: it watches its standard input, a
+pipe whose other end only the trainer holds. Where it is stopped or stuck, it and all that it
+started are killed (``kit.undertaker``).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -36,20 +36,27 @@ LOG_ROOM = 1 << 16  # bytes, below which a disk is full: the last words may not 
 class EngineProcess:
     """Starts again under the same name; its log continues where the last process left it."""
 
-    def __init__(self, name: str, launch: Launch, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        launch: Launch,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """
         Args:
             launch: how to start it; makes it write its port to ``port_file(folder, name)``.
             folder: gets NAME.log.
+            clock: seconds, for ``heard``.
         """
-        self.name = name
+        self.name, self._clock = name, clock
         self.log = folder / f"{name}.log"
         self._port_file = port_file(folder, name)
         self.launch = launch  # of the next start
         self._mode = "wb"
         self._heard = (0, 0.0)  # size of the log, and when it came to that
         self._shared: set[str] = set()  # files in memory
-        self._looking = threading.Lock()  # what is found is of a process that is not yet forgotten
+        self._looking = threading.Lock()  # held while processes are looked at, or forgotten
         self.popen: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -73,18 +80,18 @@ class EngineProcess:
             raise ConfigError(f"{self.launch.command[0]} cannot be started: {error}") from None
         bury(self.popen.pid)
         self._mode = "ab"
-        self._heard = (0, time.monotonic())
+        self._heard = (0, self._clock())
 
     def heard(self) -> float:
-        """When its log last grew, of the monotonic clock, as far as calls of this have seen."""
+        """Return when its log last grew, as far as calls of this have seen."""
         with contextlib.suppress(FileNotFoundError):
             size = self.log.stat().st_size
             if size != self._heard[0]:
-                self._heard = size, time.monotonic()
+                self._heard = size, self._clock()
         return self._heard[1]
 
     def last_line(self) -> str:
-        """Of its log; a progress bar counts as it stands now."""
+        """Return the last line of its log; a progress bar counts as it stands now."""
         with contextlib.suppress(FileNotFoundError), self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - 4096))
             lines = log.read().decode("utf-8", "replace").replace("\r", "\n").split("\n")
@@ -92,14 +99,14 @@ class EngineProcess:
         return ""
 
     def port(self) -> int | None:
-        """Where it listens; None until it says so."""
+        """Return the port where it listens; None until it says so."""
         with contextlib.suppress(FileNotFoundError):
             port = self._port_file.read_text(encoding="utf-8", errors="replace").strip()
             return int(port) if PORT.fullmatch(port) else None
         return None
 
     def exited(self, wait_s: float = 0.0) -> str | None:
-        """A line about its death, then the end of its log; None while it lives."""
+        """Return a line about its death, then the end of its log; None while it lives."""
         popen = self.popen  # ``stop`` may take it away meanwhile
         if popen is None:
             return None
@@ -116,7 +123,7 @@ class EngineProcess:
         return f"exited with status {status}; see {self.log}:\n" + "\n".join(lines)
 
     def look(self) -> None:
-        """Remember what its processes share in memory: once they are gone, nothing else says it.
+        """Remember the files that its processes share in memory, to remove them afterwards.
 
         Takes as long as the machine has processes; hold no lock that others wait for.
         """
@@ -136,7 +143,7 @@ class EngineProcess:
             self.popen.terminate()
 
     def kill(self) -> None:
-        """At once, with every process it started: a stopped one ignores every other signal."""
+        """Kill it and every process it started: a stopped one ignores every other signal."""
         self.look()
         if self.popen is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -144,7 +151,7 @@ class EngineProcess:
 
     def end(self) -> None:
         """Kill it, and wait until it is gone."""
-        self.kill()  # also what it may have left behind
+        self.kill()  # and children that outlived it
         if self.popen is not None:
             self.popen.wait()
         self._forget()

@@ -1,29 +1,125 @@
-"""Who is in a fleet, and in what state: the one place where engines change, under one lock.
+"""The engines of a run and their states, all changed here, under one lock.
 
-An engine gets traffic only while it has confirmed the current version. One that fails a request,
-an update or a health check leaves the traffic at once; what happened to engines is kept, in order,
-for whoever asks.
+    starting    its process comes up, or waits for its next attempt
+    ready       healthy, but without the current weights: no traffic
+    serving     confirmed on the current version
+    stale       failed a request, an update or a health check: no traffic until an update succeeds
+    gone        left the fleet for good
+
+Events are kept, in order, for whoever asks.
 """
 
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.engines.kinds import UNKNOWN, EngineKind
 from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.fleet.answer import Info
 from qurl_megatron.fleet.client import EngineClient, EngineError
-from qurl_megatron.fleet.engine_record import EngineRecord
-from qurl_megatron.fleet.membership import Member
+from qurl_megatron.fleet.process import EngineProcess
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.record import shortened
 from qurl_megatron.wire.message import LOADER
-from qurl_megatron.wire.schema import shortened
 
 DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
-RELIABLE = 3  # versions served in a row, each until the next, for which restarts are forgotten
+RELIABLE = 3  # versions served in a row, each until the next, after which restarts are forgotten
+
+State = Literal["starting", "ready", "serving", "stale", "gone"]
+
+
+@dataclass
+class Pulse:
+    """Health checks of one engine; times are by the fleet's clock."""
+
+    healthy: bool = False
+    sent: float | None = None  # when the check went out that is on its way
+    due: float = 0.0  # the next one
+    silent_since: float | None = None  # when the first check went out that got no good answer
+    error: EngineError | None = None  # of the last check
+    epoch: int = 0  # publications before it; a check sent before the last one counts for nothing
+
+
+@dataclass(eq=False)
+class EngineRecord:
+    """State and counters of one engine; equal only to itself."""
+
+    name: str
+    client: EngineClient | None = None  # None until it has an address
+    process: EngineProcess | None = None  # None: adopted, not ours to start or end
+    kind: EngineKind = UNKNOWN
+    tp: int = 1
+    longest_input: int | None = None  # tokens that it can continue; None: it does not say
+    state: State = "starting"
+    version: int | None = None  # of the weights it confirmed
+    reason: str = ""  # why it is stale or gone
+    pointers: tuple[str, ...] = ()  # of each rank, where its parameters lie
+
+    leased_s: float | None = None  # what another run's lease had left when it was last asked for
+    ours: bool = False  # its lease is this run's
+
+    released: bool = False  # its device memory is the trainer's
+
+    in_flight: int = 0  # responses asked of it
+    tokens_in_flight: int = 0  # prompt tokens, and at most that many new ones
+    tokens: int = 0  # received from it
+    failures: int = 0  # grows whenever its requests are given up
+    failed_updates: int = 0  # in a row
+    condemned: bool = False  # ours, and it said what cannot be true: to be restarted
+    refuses: bool = False  # left because it does not take our key
+    withdrawn: bool = False  # left because nobody offers it any more
+    excused_until: float = 0.0  # not asked to take part before that time
+    restarts: int = 0  # since it last was reliable
+    served: int = 0  # versions from the first token to the last, in a row
+    started_at: float = 0.0
+    start_at: float | None = None  # next attempt, while it waits for one
+    pulse: Pulse = field(default_factory=Pulse)
+
+    @property
+    def url(self) -> str:
+        return "" if self.client is None else self.client.url
+
+    @property
+    def api(self) -> EngineClient:
+        """The client of an engine that has an address.
+
+        Raises:
+            EngineError: it has none: its process has not come up.
+        """
+        if self.client is None:
+            raise EngineError(f"{self.name} has no address: its process has not come up")
+        return self.client
+
+    @property
+    def load(self) -> float:
+        """Tokens in flight per device."""
+        return self.tokens_in_flight / self.tp
+
+    @property
+    def cause(self) -> str:
+        """The reason's first line, without the end of a log."""
+        return self.reason.partition("\n")[0].rstrip(":")
+
+    def reset(self, epoch: int, now: float) -> None:
+        """Forget the process that was: another one is about to start in its place.
+
+        Args:
+            epoch: the fleet's publications so far.
+        """
+        if self.client is not None:
+            self.client.close()
+        self.client, self.start_at, self.released = None, None, False
+        self.failed_updates, self.condemned, self.served, self.pointers = 0, False, 0, ()
+        self.pulse = Pulse(epoch=epoch)
+        self.started_at = now
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.url})" if self.client else self.name
 
 
 class Roster:
@@ -32,13 +128,23 @@ class Roster:
     Requests, publications and the supervisor run side by side.
     """
 
-    def __init__(self, config: RolloutConfig, *, scheme: str, fixed: bool, vocabulary: int) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        scheme: str,
+        fixed: bool,
+        vocabulary: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """
         Args:
             scheme: of the weights.
             fixed: nothing is ever published: engines keep the weights they start with.
             vocabulary: of the model; token ids are below it.
+            clock: seconds, for all that is due, late or silent.
         """
+        self.clock = clock
         self.config, self.fixed, self.vocabulary = config, fixed, vocabulary
         self.version: int | None = None
         """The version that serving engines have confirmed; None before the first publication."""
@@ -47,7 +153,7 @@ class Roster:
         self.released = False
         """True while the engines' device memory is the trainer's."""
         self.publications = 0
-        """Grows with each: what was seen of an engine before may have changed with it."""
+        """Number of publications; each may change what was seen of an engine before."""
         self.publishing = False
         self.lock = threading.RLock()
         """Of all state here and in the engines; held for moments."""
@@ -62,24 +168,24 @@ class Roster:
         self.run_key = secrets.token_urlsafe(32)
         """API key of the engines that are started here."""
         self.api_key: str | None = None
-        """That of adopted engines which bring none of their own."""
+        """API key of adopted engines that bring none of their own."""
         self._engines: list[EngineRecord] = []
         self._events: list[dict] = []
         self._counts = dict.fromkeys(("restarts", "retries", "aborted"), 0)
 
     def engines(self) -> list[EngineRecord]:
-        """All that have not left, whatever their state."""
+        """Return all that have not left, whatever their state."""
         with self.lock:
             return [engine for engine in self._engines if engine.state != "gone"]
 
     @property
     def adopted(self) -> list[EngineRecord]:
-        """All that are not ours to start or end, those that have left as well."""
+        """Adopted engines, those that have left as well."""
         with self.lock:
             return [engine for engine in self._engines if engine.process is None]
 
     def serving(self) -> list[EngineRecord]:
-        """Those with the current version: they get the traffic."""
+        """Return the engines with the current version: they get the traffic."""
         with self.lock:
             return [engine for engine in self._engines if engine.state == "serving"]
 
@@ -94,34 +200,35 @@ class Roster:
         return [engine.client for engine in self.engines() if engine.client is not None]
 
     def refusals(self) -> list[str]:
-        """Why engines have left, but for those that do not take our key, or that the batch system
-        took away: others may come."""
+        """Return why engines have left, unless others may come instead: those that do not take our
+        key, or that the batch system took away."""
         with self.lock:
             gone = [engine for engine in self._engines if engine.state == "gone"]
             return [e.reason for e in gone if not (e.refuses or e.withdrawn)]
 
     def locked_out(self) -> str:
-        """A sentence where there are engines, and not one of them takes our key."""
+        """Return a sentence where there are engines, and none of them takes our key; else ""."""
         with self.lock:
             if not self._engines or not all(engine.refuses for engine in self._engines):
                 return ""
             return "; ".join(engine.reason for engine in self._engines)
 
     def why_not(self) -> str:
-        """A sentence on every engine that is not serving."""
+        """Return a sentence on every engine that is not serving."""
         with self.lock:
-            return "; ".join(
-                f"{engine} is {engine.state}" + (f": {engine.cause}" if engine.cause else "")
-                for engine in self._engines
-                if engine.state != "serving"
-            )
+            sentences = []
+            for engine in self._engines:
+                if engine.state != "serving":
+                    cause = f": {engine.cause}" if engine.cause else ""
+                    sentences.append(f"{engine} is {engine.state}{cause}")
+            return "; ".join(sentences)
 
     def starting(self) -> bool:
-        """True while an engine comes up, or waits for its next attempt."""
+        """Return whether an engine comes up, or waits for its next attempt."""
         return any(engine.state == "starting" for engine in self.engines())
 
     def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
-        """These engines, and no others, serve ``version`` from now on."""
+        """Have these engines, and no others, serve ``version`` from now on."""
         with self.lock:
             self.version = version
             for engine in self.engines():
@@ -138,7 +245,7 @@ class Roster:
                     self.fail(engine, f"it was not brought to version {version}")
 
     def take(self, tokens: int, requests: int, *, limit: int | None = None) -> EngineRecord | None:
-        """The least loaded serving engine with room for so many responses, now busy with them.
+        """Occupy the least loaded serving engine with room for so many responses.
 
         Args:
             limit: responses in flight per engine; an idle engine takes any number.
@@ -147,11 +254,10 @@ class Roster:
             None where all are full, or none serves.
         """
         with self.lock:
-            free = [
-                engine
-                for engine in self.serving()
-                if limit is None or not engine.in_flight or engine.in_flight + requests <= limit
-            ]
+            free = []
+            for engine in self.serving():
+                if limit is None or not engine.in_flight or engine.in_flight + requests <= limit:
+                    free.append(engine)
             if not free:
                 return None
             chosen = min(free, key=lambda engine: (engine.load, engine.in_flight))
@@ -172,7 +278,7 @@ class Roster:
             engine.tokens += received
 
     def fail(self, engine: EngineRecord, why: str | EngineError) -> None:
-        """Out of the traffic until an update succeeds; its requests are to be given up.
+        """Take an engine out of the traffic until an update succeeds; its requests are given up.
 
         One that does not take our key is out for good, and one of ours that said what cannot be
         true is to be restarted.
@@ -195,15 +301,25 @@ class Roster:
             engine.served = 0
             engine.pulse.healthy, engine.pulse.due = False, 0.0
 
+    def lay_off(self, engine: EngineRecord, reason: str, start_at: float | None = None) -> None:
+        """Take an engine of ours out of the traffic until another process has its place.
+
+        Args:
+            start_at: time of the next attempt; None: at once, by ``begin``.
+        """
+        with self.lock:
+            engine.state, engine.reason, engine.start_at = "starting", reason, start_at
+            engine.failures += 1
+
     def lock_out(self, engine: EngineRecord, error: EngineError) -> None:
-        """It does not take our key: the run continues with the others."""
+        """Leave out an engine that does not take our key; the run continues with the others."""
         with self.lock:
             if engine.state != "gone":
                 engine.refuses = True
                 self.leave(engine, "gave up", f"{error}; give its API key in {API_KEY}")
 
     def withdraw(self, engine: EngineRecord) -> None:
-        """The batch system took it away."""
+        """Leave out an engine that the batch system took away."""
         with self.lock:
             engine.withdrawn = True
             self.leave(engine, "left", "it is gone from the rendezvous")
@@ -236,39 +352,39 @@ class Roster:
             self._counts[name] += number
 
     def drain(self) -> tuple[list[dict], dict[str, float]]:
-        """Events since the last call, in order, and the metrics of the same time."""
+        """Return the events since the last call, in order, and the metrics of that time."""
         with self.lock:
             events, self._events = self._events, []
             counts = {f"fleet/{name}": float(number) for name, number in self._counts.items()}
             self._counts = dict.fromkeys(self._counts, 0)
             return events, {"fleet/serving": float(len(self.serving())), **counts}
 
-    def adopt(self, member: Member, api_key: str | None) -> None:
+    def adopt(self, url: str, api_key: str | None) -> None:
         with self.lock:
             engine = EngineRecord(f"engine-{len(self._engines)}")
-            engine.client = self._client(member.url, api_key)
-            engine.started_at = time.monotonic()
+            engine.client = self._client(url, api_key)
+            engine.started_at = self.clock()
             self._engines.append(engine)
 
     def begin(self, engine: EngineRecord) -> None:
-        """Start the process of an engine in the place of one that has ended."""
+        """Start a process of an engine in the place of one that has ended."""
         assert engine.process is not None, "an adopted one is not ours to start"
         with self.lock:
-            engine.reset(self.publications)
+            engine.reset(self.publications, self.clock())
         try:
             engine.process.start()
         except ConfigError as error:
             self.leave(engine, "gave up", str(error))
 
     def locate(self, engine: EngineRecord, port: int) -> None:
-        """A started engine said where it listens."""
+        """Connect to a started engine, which said where it listens."""
         host = self.config.engine_host
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         with self.lock:
             engine.client = self._client(url, self.run_key)
 
     def arrived(self, engine: EngineRecord, info: Info) -> None:
-        """It answers: ready, or serving where nothing has been published that it could lack."""
+        """Take in an engine that answers: ready, or serving where it cannot lack any weights."""
         # SGLang may leave it out; an embedded engine that does is of an older version.
         silent = info.loaders is None and info.kind.says is None
         if not (self.fixed or silent or LOADER in (info.loaders or ())):
@@ -307,11 +423,12 @@ class Roster:
     def other_facts(self, computes: Mapping[str, Any] | None) -> str:
         """Return where an engine's model differs from that of the run; "" where it does not, or the
         engine does not say."""
-        return ", ".join(
-            f"{name} is {shortened(computes[name])} there and {shortened(ours)} here"
-            for name, ours in (self.facts or {}).items()
-            if computes and name in computes and computes[name] != ours
-        )
+        differences = []
+        for name, ours in (self.facts or {}).items():
+            if computes and name in computes and computes[name] != ours:
+                theirs = shortened(computes[name])
+                differences.append(f"{name} is {theirs} there and {shortened(ours)} here")
+        return ", ".join(differences)
 
     def _client(self, url: str, api_key: str | None) -> EngineClient:
         return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)

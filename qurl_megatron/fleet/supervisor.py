@@ -1,8 +1,8 @@
-"""The thread that looks after the engines, a look every quarter of a second.
+"""The thread that looks after the engines, every quarter of a second.
 
 It notices what no request shows: an idle engine that died, one that is stopped or hangs, one that
 the batch system added or took away. It acts between publications only, so weights never go to an
-engine that is being killed, and an engine that is busy with an update is not taken for hung.
+engine that is being killed, and an engine busy with an update is not taken for hung.
 
 A health check asks for ``/server_info``, which the engine's own loop answers, paused or not.
 SGLang's ``/health`` generates a token, and fails while the engine is paused.
@@ -12,15 +12,12 @@ weights or captures graphs takes minutes, answers nothing, and writes to its log
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
-from qurl_megatron.fleet.engine_record import EngineRecord
-from qurl_megatron.fleet.membership import WrongEntry, read_members
-from qurl_megatron.fleet.roster import Roster
-from qurl_megatron.fleet.tenancy import Tenancy
+from qurl_megatron.fleet.roster import EngineRecord, Roster
+from qurl_megatron.fleet.tenancy import Tenancy, WrongEntry, read_members
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.kit.stop import stop_comes
 from qurl_megatron.observe.text import how_many
@@ -40,6 +37,7 @@ class Supervisor:
 
     def __init__(self, roster: Roster, tenancy: Tenancy) -> None:
         self._roster, self._config, self._tenancy = roster, roster.config, tenancy
+        self._clock = roster.clock
         self._rendezvous = Path(self._config.rendezvous) if self._config.rendezvous else None
         self._complaints: list[str] = []  # about the rendezvous as it is, each said once
         self._places: dict[str, str] = {}  # by URL, where its entry in the rendezvous was
@@ -57,7 +55,7 @@ class Supervisor:
             ConfigError: one cannot be this run's, or none takes our key.
             EngineError: one died or did not come up in time.
         """
-        roster, end = self._roster, time.monotonic() + timeout_s
+        roster, end = self._roster, self._clock() + timeout_s
         untold_until = end - timeout_s + TOLD_AFTER_S
         enough = self._config.engines if self._rendezvous else 1
         while True:
@@ -77,15 +75,21 @@ class Supervisor:
             waiting = [engine for engine in engines if engine.state == "starting"]
             if not waiting and len(engines) >= enough:
                 return
-            if late := [_lateness(e, timeout_s) for e in waiting if _late(e, timeout_s, end)]:
+            now, late = self._clock(), []
+            for engine in waiting:
+                # An adopted engine has no log, and the same time as the others.
+                since = end - timeout_s if engine.process is None else engine.started_at
+                if overdue(_heard(engine, since), since, timeout_s, now):
+                    late.append(_lateness(engine, timeout_s, now))
+            if late:
                 raise EngineError("; ".join(late))
-            if not waiting and time.monotonic() > end:
+            if not waiting and now > end:
                 complaints = "; ".join(self._complaints)
                 raise EngineError(
                     f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
                     f"{enough} engines after {timeout_s:.0f} s {complaints}".rstrip()
                 )
-            if time.monotonic() > untold_until:
+            if now > untold_until:
                 untold_until = end
                 self._tell(waiting, len(engines), enough, timeout_s)
             self._stopping.wait(RETRY_S / 10)
@@ -109,13 +113,17 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S):
-            # Never wait for a publication here: close() waits for this thread.
-            if self._roster.turn.acquire(blocking=False):
-                try:
-                    self._look()
-                    self._heal()
-                finally:
-                    self._roster.turn.release()
+            self.look_after()
+
+    def look_after(self) -> None:
+        """Look at every engine once, and heal those that need it; not during a publication."""
+        # Never wait for a publication here: close() waits for this thread.
+        if self._roster.turn.acquire(blocking=False):
+            try:
+                self._look()
+                self._heal()
+            finally:
+                self._roster.turn.release()
 
     def _look(self) -> None:
         """Membership, and a health check for each engine where one is due."""
@@ -138,7 +146,7 @@ class Supervisor:
 
     def _ask(self, engine: EngineRecord, client: EngineClient) -> None:
         """Send a health check where one is due; one that is out for too long is a silence."""
-        pulse, now = engine.pulse, time.monotonic()
+        pulse, now = engine.pulse, self._clock()
         limit_s = self._health_limit_s(engine)
         with self._roster.lock:
             if pulse.sent is None and now >= pulse.due:
@@ -172,17 +180,17 @@ class Supervisor:
             pulse.sent, pulse.healthy, pulse.error = None, error is None, error
             if error is None:
                 pulse.silent_since = None
-                pulse.due = time.monotonic() + self._config.health_every_s
+                pulse.due = self._clock() + self._config.health_every_s
                 # One that failed is back with the next version, where there is one to come.
                 healed = engine.state == "stale" and self._roster.fixed
                 if engine.state == "starting" or healed:
                     self._roster.arrived(engine, info)
             else:
                 pulse.silent_since = pulse.silent_since or sent
-                pulse.due = time.monotonic() + RETRY_S
+                pulse.due = self._clock() + RETRY_S
 
     def _heal(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for engine in self._roster.engines():
             silent = engine.pulse.silent_since  # read once: an answer may come meanwhile
             if engine.start_at is not None:
@@ -192,15 +200,15 @@ class Supervisor:
             elif engine.process is not None and (death := engine.process.exited()):
                 self._died(engine, death)
             elif engine.state == "starting":
-                limit_s = self._config.start_limit_s
-                if engine.process and _late(engine, limit_s, engine.started_at + limit_s):
-                    self._roster.note("failed", engine, _lateness(engine, limit_s))
-                    engine.process.kill()
+                limit_s, process = self._config.start_limit_s, engine.process
+                if process and overdue(process.heard(), engine.started_at, limit_s, now):
+                    self._roster.note("failed", engine, _lateness(engine, limit_s, now))
+                    process.kill()
             elif silent is None:
                 hopeless = engine.condemned or engine.failed_updates >= PATIENCE
                 if engine.process is not None and hopeless:
                     engine.process.kill()
-            elif self._hung(engine, silent, now):
+            elif overdue(_heard(engine, silent), silent, self._health_limit_s(engine), now):
                 self._roster.fail(
                     engine,
                     f"no health check was answered for {now - silent:.0f} s ({engine.pulse.error})",
@@ -211,28 +219,17 @@ class Supervisor:
     def _health_limit_s(self, engine: EngineRecord) -> float:
         return self._config.health_timeout_s or engine.kind.health_timeout_s
 
-    def _hung(self, engine: EngineRecord, silent: float, now: float) -> bool:
-        """No answer for too long, since ``silent``, and no other sign of life."""
-        limit_s = self._health_limit_s(engine)
-        if now > silent + IN_ALL * limit_s:
-            return True
-        heard = engine.process.heard() if engine.process is not None else silent
-        return now > max(silent, heard) + limit_s
-
     def _died(self, engine: EngineRecord, death: str) -> None:
         roster = self._roster
         with roster.lock:
-            engine.failures += 1
-            if not engine.condemned:  # else it was killed for a better reason
-                engine.reason = death
             roster.note("died", engine, death)
             if engine.restarts >= self._config.max_restarts:
                 roster.leave(
                     engine, "gave up", f"after {how_many(engine.restarts, 'restart')}; it {death}"
                 )
                 return
-            wait = min(BACK_OFF_S * 2**engine.restarts, LONGEST_BACK_OFF_S)
-            engine.state, engine.start_at = "starting", time.monotonic() + wait
+            reason = engine.reason if engine.condemned else death  # it was killed for the former
+            roster.lay_off(engine, reason, start_at=self._clock() + back_off(engine.restarts))
 
     def _restart(self, engine: EngineRecord) -> None:
         assert engine.process is not None, "an adopted one is not restarted"
@@ -243,7 +240,7 @@ class Supervisor:
         self._roster.begin(engine)
 
     def _meet(self, rendezvous: Path) -> None:
-        """Who is new at the rendezvous, and who is gone from it."""
+        """Adopt engines that are new at the rendezvous, and withdraw those gone from it."""
         roster = self._roster
         entries: list[WrongEntry] = []  # or half written: each is read again with the next look
         try:
@@ -257,13 +254,13 @@ class Supervisor:
         for url, member in members.items():
             if url not in by_url and url not in roster.barred:
                 try:
-                    roster.adopt(member, member.api_key() or roster.api_key)
+                    roster.adopt(url, member.api_key() or roster.api_key)
                 except (ConfigError, EngineError) as error:
                     wrong.append(error)
         self._places |= {url: member.place for url, member in members.items()}
         unreadable = {entry.place for entry in entries}
         gone = {url for url in by_url.keys() - members if self._places.get(url) not in unreadable}
-        now = time.monotonic()
+        now = self._clock()
         self._absent = {url: self._absent.get(url, now) for url in gone}
         for url, since in self._absent.items():
             if now >= since + ABSENT_S:  # a file that is being rewritten is empty for a moment
@@ -277,26 +274,37 @@ class Supervisor:
                 self._roster.note("failed", None, complaint)
 
 
-def _late(engine: EngineRecord, limit_s: float, end: float) -> bool:
-    """True once a starting engine has been given its time: until ``end``, or as its log says."""
-    now = time.monotonic()
-    if engine.process is None:
-        return now > end
-    quiet = now > max(engine.started_at, engine.process.heard()) + limit_s
-    return quiet or now > engine.started_at + IN_ALL * limit_s
+def back_off(restarts: int) -> float:
+    """Return the seconds before the next restart."""
+    return min(BACK_OFF_S * 2**restarts, LONGEST_BACK_OFF_S)
 
 
-def _lateness(engine: EngineRecord, limit_s: float) -> str:
-    """What has been waited for, and how long."""
+def overdue(sign_of_life: float, since: float, limit_s: float, now: float) -> bool:
+    """Tell whether an engine that starts, or answers nothing, has had its time.
+
+    It has ``limit_s`` after its last sign of life, and ``IN_ALL`` times that in all.
+
+    Args:
+        sign_of_life: the last time that its log grew.
+        since: when it was started, or asked.
+    """
+    return now > max(since, sign_of_life) + limit_s or now > since + IN_ALL * limit_s
+
+
+def _heard(engine: EngineRecord, otherwise: float) -> float:
+    return otherwise if engine.process is None else engine.process.heard()
+
+
+def _lateness(engine: EngineRecord, limit_s: float, now: float) -> str:
+    """Say what has been waited for, and how long."""
     if engine.process is None:
         return f"{engine} did not answer within {limit_s:g} s: {engine.pulse.error}"
-    now = time.monotonic()
-    at = "its health check" if engine.client else "it to report its port"
+    awaited = "its health check" if engine.client else "it to report its port"
     quiet = now - engine.process.heard()
     cause = f"its log has not grown for {quiet:.0f} s" if quiet > limit_s else "it is still busy"
     return (
-        f"{engine} did not start: waited {now - engine.started_at:.0f} s for {at}, and {cause}; "
-        f"the limit is {limit_s:g} s without a new line in its log, and {IN_ALL * limit_s:g} s in "
-        f"total (rollout.start_timeout_s); see {engine.process.log}, whose last line is: "
-        f"{engine.process.last_line() or '(nothing)'}"
+        f"{engine} did not start: waited {now - engine.started_at:.0f} s for {awaited}, and "
+        f"{cause}; the limit is {limit_s:g} s without a new line in its log, and "
+        f"{IN_ALL * limit_s:g} s in total (rollout.start_timeout_s); see {engine.process.log}, "
+        f"whose last line is: {engine.process.last_line() or '(nothing)'}"
     )

@@ -1,8 +1,15 @@
-"""The run's end of leases: which adopted engines are its own, for as long as it renews them.
+"""Engines that were not started here: which a batch system offers, and which are this run's.
 
-A thread renews them, because nobody else has the time: publications take minutes, and the
-supervisor waits for them. Of one URL there is one request at a time, so that what is given back is
-not granted again by a claim or a renewal that was under way. An engine that leaves and returns is
+A rendezvous is a file of JSON lines, or a folder with one file per engine:
+
+    {"url": "http://10.0.0.7:30000", "api_key_file": "key"}
+
+Engines written there join the fleet, and engines gone from there leave it. A key file is looked up
+beside the rendezvous, so that both can lie in one folder that only the user can read.
+
+An adopted engine belongs to one run, by a lease that a thread here renews: publications take
+minutes, and the supervisor waits for them. There is one lease request at a time per URL, so that an
+engine given back is not granted again by a request under way. An engine that leaves and returns is
 another one to the fleet, at the same URL: what the first still has to give back is the second's.
 """
 
@@ -10,10 +17,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from qurl_megatron.fleet.client import EngineClient, EngineError
-from qurl_megatron.fleet.engine_record import EngineRecord
-from qurl_megatron.fleet.roster import Roster
+from qurl_megatron.fleet.roster import EngineRecord, Roster
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.record import Malformed, decode
 from qurl_megatron.wire.lease import Owner
 
 LEASE_S = 30.0
@@ -21,8 +35,86 @@ RENEW_S = 5.0
 ANSWER_S = 5.0  # for an engine to answer, which it does without a look at what it generates
 
 
+@dataclass(frozen=True)
+class Member:
+    url: str
+    api_key_file: Path | None
+    place: str = ""  # file, or file and line, of its entry
+
+    def api_key(self) -> str | None:
+        """
+        Raises:
+            ConfigError: the key file cannot be read.
+        """
+        if self.api_key_file is None:
+            return None
+        try:
+            return self.api_key_file.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:  # the latter: no text, or no name of a file
+            raise ConfigError(f"the API key of {self.url} cannot be read: {error}") from None
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    url: Annotated[str, Meta(pattern="^https?://")]
+    api_key_file: str | None = None
+
+
+class WrongEntry(ConfigError):
+    """An entry that is malformed or cannot be read; whose it was is not known."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def read_members(rendezvous: Path, wrong: Callable[[WrongEntry], None]) -> dict[str, Member]:
+    """Return the engines offered now, by URL; none where there is nothing yet.
+
+    Args:
+        wrong: gets an error for each bad entry. (A writer may be in the middle of it: ask again
+            before believing it.)
+
+    Raises:
+        ConfigError: a file of JSON lines cannot be read.
+    """
+    entries: list[tuple[str, str]] = []  # place and text
+    if rendezvous.is_dir():
+        folder = rendezvous
+        for file in sorted(rendezvous.glob("*.json")):
+            try:
+                if (text := _text(file)) is not None:
+                    entries.append((str(file), text))
+            except WrongEntry as error:
+                wrong(error)
+    else:
+        folder = rendezvous.parent
+        for number, line in enumerate((_text(rendezvous) or "").splitlines(), start=1):
+            if line.strip():
+                entries.append((f"{rendezvous}, line {number}", line))
+    members = {}
+    for place, text in entries:
+        try:
+            entry = decode(_Entry, text)
+        except Malformed as error:
+            form = '{"url": ..., "api_key_file": ...}'
+            wrong(WrongEntry(f"rendezvous {place} is not {form}: {error}", place))
+            continue
+        url, key_file = entry.url.rstrip("/"), entry.api_key_file
+        members[url] = Member(url, folder / key_file if key_file else None, place)
+    return members
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:  # not written yet, or its engine has just left
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongEntry(f"rendezvous {file} cannot be read: {error}", str(file)) from None
+
+
 class Tenancy:
-    """Of one fleet. It reports to the fleet what it finds out about an engine."""
+    """The leases of one fleet; it reports to the fleet who holds an engine."""
 
     def __init__(self, roster: Roster, owner: Owner) -> None:
         self._roster, self._owner = roster, owner

@@ -6,7 +6,6 @@ here each has a thread that neither the loop nor the interpreter waits for.
 """
 
 import asyncio
-import os
 import socket
 import threading
 from collections.abc import Coroutine
@@ -21,35 +20,6 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     for."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)
-
-
-class Background:
-    """An event loop on a thread of its own, which callers that block share: what one of them has
-    opened there, such as a connection, is there for the next.
-    """
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._process = 0
-        self._starting = threading.Lock()
-
-    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
-        """What ``main`` returns; it is cancelled where the caller is interrupted."""
-        future = asyncio.run_coroutine_threadsafe(main, self._running())
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._starting:
-            if self._loop is None or self._process != os.getpid():  # threads do not survive a fork
-                self._loop, self._process = _Loop(), os.getpid()
-                threading.Thread(
-                    target=self._loop.run_forever, name="requests", daemon=True
-                ).start()
-            return self._loop
 
 
 class _Loop(asyncio.SelectorEventLoop):

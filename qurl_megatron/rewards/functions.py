@@ -1,6 +1,6 @@
-"""A reward that the user wrote: found by its name, checked before the run, called and not believed.
+"""The user's rewards: found by name, checked before the run, called, and their scores checked.
 
-This runs in a worker alone: importing a module runs it.
+Importing a module runs it, so this runs in workers alone.
 """
 
 import importlib
@@ -27,14 +27,14 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Named:
-    """A callable that a recipe names, of whatever kind."""
+    """A callable that a recipe names."""
 
     found: Function
     named: str  # by the recipe
     instead: str  # "name a class (it has Tool)"
 
     def other_kind(self) -> ConfigError:
-        """That it is not what the recipe should name."""
+        """Return the error that the recipe names the wrong kind of thing."""
         kind = "class" if inspect.isclass(self.found) else type(self.found).__name__
         return ConfigError(f"{self.named} is a {kind}; {self.instead}")
 
@@ -44,7 +44,7 @@ def find_named(key: str, name: str, what: str) -> Named:
     Args:
         key: of the recipe, or the option, that names it; for messages.
         name: "package.module:name" or "path/to/file.py:name".
-        what: it should be, "function" or "class"; for messages.
+        what: "function" or "class", as it should be; for messages.
 
     Raises:
         ConfigError: there is none.
@@ -52,14 +52,12 @@ def find_named(key: str, name: str, what: str) -> Named:
     target, _, attribute = name.rpartition(":")
     module = _module(f"{key}={name}", target)
     named_object = getattr(module, attribute, None)
-    own_names = [
-        n
-        for n, value in vars(module).items()
-        if callable(value)
-        and inspect.isclass(value) == (what == "class")
-        and getattr(value, "__module__", None) == module.__name__  # else it is imported there
-        and n[0] != "_"
-    ]
+    own_names = []
+    for own_name, value in vars(module).items():
+        made_there = getattr(value, "__module__", None) == module.__name__  # not only imported
+        fitting = callable(value) and inspect.isclass(value) == (what == "class")
+        if made_there and fitting and not own_name.startswith("_"):
+            own_names.append(own_name)
     contents = f"it has {', '.join(own_names) or f'no {what}'}"
     if named_object is None:
         close = get_close_matches(attribute, own_names, n=1)
@@ -74,7 +72,7 @@ def find_named(key: str, name: str, what: str) -> Named:
 
 
 def find_function(key: str, name: str) -> Function:
-    """A reward, found as by ``find_named``.
+    """Return the reward of that name, found as by ``find_named``.
 
     Raises:
         ConfigError: there is none, or it cannot be called as rewards are.
@@ -133,7 +131,7 @@ def _module(named: str, target: str) -> ModuleType:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """The file as a module, which finds others beside it after all that is installed."""
+    """Import a file, which finds others beside it after all that is installed."""
     spec = importlib.util.spec_from_file_location(f"qurl_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "of a file that ends in .py"
     module = importlib.util.module_from_spec(spec)
@@ -144,9 +142,9 @@ def _module_of_file(path: Path) -> ModuleType:
 
 
 def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Score]:
-    """The scores of some responses; where a batched call fails, its halves are called.
+    """Return the scores of some responses; where a batched call fails, its halves are called.
 
-    So one response that a function cannot bear costs the others nothing.
+    So one response that breaks the function costs the others nothing.
     """
     try:
         if batched:
@@ -165,15 +163,12 @@ def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Sc
     if len(items) == 1:
         return [failure]
     half = len(items) // 2
-    return [
-        score
-        for part in (items[:half], items[half:])
-        for score in call(function, part, batched=batched)
-    ]
+    first = call(function, items[:half], batched=batched)
+    return first + call(function, items[half:], batched=batched)
 
 
 def _as_score(value: Any) -> Score:
-    """``as_score``, also of verl's dict, which has the score beside what else verl logs."""
+    """Return a value as a score; verl's dicts hold the score beside what else verl logs."""
     if not isinstance(value, dict):
         return as_score(value)
     if "score" not in value:
@@ -186,10 +181,7 @@ def last_line(error: BaseException) -> str:
     message = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).parents[1])
-    outside_frames = [
-        f for f in frames if not f.filename.startswith(ours) and "importlib" not in f.filename
-    ]
-    if not outside_frames:
-        return message
-    last = outside_frames[-1]
-    return f"{message} ({Path(last.filename).name}, line {last.lineno})"
+    for frame in reversed(frames):
+        if not frame.filename.startswith(ours) and "importlib" not in frame.filename:
+            return f"{message} ({Path(frame.filename).name}, line {frame.lineno})"
+    return message

@@ -1,7 +1,7 @@
 """An item to score, and its score: a finite number, or the reason why there is none.
 
-Scores come from code and servers that nobody has seen before. Whatever they give goes through
-``as_score``, in the worker and again where its answer is read, so no NaN gets to the policy.
+Scores come from code and servers that nobody has seen before. All go through ``as_score``, in the
+worker and again where its answer is read, so no NaN gets to the policy.
 """
 
 import json
@@ -40,7 +40,7 @@ class Item:
 
 
 def finite(value: Any) -> Any:
-    """With null for NaN and infinities, which tables have in gaps and JSON has no word for."""
+    """Replace NaN and infinities by None: gaps of tables, for which JSON has no word."""
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ Score = float | Unscored
 
 
 def as_score(value: Any) -> Score:
-    """Any real number as a float; booleans are 1.0 and 0.0, text is no number."""
+    """Return any real number as a float; booleans are 1.0 and 0.0, text is no number."""
     try:
         score = None if isinstance(value, str | bytes | bytearray) else float(value)
     except Exception:  # __float__ may be anybody's

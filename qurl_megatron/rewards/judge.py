@@ -28,7 +28,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 def server_key(key: str, config: RewardConfig, env: Mapping[str, str] = os.environ) -> str | None:
-    """The key that requests bring, where the recipe names one.
+    """Return the key that requests bring, where the recipe names one.
 
     Args:
         key: of this reward in the recipe, for messages.
@@ -53,11 +53,11 @@ class Passing(Exception):
 
 
 class Refused(Exception):
-    """It will not, or what it says is no list of scores."""
+    """The server will not answer, or its answer is no list of scores."""
 
 
 class Judge:
-    """Scores what it is called with, by one server."""
+    """Scores by one server."""
 
     def __init__(self, key: str, config: RewardConfig) -> None:
         self.config = config
@@ -95,7 +95,7 @@ class Judge:
             return _scores(await self._answer(http, body), len(items))
 
     async def _answer(self, http: httpx.AsyncClient, body: bytes) -> bytes:
-        """The body of one answer, whole within ``timeout_s``, connection and headers included."""
+        """Return the body of an answer, whole within ``timeout_s`` with connection and headers."""
         limit, received = self.config.timeout_s, bytearray()
         try:
             async with (

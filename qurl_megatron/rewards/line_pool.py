@@ -1,13 +1,19 @@
-"""Many questions to workers that answer JSON lines, each within a bounded time.
+"""Many questions to worker processes that answer JSON lines, each within a bounded time.
 
-What a worker runs may hang, eat memory or crash. So each has a thread here that waits for it, for
-no longer than it has, and starts another in its place: whoever fails is known, and costs no other
-question its answer. A worker may also die of what is no fault of the question, a full machine or
-somebody's kill; so another one is asked, once.
+A worker runs code that nobody has seen before: a user's reward or environment, or a check of text
+that a model made up. It may hang, eat memory or crash. So each worker has a thread that waits for
+its answer, no longer than the time limit, and replaces it when it fails. A worker may also die
+through no fault of the question (a full machine, somebody's kill), so another one is asked, once.
 """
 
+import json
+import os
 import queue
+import resource
 import select
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,17 +23,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
+from qurl_megatron.kit.children import children_cores, on_cores, without_launcher
 from qurl_megatron.kit.errors import ConfigError, Unscored
-from qurl_megatron.rewards.line_worker import LineWorker, parsed
+from qurl_megatron.kit.undertaker import bury, spare
 
-TRIES = 2  # workers that may end with a question before the question is to blame
-STARTS = 3  # as many that fail in a row are no accident
+TRIES = 2  # workers that may die of a question before it is to blame
+STARTS = 3  # failed starts in a row that are no accident
 START_S = 120.0  # sympy takes seconds to import, many on a busy machine
-LOOK_S = 0.2  # between looks whether an answer is still wanted
+LOOK_S = 0.2  # between checks whether an answer is still wanted
+LINE_BYTES = 1 << 24  # longest answer
 
 
 class Abandoned(RuntimeError):
-    """Nothing is answered any more: the run ends, or was asked to."""
+    """The pool is being left: the run ends, or was asked to."""
 
     def __init__(self) -> None:
         super().__init__("responses are no longer scored or answered: the run ends")
@@ -54,10 +62,9 @@ class LinePool:
     ) -> None:
         """
         Args:
-            module: what a worker runs, with the task as JSON for its argument; it speaks as
-                ``line_worker.serve`` does.
+            module: run by each worker with the task as its JSON argument; it calls ``serve``.
             called: a worker's name in messages.
-            limit_key: of the recipe, that says how long an answer may take.
+            limit_key: recipe key of the time limit, for messages.
         """
         self.module, self.task, self.count = module, task, workers
         self.called, self.limit_key = called, limit_key
@@ -67,8 +74,8 @@ class LinePool:
     def __enter__(self) -> Self:
         self.questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self.leaving = threading.Event()
-        self.asking = threading.Lock()  # so that no question comes after the last word
-        self.started: Future[Any] = Future()  # what the first that is ready says of itself
+        self.asking = threading.Lock()  # no question may follow the None that ends a seat
+        self.started: Future[Any] = Future()  # the first worker's ready message
         self.failed: list[_Seat] = []  # those whose first worker could not be started
         # Not waited for: they import while the engines start.
         self.seats = [_Seat(self) for _ in range(self.count)]
@@ -81,33 +88,34 @@ class LinePool:
         self.seats = []
 
     def leave(self) -> None:
-        """Have what is asked, now or later, end soon, with ``Abandoned``."""
+        """Make every question, asked or to come, end soon with ``Abandoned``."""
         with self.asking:
             self.leaving.set()
             for _ in self.seats:
                 self.questions.put(None)
 
     def await_start(self) -> None:
-        """Until a worker is ready.
+        """Wait until a worker is ready.
 
         Raises:
-            ConfigError: it says that it cannot be used.
-            RuntimeError: none can be started; its own message is on stderr.
+            ConfigError: the user's code cannot be used.
+            RuntimeError: no worker can be started; its own message is on stderr.
         """
         self.started.result()
 
     def put(
         self, line: str, limit_s: float, read: Callable[[Any], Any], *, tries: int = TRIES
     ) -> Future:
-        """Ask for the answer to a line of ASCII; any thread may. Cancelling the future replaces
-        the worker that is answering it.
+        """Ask a question, one line of ASCII, from any thread.
+
+        Cancelling the future replaces the worker that is busy with it.
 
         Args:
-            read: the answer in a worker's line; ValueError where that is none.
-            tries: workers that may end with it.
+            read: turns a worker's answer into the result; ValueError where it is none.
+            tries: workers that may die of it.
 
         Returns:
-            What ``read`` returns, or Unscored: "timeouts" or "crashes". It raises as
+            A future of what ``read`` returns, or Unscored: "timeouts" or "crashes". It raises as
             ``await_start``, or Abandoned.
         """
         answer: Future[Any] = Future()
@@ -120,7 +128,7 @@ class LinePool:
 
 
 class _Seat:
-    """A thread, and the worker that answers it one question after the other."""
+    """A thread, and the worker that answers its questions one after the other."""
 
     ready: bool  # the worker said so
 
@@ -141,7 +149,7 @@ class _Seat:
             self._end()
 
     def _begin(self) -> None:
-        """Start the first worker, and say that the pool can be used, or that it cannot."""
+        """Start the first worker; settle whether the pool can be used."""
         first_start: Future[Any] = Future()
         _settle(first_start, self._start)
         if not isinstance(first_start.exception(), ConfigError | None):
@@ -151,25 +159,24 @@ class _Seat:
         _settle(self.pool.started, first_start.result)
 
     def _start(self, dropped: Callable[[], bool] = lambda: False) -> Any:
-        """Have a worker that is ready.
+        """Make sure that the worker is ready.
 
         Returns:
-            What it said of itself, if it had not said so before.
+            Its ready message, where it has just started.
 
         Raises:
             As ``LinePool.await_start``; Abandoned.
         """
-        if (
-            self.ready and self.worker is not None and self.worker.dead()
-        ):  # killed while it was idle
-            self._renew()
+        if self.ready and self.worker is not None and self.worker.dead():
+            self._renew()  # killed while it was idle
         if self.ready:
             return None
         problem = ""
         for _ in range(STARTS):
             try:
-                self.worker = self.worker or self._another()
-                message, problem = parsed(self._hear(dropped)), "ended while starting; see stderr"
+                if self.worker is None:
+                    self.worker = self._another()
+                message, problem = _parsed(self._hear(dropped)), "ended while starting; see stderr"
             except OSError as error:
                 message, problem = None, f"cannot be started: {error}"
             except _Late:
@@ -177,9 +184,9 @@ class _Seat:
             match message:
                 case {"refused": str(refusal)}:
                     raise ConfigError(refusal)
-                case {"ready": of_itself}:
+                case {"ready": ready_message}:
                     self.ready = True
-                    return of_itself
+                    return ready_message
             self._end()
         raise RuntimeError(f"{self.pool.called} {problem}")
 
@@ -191,29 +198,29 @@ class _Seat:
             worker.deadline = time.monotonic() + question.limit_s
             worker.send(question.line.encode("ascii"))
             try:
-                return question.read(parsed(self._hear(dropped)))
+                return question.read(_parsed(self._hear(dropped)))
             except _Late:
                 self._renew()
                 return Unscored("timeouts", f"{self.pool.limit_key}={question.limit_s:g}")
             except Abandoned:
                 self._renew()
                 raise
-            except ValueError:  # it ended, or its line is no worker's
+            except ValueError:  # it died, or its line is no answer
                 self._renew()
         return Unscored("crashes", f"{question.tries} workers one after the other")
 
     def _hear(self, dropped: Callable[[], bool]) -> bytes:
-        """A line of the worker; empty where it has ended.
+        """Return the worker's next line; empty where it has died.
 
         Raises:
             _Late: its deadline came first.
-            Abandoned: nobody waits for it any more.
+            Abandoned: nobody waits for the answer any more.
         """
-        worker, look = self._at_work(), select.poll()
-        look.register(worker.results, select.POLLIN)
+        worker, output = self._at_work(), select.poll()
+        output.register(worker.results, select.POLLIN)
         while not (self.pool.leaving.is_set() or dropped()):
             remaining_s = worker.deadline - time.monotonic()
-            events = look.poll(1000 * min(max(remaining_s, 0.0), LOOK_S))
+            events = output.poll(1000 * min(max(remaining_s, 0.0), LOOK_S))
             if events and (line := worker.receive()) is not None:
                 return line
             if remaining_s <= 0:
@@ -221,17 +228,17 @@ class _Seat:
         raise Abandoned
 
     def _renew(self) -> None:
-        """Another worker, which may start before the next question; none where all are to end."""
+        """Replace the worker, so that it may start before the next question comes."""
         self.ready = False
         if not self.pool.leaving.is_set():
             self._end()
             with suppress(OSError):  # ``_start`` tries again, and reports the fault
                 self.worker = self._another()
 
-    def _another(self) -> LineWorker:
+    def _another(self) -> "LineWorker":
         return LineWorker(self.pool.module, self.pool.task, self.pool.start_s)
 
-    def _at_work(self) -> LineWorker:
+    def _at_work(self) -> "LineWorker":
         assert self.worker is not None, "there is one while a question is asked"
         return self.worker
 
@@ -241,8 +248,129 @@ class _Seat:
             worker.kill()
 
 
+class LineWorker:
+    """A worker process, seen from the pool."""
+
+    def __init__(self, module: str, task: dict[str, Any], start_s: float) -> None:
+        """
+        Raises:
+            OSError: the machine has no room for another process or open file.
+        """
+        env = without_launcher(os.environ)
+        env.setdefault("OMP_NUM_THREADS", "1")  # a worker is one of many
+        with on_cores(children_cores()):
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(task)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=env,
+                bufsize=0,  # what was read is what poll reports
+                process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
+            )
+        bury(self.process.pid)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._questions, self._answers = self.process.stdin, self.process.stdout
+        os.set_blocking(self._questions.fileno(), False)
+        self.results = self._answers.fileno()
+        self.deadline = time.monotonic() + start_s
+        self._asked = 0  # the last question's number, which its answer repeats
+        self._received = b""
+
+    def send(self, question: bytes) -> None:
+        """Write a line as far as it goes by the deadline; the worker misses it if it is cut."""
+        self._asked += 1
+        unsent = memoryview(b"%d %s\n" % (self._asked, question))
+        room = select.poll()
+        room.register(self._questions, select.POLLOUT)
+        # A worker that dies meanwhile: its results end, which the pool sees.
+        with suppress(BrokenPipeError):
+            while unsent and room.poll(1000 * max(0.0, self.deadline - time.monotonic())):
+                unsent = unsent[self._questions.write(unsent) or 0 :]
+
+    def receive(self) -> bytes | None:
+        """Return the answer to the last question; before the first, the ready message.
+
+        Returns:
+            None where it is not whole yet; empty where the process is gone, or says anything else.
+        """
+        chunk = os.read(self.results, 1 << 16)
+        self._received += chunk
+        if not chunk or len(self._received) > LINE_BYTES:
+            return b""
+        if not self._received.endswith(b"\n"):
+            return None
+        number, _, answer = self._received.partition(b" ")
+        self._received = b""
+        return answer if number == b"%d" % self._asked else b""
+
+    def dead(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        # Its group: it may have started processes of its own.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # where its code has moved it into another group
+        self.process.wait()
+        spare(self.process.pid)
+        self._questions.close()
+        self._answers.close()
+
+
+def serve(make: Callable[[], tuple[Any, Callable[[Any], Any]]], memory_gb: float) -> None:
+    """Answer question after question, in the worker process, until there are no more.
+
+    Whatever the code prints goes to stderr, and its standard input is empty.
+
+    Args:
+        make: returns the ready message and the function that answers. Its ConfigError is sent
+            instead, and ends the worker.
+        memory_gb: GiB of address space.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the trainer
+    # A huge power is a MemoryError here, not a full machine.
+    memory = int(memory_gb * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+
+    # The code may fork, and its child may come back here: it must never ask or answer.
+    def part_from_the_pool() -> None:
+        os.dup2(nothing, requests.fileno())
+        os.dup2(nothing, results.fileno())
+
+    os.register_at_fork(after_in_child=part_from_the_pool)
+    worker_pid = os.getpid()
+
+    def say(number: bytes, value: Any) -> None:
+        if os.getpid() != worker_pid:
+            os._exit(1)
+        results.write(b"%s %s\n" % (number, json.dumps(value).encode("ascii")))
+        results.flush()
+
+    try:
+        ready_message, answer = make()
+    except ConfigError as error:
+        say(b"0", {"refused": str(error)})
+        return
+    say(b"0", {"ready": ready_message})
+    for line in requests:
+        number, _, question = line.partition(b" ")
+        say(number, answer(json.loads(question)))
+
+
+def _parsed(line: bytes) -> Any:
+    """Return the JSON value of a line, or None where there is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None
+
+
 def _settle(future: Future, act: Callable[[], Any]) -> None:
-    """With what ``act`` returns or raises, unless it was cancelled or settled by another thread."""
+    """Give the future what ``act`` returns or raises, unless it is cancelled or settled already."""
     try:
         settle = partial(future.set_result, act())
     except Exception as error:  # for whoever waits

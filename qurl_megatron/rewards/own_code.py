@@ -27,7 +27,7 @@ def named_code(reward: RewardConfig, rollout: RolloutConfig, loss: str = "") -> 
 
 
 def checksums(named: Mapping[str, str]) -> dict[str, str]:
-    """Of all ``named_code``, by its key; nothing for what is in no file that can be read."""
+    """Return the checksums of ``named_code`` by key, leaving out code in no readable file."""
     files = {key: _file_of(name) for key, name in named.items()}
     return {
         key: checksum_of(path)

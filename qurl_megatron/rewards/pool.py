@@ -1,4 +1,4 @@
-"""The reward of a recipe: one, or several that are added up, and a count of what went wrong."""
+"""The reward of a recipe: one, or a weighted sum of several, and a count of what went wrong."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,6 +17,7 @@ from qurl_megatron.rewards.scoring import WorkerPool
 from qurl_megatron.rewards.verifiers import KINDS
 
 if TYPE_CHECKING:  # workers import this package, and need no numpy
+    from qurl_megatron.data.tokenizer import Tokenizer
     from qurl_megatron.types import Sample
 
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
@@ -25,40 +26,21 @@ FIXES = {
     "refused": "fix what the server says is wrong, or have it answer as docs/rewards.md shows",
     "environment": "fix rollout.environment",
 }
-"""Advice, by the one cause for which responses have no score."""
+"""Advice, where all responses without a score have this one cause."""
 
 
 class RewardDown(Foreseen):
     """Servers did not score, and may when the run is started again."""
 
 
-def items_of(samples: "Iterable[Sample]", texts: Iterable[str]) -> list[Item]:
-    """Turn decoded responses of the policy into items, as rewards get them.
-
-    A response whose conversation failed in the environment has no score.
-    """
-    return [
-        Item(sample.prompt.text, text, sample.prompt.answer, sample.prompt.metadata, _lost(sample))
-        for sample, text in zip(samples, texts, strict=True)
-    ]
-
-
-def _lost(sample: "Sample") -> Unscored | None:
-    failure = sample.failure
-    if failure is None:
-        return None
-    event = {**CAUSES, "invalid": "said no message"}[failure.cause]
-    return unscored("environment", f"{event}: {failure.why}")
-
-
 @dataclass
 class Tally:
-    """The outcome of some responses, for metrics and messages; adds up over calls."""
+    """Counts of scored and failed responses, for metrics and messages; adds up over calls."""
 
     responses: int = 0
-    failed: int = 0  # responses that a reward gave no score
+    failed: int = 0  # responses without a score from some reward
     ways: Counter[str] = field(default_factory=Counter)  # in which they failed, see ``way_of``
-    first: dict[str, str] = field(default_factory=dict)  # why, by way
+    first: dict[str, str] = field(default_factory=dict)  # the first reason, by way
     parts: dict[str, float] = field(default_factory=dict)  # sum of the scores, by name in the mix
 
     def add(self, other: "Tally") -> None:
@@ -71,24 +53,37 @@ class Tally:
 
     @property
     def causes(self) -> Counter[str]:
-        """How many failed, by cause."""
+        """Number of failures by cause."""
         counts: Counter[str] = Counter()
         for way, count in self.ways.items():
             counts[_cause(way)] += count
         return counts
 
+    @property
+    def only_cause(self) -> str:
+        """The cause of every failure; empty where there are several.
+
+        The environment's failures say nothing of a reward, which was not asked: they count where
+        nothing else left responses without a score.
+        """
+        causes = self.causes.keys() - {"environment"} or self.causes.keys()
+        return next(iter(causes)) if len(causes) == 1 else ""
+
     def metrics(self) -> dict[str, Metric]:
-        """Below ``reward/``: the share that failed, how many of each cause, each part's mean."""
+        """Metrics below ``reward/``: share of failures, number by cause, mean of each part."""
         causes = self.causes
-        return {
+        metrics: dict[str, Metric] = {
             "reward/failed_fraction": Mean(self.failed, self.responses),
-            **{f"reward/{cause}": Sum(causes[cause]) for cause in CAUSES},
-            **{f"reward/mix/{n}": Mean(total, self.responses) for n, total in self.parts.items()},
         }
+        for cause in CAUSES:
+            metrics[f"reward/{cause}"] = Sum(causes[cause])
+        for name, total in self.parts.items():
+            metrics[f"reward/mix/{name}"] = Mean(total, self.responses)
+        return metrics
 
     @property
     def unscored(self) -> str:
-        """How many of how many, and why, for a person."""
+        """A sentence: how many of how many have no score, and why."""
         return (
             f"{self.failed} of {how_many(self.responses, 'response')} could not be scored: "
             f"{self.said()}"
@@ -101,22 +96,20 @@ class Tally:
             ways: of these alone.
         """
         order = list(CAUSES)
-        ordered_ways = sorted(
-            self.ways.keys() if ways is None else self.ways.keys() & ways,
-            key=lambda way: (order.index(_cause(way)), way),
-        )
-        return ", ".join(
-            f"{self.ways[w]} {CAUSES[_cause(w)]} ({self.first[w]})" for w in ordered_ways
-        )
+        chosen = self.ways.keys() if ways is None else self.ways.keys() & ways
+        parts = []
+        for way in sorted(chosen, key=lambda way: (order.index(_cause(way)), way)):
+            parts.append(f"{self.ways[way]} {CAUSES[_cause(way)]} ({self.first[way]})")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class Grades:
-    """Finite scores, in the order of the responses, and what became of them."""
+    """Finite scores, in the order of the responses."""
 
     scores: list[float]
     tally: Tally
-    failures: list[Unscored | None]  # why each has no score of its own
+    failures: list[Unscored | None]  # why a response has no score of its own
 
 
 class RewardPool:
@@ -128,14 +121,13 @@ class RewardPool:
             key: of its section, or the option that names a single one; for messages.
         """
         self.config, self.key = config, key
+        self.parts = _parts(config, key)
         self.tally = Tally()  # of all calls
-        worker_parts = {key: part for key, part in self._parts.items() if not _in_process(part)}
-        self.pools = {key: WorkerPool(part, key) for key, part in worker_parts.items()}
+        self.pools: dict[str, WorkerPool] = {}
+        for name, part in self.parts.items():
+            if part.function or part.url or part.kind not in IN_PROCESS:
+                self.pools[name] = WorkerPool(part, name)
         self._stack = ExitStack()
-
-    @property
-    def _parts(self) -> dict[str, RewardConfig]:
-        return _parts(self.config, self.key)
 
     def __enter__(self) -> "RewardPool":
         with ExitStack() as stack:
@@ -148,7 +140,7 @@ class RewardPool:
         self._stack.close()
 
     def leave(self) -> None:
-        """Have calls under way in other threads end soon, with a RuntimeError."""
+        """Make calls under way in other threads end soon, with a RuntimeError."""
         for pool in self.pools.values():
             pool.leave()
 
@@ -163,86 +155,109 @@ class RewardPool:
         """
         config = self.config
         weights = [part.weight for part in config.mix.values()] or [1.0]
-        to_score = [item for item in items if item.failure is None]
-        scored = [iter(part) for part in self._results(to_score, stop)]
-        results = [[item.failure or next(part) for item in items] for part in scored]
         names = tuple(config.mix)
+        to_score = [item for item in items if item.failure is None]
+        results = []
+        for part_scores in self._results(to_score, stop):
+            remaining = iter(part_scores)
+            results.append([item.failure or next(remaining) for item in items])
         tally = _tally(results, names, config.failed)
         self.tally.add(tally)
         if tally.failed and config.on_failure == "stop":
-            raise _kind(tally)(
-                f"{tally.unscored}; {_fix(tally)}, or set reward.on_failure=score to give such "
-                "responses reward.failed"
+            fix = FIXES.get(tally.only_cause, "fix the reward")
+            raise _error(
+                tally,
+                f"{tally.unscored}; {fix}, or set reward.on_failure=score to give such responses "
+                "reward.failed",
             )
-        scores = [
-            sum(w * _number(s, config.failed) for w, s in zip(weights, row, strict=True))
-            for row in zip(*results, strict=True)
-        ]
-        return Grades(scores, tally, [_failure(row, names) for row in zip(*results, strict=True)])
+        scores, failures = [], []
+        for row in zip(*results, strict=True):
+            weighted = zip(weights, row, strict=True)
+            scores.append(sum(weight * _number(score, config.failed) for weight, score in weighted))
+            failures.append(_first_failure(row, names))
+        return Grades(scores, tally, failures)
 
     def _results(self, items: Sequence[Item], stop: Callable[[], bool]) -> list[list[Score]]:
-        """The scores of each part, all parts at once."""
-        parts = self._parts.items()
-        if len(parts) == 1:
-            return [self._scored(key, part, items, stop) for key, part in parts]
-        with ThreadPoolExecutor(len(parts), thread_name_prefix="reward") as threads:
-            scored = partial(self._scored, items=items, stop=stop)
-            return list(threads.map(scored, self._parts.keys(), self._parts.values()))
+        """Return the scores of each part, all parts at once."""
+        scored = partial(self._scored, items=items, stop=stop)
+        if len(self.parts) == 1:
+            return [scored(key) for key in self.parts]
+        with ThreadPoolExecutor(len(self.parts), thread_name_prefix="reward") as threads:
+            return list(threads.map(scored, self.parts))
 
-    def _scored(
-        self, key: str, part: RewardConfig, items: Sequence[Item], stop: Callable[[], bool]
-    ) -> list[Score]:
+    def _scored(self, key: str, items: Sequence[Item], stop: Callable[[], bool]) -> list[Score]:
+        part = self.parts[key]
         if key in self.pools:
-            if not (part.function or part.url):  # ours look at no more than these
+            if not (part.function or part.url):  # ours look at response and answer alone
                 items = [replace(item, prompt="", metadata={}) for item in items]
             return self.pools[key].score([item.line for item in items], stop)
         check = KINDS[part.kind]
         return [check(item.response, item.answer) for item in items]
 
 
+def graded(
+    samples: "Sequence[Sample]",
+    rewards: RewardPool,
+    tokenizer: "Tokenizer",
+    stop: Callable[[], bool] = lambda: False,
+) -> "tuple[list[Sample], Grades]":
+    """Return the samples with text and reward, and their grades.
+
+    Raises:
+        As ``RewardPool.grade``.
+    """
+    texts, policy_texts = [], []
+    for sample in samples:
+        text, policy_text = tokenizer.said(sample)
+        texts.append(text)
+        policy_texts.append(policy_text)
+    grades = rewards.grade(items_of(samples, policy_texts), stop)
+    graded_samples = []
+    for sample, text, reward in zip(samples, texts, grades.scores, strict=True):
+        graded_samples.append(replace(sample, text=text, reward=reward))
+    return graded_samples, grades
+
+
+def items_of(samples: "Iterable[Sample]", texts: Iterable[str]) -> list[Item]:
+    """Turn decoded responses of the policy into items, as rewards get them.
+
+    A response whose conversation failed in the environment has no score.
+    """
+    items = []
+    for sample, text in zip(samples, texts, strict=True):
+        prompt, failure = sample.prompt, sample.failure
+        if failure is not None:
+            event = {**CAUSES, "invalid": "said no message"}[failure.cause]
+            failure = unscored("environment", f"{event}: {failure.why}")
+        items.append(Item(prompt.text, text, prompt.answer, prompt.metadata, failure))
+    return items
+
+
 def refuse_none_scored(tally: Tally, scorer: str) -> None:
-    """Where not one of some responses has a score: nothing can be learnt or measured from them.
+    """Refuse to go on where not one response has a score: there is nothing to learn or measure.
 
     Args:
-        scorer: the scorer, for the message.
+        scorer: names the reward in the message.
 
     Raises:
         ConfigError: it is the reward's fault.
-        RewardDown: it is that of a server, which may be up at another time.
+        RewardDown: it is a server's, which may be up at another time.
     """
     if not tally.failed or tally.failed < tally.responses:
         return
-    fix = _fix(
-        tally, 'fix it, and call it on one response first, as docs/rewards.md shows under "Try it"'
+    fix = FIXES.get(
+        tally.only_cause,
+        'fix it, and call it on one response first, as docs/rewards.md shows under "Try it"',
     )
     responses = how_many(tally.responses, "response")
-    none = f"{scorer} scored none of {responses}"
-    if _only_cause(tally) == "environment":  # the reward was not asked
-        none = f"none of {responses} could be scored"
-    raise _kind(tally)(f"{none}: {tally.said()}; {fix}")
-
-
-def _fix(tally: Tally, reward: str = "fix the reward") -> str:
-    """Return advice; ``reward`` where it is the reward that is to blame."""
-    return FIXES.get(_only_cause(tally), reward)
-
-
-def _only_cause(tally: Tally) -> str:
-    """Why responses have no score, where that is one thing; empty where it is several.
-
-    Those that failed in the environment were not given to a reward, and say nothing of one: they
-    count where nothing else left responses without a score.
-    """
-    causes = tally.causes.keys() - {"environment"} or tally.causes.keys()
-    return next(iter(causes)) if len(causes) == 1 else ""
-
-
-def _kind(tally: Tally) -> type[Exception]:
-    return RewardDown if _only_cause(tally) == "unanswered" else ConfigError
+    none_scored = f"{scorer} scored none of {responses}"
+    if tally.only_cause == "environment":  # the reward was not asked
+        none_scored = f"none of {responses} could be scored"
+    raise _error(tally, f"{none_scored}: {tally.said()}; {fix}")
 
 
 def check_rewards(config: RewardConfig, key: str = "reward") -> None:
-    """Start and end a worker of each reward that is the user's own, which imports it.
+    """Start and end a worker of each reward of the user's own, which imports it.
 
     Args:
         key: as for ``RewardPool``.
@@ -260,18 +275,18 @@ def check_rewards(config: RewardConfig, key: str = "reward") -> None:
                 raise ConfigError(f"{name} ({part.described}): {error}") from None
 
 
+def way_of(score: Unscored) -> str:
+    """Return the cause; an environment's also with its event, as "environment: raised"."""
+    event = score.why.partition(":")[0]
+    return f"environment: {event}" if score.cause == "environment" else score.cause
+
+
 def _parts(config: RewardConfig, key: str) -> dict[str, RewardConfig]:
     return config.parts if config.mix else {key: config}
 
 
-def _in_process(part: RewardConfig) -> bool:
-    return part.kind in IN_PROCESS and not (part.function or part.url)
-
-
-def way_of(score: Unscored) -> str:
-    """The cause; an environment's failures also by what it did, with which their reasons begin."""
-    did = score.why.partition(":")[0]
-    return f"environment: {did}" if score.cause == "environment" else score.cause
+def _error(tally: Tally, message: str) -> Exception:
+    return (RewardDown if tally.only_cause == "unanswered" else ConfigError)(message)
 
 
 def _cause(way: str) -> str:
@@ -282,16 +297,15 @@ def _number(score: Score, failed: float) -> float:
     return failed if isinstance(score, Unscored) else score
 
 
-def _failure(row: Sequence[Score], names: Sequence[str]) -> Unscored | None:
-    """Why a response has no score, by the first part that gave none; None where all gave one."""
+def _first_failure(row: Sequence[Score], names: Sequence[str]) -> Unscored | None:
     for index, score in enumerate(row):
         if isinstance(score, Unscored):
-            return replace(score, why=_why(score, names, index))
+            return replace(score, why=_reason(score, names, index))
     return None
 
 
-def _why(score: Unscored, names: Sequence[str], index: int) -> str:
-    """Why a part gave no score; it is named where it is one of a mix, and to blame."""
+def _reason(score: Unscored, names: Sequence[str], index: int) -> str:
+    """Return why a part gave no score, naming it where it is one of a mix and to blame."""
     part_to_blame = names and score.cause != "environment"
     return f"reward.mix.{names[index]}: {score.why}" if part_to_blame else score.why
 
@@ -302,15 +316,18 @@ def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: flo
         results: by part, then by response.
         names: of the parts, where they are a mix.
     """
-    rows = list(zip(*results, strict=True))
-    tally = Tally(len(rows), sum(any(isinstance(s, Unscored) for s in row) for row in rows))
+    tally = Tally()
+    for row in zip(*results, strict=True):
+        tally.responses += 1
+        tally.failed += any(isinstance(score, Unscored) for score in row)
     for index, scores in enumerate(results):
         for score in scores:
-            if isinstance(score, Unscored):
-                if score.cause == "environment" and index:
-                    continue  # which every part of a mix has
-                tally.ways[way_of(score)] += 1
-                tally.first.setdefault(way_of(score), _why(score, names, index))
+            if not isinstance(score, Unscored):
+                continue
+            if score.cause == "environment" and index:
+                continue  # counted with the first part: every part of a mix has it
+            tally.ways[way_of(score)] += 1
+            tally.first.setdefault(way_of(score), _reason(score, names, index))
         if names:
             tally.parts[names[index]] = sum(_number(score, failed) for score in scores)
     return tally

@@ -1,8 +1,5 @@
 """Scores of many responses, in order, within a bounded time, whatever the model wrote.
 
-Checking mathematics means running sympy on text that a model made up: it may hang, eat memory, or
-crash the interpreter, and so may a function of the user's. So it happens in workers.
-
 A batch that brings its worker down, or takes too long, goes on as two halves: the one response that
 is to blame is found, and the others get their scores.
 """
@@ -98,7 +95,7 @@ class WorkerPool(LinePool):
         return [scores.get(line, Unscored("unanswered", reason)) for line in lines]
 
     def _most_at_once(self, stop: Callable[[], bool]) -> int:
-        """Items that a worker takes, which they say when they are ready."""
+        """Return how many items a worker takes, by its ready message."""
         while True:
             self._refuse_if_left(stop)
             try:
@@ -112,10 +109,9 @@ class WorkerPool(LinePool):
 
 
 def _scores(answer: Any, count: int) -> list[Score]:
-    """Read a worker's scores of ``count`` items.
-
+    """
     Raises:
-        ValueError: that is nothing that workers say.
+        ValueError: no worker says this.
     """
     if not isinstance(answer, list) or len(answer) != count:
         raise ValueError(f"{answer!r:.80} is no list of {count} scores")

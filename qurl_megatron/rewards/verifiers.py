@@ -1,7 +1,7 @@
-"""Is the response right? Pure functions from a text and the reference answer to 1.0 or 0.0.
+"""Checks of a response against the reference answer, 1.0 or 0.0, and the penalty for overlong ones.
 
 ``math`` may run long and must be called in the main thread of a process (math-verify stops itself
-by SIGALRM); ``rewards.pool`` sees to that. The others take microseconds.
+by SIGALRM), so ``rewards.scoring`` runs it in workers. The others take microseconds.
 """
 
 import re
@@ -59,3 +59,22 @@ KINDS: dict[str, Check] = {
     "last_number": score_last_number,
     "exact": score_exact,
 }
+
+
+def overlong_penalty(length: int, limit: int, fraction: float, penalty: float) -> float:
+    """Return the reward that a response of ``length`` tokens adds: 0, or less.
+
+    DAPO's soft penalty (arXiv:2503.14476, Eq. 13): 0 up to ``limit * (1 - fraction)`` tokens, from
+    there a straight line down to ``-penalty`` at ``limit`` and beyond. The paper's L_max is
+    ``limit`` and its L_cache ``limit * fraction``. Its penalty is 1 where rewards are 1 and -1;
+    ours are 1 and 0, so 0.5 gives the same advantages.
+
+    Args:
+        limit: longest response, in tokens.
+        fraction: share of the limit, at its end, over which the reward falls; 0 turns it off.
+    """
+    if fraction == 0:
+        return 0.0
+    within = limit * fraction
+    over = length - (limit - within)
+    return -penalty * min(max(over / within, 0.0), 1.0)

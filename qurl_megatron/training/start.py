@@ -29,7 +29,7 @@ from qurl_megatron.observe import failures
 from qurl_megatron.observe.sinks import read_metrics, wandb_package
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
-from qurl_megatron.rewards.environment_pool import check_environment
+from qurl_megatron.rewards.environment import check_environment
 from qurl_megatron.schemes import simulation
 from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
 from qurl_megatron.training.footprint import check_policy_division, find_models

@@ -22,8 +22,8 @@ from qurl_megatron.config.sections import RolloutConfig, SyncConfig
 from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
-from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.update import Taken
 from qurl_megatron.types import Prompt

@@ -178,28 +178,25 @@ FAULTS: dict[str, Fault] = {
     # Tokens.
     "id = vocabulary": _token(1 << 20, "token id 1048576 is outside the vocabulary"),
     "id -3": _token(-3, "token id -3 is outside the vocabulary"),
-    "id 5.5": _token(5.5, "token id 5.5 is not a 64-bit integer"),
-    "id '5'": _token("5", "token id 5 is not a 64-bit integer"),
-    "id null": _token(None, "token id None is not a 64-bit integer"),
-    "id true": _token(True, "token id True is not a 64-bit integer"),
-    "id 2**70": _token(2**70, "token id .* is not a 64-bit integer"),
+    "id 5.5": _token(5.5, "malformed answer .*output_ids"),
+    "id 2**70": _token(2**70, "malformed answer .*output_ids"),
     "too many tokens": _spoilt(_repeated, r"\d+ tokens, where \d+ were asked for"),
     "no tokens": _spoilt(_emptied, "the response is empty"),
     # Log-probs.
     "log-prob nan": _log_prob(float("nan"), "log-prob nan is not between"),
     "log-prob -inf": _log_prob(float("-inf"), "log-prob -inf is not between"),
     "log-prob 0.5": _log_prob(0.5, "log-prob 0.5 is not between"),
-    "log-prob -1e30": _log_prob(-1e30, r"log-prob -1e\+30 is not between"),
-    "log-prob -10**400": _log_prob(-(10**400), "log-prob -1000.* is not a number"),
-    "log-prob null": _log_prob(None, "log-prob None is not a number"),
+    "log-prob -10**400": _log_prob(-(10**400), "malformed .*output_token_logprobs"),
     "one log-prob less": _spoilt(
         lambda a: a["meta_info"]["output_token_logprobs"].pop(), "log-probs do not belong"
     ),
     "no log-probs": _spoilt(
-        lambda a: a["meta_info"].pop("output_token_logprobs"), "malformed.*output_token_logprobs"
+        lambda a: a["meta_info"].pop("output_token_logprobs"),
+        "malformed .*output_token_logprobs",
     ),
     "unknown end": _spoilt(
-        lambda a: a["meta_info"].update(finish_reason={"type": "tired"}), "finish_reason tired"
+        lambda a: a["meta_info"].update(finish_reason={"type": "tired"}),
+        "malformed .*tired",
     ),
     "stopped nowhere": _spoilt(_stopped_nowhere, "it stopped at token 5, which ends no response"),
     "cut short": _spoilt(_cut_short, "it ended for its length after|the response is empty"),

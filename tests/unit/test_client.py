@@ -60,7 +60,7 @@ def test_scores_that_are_none_are_that_engines_fault(engine, scored):
 
 def test_half_a_character_in_a_servers_settings_is_that_engines_fault(engine):
     engine.server_info = lambda: {"preferred_sampling_params": "\ud800"}
-    with pytest.raises(EngineError, match="the answer is not JSON") as error:
+    with pytest.raises(EngineError, match="preferred_sampling_params") as error:
         EngineClient(engine.url).info()
     assert error.value.faulty
 
@@ -96,7 +96,7 @@ def test_to_score_an_engine_needs_room_for_one_more_token(engine):
     info |= {"context_length": 64, "max_req_input_len": 58}
     assert client.longest_scored() == 57
     info["max_req_input_len"] = "many"
-    with pytest.raises(EngineError, match="many.* are not numbers of tokens"):
+    with pytest.raises(EngineError, match="max_req_input_len"):
         client.longest_scored()
 
 

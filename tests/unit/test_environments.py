@@ -11,12 +11,12 @@ from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import MixedReward, RolloutConfig
 from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.environment_pool import EnvironmentPool, check_environment
-from qurl_megatron.rewards.environment_worker import call, make_environment
+from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.pool import items_of
+from qurl_megatron.rewards.worker import make_environment, step
 from tests.environments import write_classes
 from tests.support.models import random_samples
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +78,8 @@ class Leaving(dict):
 
 
 def test_a_message_whose_own_code_fails_is_an_exception():
-    said = call(SimpleNamespace(step=lambda: Leaving()), {}, asyncio.Runner())
+    said = step(SimpleNamespace(step=lambda: Leaving()), {}, asyncio.Runner())
     assert isinstance(said, Unscored) and said.cause == "exceptions"
-
-
-def test_a_child_that_it_forks_never_answers_in_its_place(pool):
-    words = [word for i in range(6) for word in ("forks", f"a{i}", "forks-to-raise", f"b{i}")]
-    replies = [pool.ask([], word, "A", {}) for word in words]
-    said = [reply.result(PATIENCE_S)["content"].split()[0] for reply in replies]
-    assert said == words
-
-
-def test_what_it_prints_is_no_answer_and_what_it_reads_is_empty(pool):
-    assert reply(pool, "stdin") == {"role": "user", "content": "''"}
 
 
 def test_text_that_no_tokenizer_takes_is_repaired(pool):
@@ -123,18 +112,6 @@ def test_a_function_without_arguments_may_make_it(own, name):
 def test_a_name_that_is_none_is_refused_by_the_recipe():
     with pytest.raises(ConfigError, match="rollout.environment must look like package"):
         RolloutConfig(environment="calculator")
-
-
-def test_leaving_waits_for_no_environment(own):
-    config = RolloutConfig(environment=f"{own}:Slow", environment_workers=1)
-    with EnvironmentPool(config) as pool:
-        pool.await_start()
-        waiting = [pool.ask((), "a", "", {}) for _ in range(2)]
-        wait_until(lambda: pool.questions.qsize() == 1)
-        pool.leave()
-        with pytest.raises(RuntimeError, match="no longer scored or answered"):
-            waiting[0].result(PATIENCE_S)
-    assert waiting[1].cancelled() or waiting[1].exception(PATIENCE_S)
 
 
 def test_a_response_that_failed_in_it_has_no_score_and_counts_once_whatever_the_mix():

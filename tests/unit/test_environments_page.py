@@ -6,8 +6,7 @@ from pathlib import Path
 
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.rewards.environment_pool import EnvironmentPool, check_environment
-from qurl_megatron.rewards.reply import FIELDS, ROLES
+from qurl_megatron.rewards.environment import FIELDS, ROLES, EnvironmentPool, check_environment
 from qurl_megatron.training.groups import conversation_metrics
 from tests.support.models import random_samples
 from tests.waiting import PATIENCE_S

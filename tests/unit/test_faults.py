@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.fleet.client import KEPT_S, EngineClient, EngineError, deadline
+from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.tensors.arch import StopIds
@@ -210,8 +210,7 @@ def test_an_engine_whose_health_checks_drip_leaves_the_traffic(engines):
 
 def test_a_health_check_that_waits_for_a_name_server_counts_as_silence(engines):
     (behind, good), weights = engines
-    # Seldom enough that no check finds the connection of the one before.
-    watched = {"health_every_s": 2 * KEPT_S, "health_timeout_s": SILENT_S / 2}
+    watched = {"health_every_s": 0.05, "health_timeout_s": SILENT_S / 2}
     named = behind.url.replace("127.0.0.1", "localhost")
     with fleet_of(named, good.url, **watched) as fleet:
         publish_tensors(fleet, 1, weights)

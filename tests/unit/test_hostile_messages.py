@@ -17,8 +17,8 @@ from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet import fleet_status
 from qurl_megatron.fleet.answer import Load
 from qurl_megatron.fleet.client import EngineClient, EngineError
-from qurl_megatron.fleet.membership import Member, read_members
 from qurl_megatron.fleet.process import EngineProcess, port_file
+from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.link import Hello, LinkError, read_hello
 from qurl_megatron.wire.message import Blob, Message, Piece, Receipt

@@ -12,7 +12,7 @@ from tests.waiting import PATIENCE_S, wait_until
 
 ECHO = """
 import json, pathlib, sys, time
-from qurl_megatron.rewards.line_worker import serve
+from qurl_megatron.rewards.line_pool import serve
 
 gate = json.loads(sys.argv[1])["gate"]
 while gate and not pathlib.Path(gate).exists():
@@ -40,7 +40,7 @@ def echo(pool: LinePool) -> int:
 
 STRAY = """
 import os, time
-from qurl_megatron.rewards.line_worker import serve
+from qurl_megatron.rewards.line_pool import serve
 
 pipe = os.dup(1)
 
@@ -74,7 +74,7 @@ def _number(said: object) -> int:
 
 LEAVES_ITS_GROUP = """
 import os, time
-from qurl_megatron.rewards.line_worker import serve
+from qurl_megatron.rewards.line_pool import serve
 
 def answer(asked):
     os.setpgid(0, os.getpgid(os.getppid()))

@@ -7,9 +7,9 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from qurl_megatron.fleet.answer import BadAnswer, parsed
+from qurl_megatron.fleet.answer import parsed
 from qurl_megatron.kit.errors import ConfigError, keep_secret, printable, unscored
-from qurl_megatron.wire.schema import shortened
+from qurl_megatron.kit.record import Malformed, shortened
 
 HOSTILE = "\x1b]0;owned\x07 \x1b[2J \x9b31m \ud800 \u202eabc \r"
 
@@ -75,7 +75,7 @@ def test_a_key_is_left_out_in_base64(secret, before, encode):
 def test_a_key_is_recognized_before_what_holds_it_is_cut(secret):
     for before in range(0, 600, 7):
         text = "x" * before + KEY + "y" * 600
-        with pytest.raises(BadAnswer) as error:
+        with pytest.raises(Malformed) as error:
             parsed(text.encode())
         for shown in (shortened({"a": text}), shortened(text.encode()), str(error.value)):
             assert KEY[:6] not in shown

@@ -304,11 +304,3 @@ def test_an_environment_that_fails_too_takes_no_blame_from_a_server_that_is_down
     both = ways + Counter(exceptions=1)
     with pytest.raises(ConfigError, match="scored none of 5 .*; fix it, and call it on one resp"):
         refuse_none_scored(Tally(5, 5, both, first | {"exceptions": "KeyError"}), "reward.mix")
-
-
-def test_workers_of_functions_import_no_torch(pool):
-    pool.grade(items("1"))
-    for seat in pool.pools["reward"].seats:
-        maps = Path(f"/proc/{seat.worker.process.pid}/maps").read_text()
-        assert "torch" not in maps and "numpy" not in maps
-        assert sys.executable in seat.worker.process.args

@@ -24,7 +24,7 @@ PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 
 
 @contextmanager
-def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
+def fleet_of(*engines: FakeEngine, **options):
     """A fleet that has adopted the engines, and published a version to them."""
     options = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.2, **options}
     config = RolloutConfig(**{"urls": tuple(engine.url for engine in engines), **options})
@@ -44,8 +44,7 @@ def fleet_of(*engines: FakeEngine, version: int | None = 7, **options):
                 stops=StopIds(stops, stops),
             )
         )
-        if version is not None:
-            publish(fleet, version)
+        publish(fleet, 7)
         fleet.drain()
         for engine in engines:
             engine.calls.clear()
@@ -124,6 +123,18 @@ def test_sglang_engines_get_a_request_per_prompt_no_more_than_they_hold_the_idle
         assert sum(e.tokens for e in fleet.engines()) == 12 * 2 * 6
 
 
+def test_more_requests_wait_at_an_engine_than_http_libraries_usually_connect():
+    engine = FakeEngine()
+    prompts = [Prompt(index, (2, 3), "", "") for index in range(120)]
+    options = {"samples_per_prompt": 1, "requests_per_engine": 120}
+    with fleet_of(engine, **options) as fleet, ThreadPoolExecutor(1) as pool:
+        engine.paused.set()
+        pending = pool.submit(gather, fleet, prompts)
+        wait_until(lambda: engine.running == 120)
+        engine.paused.clear()
+        check_whole(pending.result(PATIENCE_S), prompts, per_prompt=1)
+
+
 def test_the_next_request_goes_where_the_fewest_tokens_per_device_are_in_flight():
     with fleet_of(FakeEngine(), FakeEngine(tp=4)) as fleet:
         one, four = fleet.serving()
@@ -171,13 +182,20 @@ def test_each_prompt_is_told_of_once_when_it_is_whole_whatever_fails(embedded):
 
 
 def test_an_engine_that_goes_silent_loses_its_requests_to_another():
-    deaf, good = FakeEngine(token_s=0.1), FakeEngine()
-    with fleet_of(deaf, good, health_timeout_s=1.5) as fleet:
+    deaf, good = FakeEngine(), FakeEngine()
+    with fleet_of(deaf, good, health_timeout_s=NEVER_S) as fleet, ThreadPoolExecutor(1) as pool:
+        record = fleet.engines()[0]
         deaf.faults = ["hang"] * 20
         deaf.deaf.set()
-        start = time.monotonic()
-        check_whole(gather(fleet))
-        assert 1.5 < time.monotonic() - start < PATIENCE_S
+        pending = pool.submit(gather, fleet)
+        wait_until(lambda: record.in_flight)
+
+        def overdue() -> bool:
+            record.pulse.silent_since = time.monotonic() - 2 * NEVER_S
+            return record.state == "stale"
+
+        wait_until(overdue)
+        check_whole(pending.result(PATIENCE_S))
         assert "no health check was answered" in fleet.why_not()
         assert [e.url for e in fleet.serving()] == [good.url]
 
@@ -185,11 +203,11 @@ def test_an_engine_that_goes_silent_loses_its_requests_to_another():
 def test_an_engine_whose_name_is_looked_up_without_end_holds_up_nobody():
     lost, good = FakeEngine(), FakeEngine()
     urls = (lost.url.replace("127.0.0.1", "localhost"), good.url)
-    with fleet_of(lost, good, urls=urls, timeout_s=1.5) as fleet, unanswered():
+    with fleet_of(lost, good, urls=urls, timeout_s=8.0) as fleet, unanswered():
         start = time.monotonic()
         check_whole(gather(fleet))
-        assert 1.5 < time.monotonic() - start < PATIENCE_S
-        assert "did not answer within 1.5 s" in fleet.why_not()
+        assert time.monotonic() - start < PATIENCE_S
+        assert "did not answer within 8 s" in fleet.why_not()
 
 
 def test_with_no_engine_left_the_error_says_what_happened_to_each():
@@ -327,12 +345,6 @@ def test_weights_older_than_an_engine_confirmed_are_an_error_and_never_a_sample(
         check_whole(samples := gather(fleet))
         assert {v for s in samples for v in s.token_versions} == {7}
         assert "weights of version -1, where it had confirmed 7" in fleet.why_not()
-
-
-def test_before_anything_is_published_weights_have_the_version_minus_one():
-    with fleet_of(FakeEngine(), version=None) as fleet:
-        [sample] = greedy(fleet, PROMPTS[:1], 3)
-        assert sample.versions == ((-1, 3),)
 
 
 def test_a_response_that_an_engine_has_no_room_for_is_cut_and_the_engine_stays():

@@ -8,14 +8,15 @@ import httpx
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
-from qurl_megatron.fleet.engine_record import EngineRecord
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.types import Prompt
 from tests.publishing import publish_tensors
 from tests.support.engine_models import LiveServer, published_tensors, random_tensors, write_model
-from tests.waiting import PATIENCE_S
+from tests.waiting import NEVER_S, PATIENCE_S
 
 CONFIG = RolloutConfig(
     engines=2, engine_threads=1, engine_memory_gb=0.01, samples_per_prompt=3, max_new_tokens=8
@@ -137,22 +138,34 @@ def test_an_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(folder,
         pass
 
 
-def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(folder, tmp_path):
+def test_an_engine_that_never_answers_is_an_error_and_is_not_left_behind(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fleet_module, "GRACE_S", NEVER_S)  # SIGTERM is enough to end it
     sleeps = ["sh", "-c", "echo loading; exec sleep 600"]
-    config = replace(CONFIG, start_timeout_s=1.6)
-    fleet = Fleet(
-        config, folder, scheme="int8", vocabulary=96, log_dir=tmp_path, serve_command=sleeps
-    )
+    skipped_s = 0
+
+    def clock() -> float:
+        """Real time until both have said something; a minute more with every look after that."""
+        nonlocal skipped_s
+        logs = [log.read_text() for log in tmp_path.glob("*.log")]
+        if len(logs) == 2 and all(logs):
+            skipped_s += 60
+        return time.monotonic() + skipped_s
+
+    config = replace(CONFIG, start_timeout_s=1000)
+    options = {"scheme": "int8", "vocabulary": 96, "log_dir": tmp_path, "clock": clock}
+    fleet = Fleet(config, folder, serve_command=sleeps, **options)
     start = time.monotonic()
     with pytest.raises(
         EngineError,
         match=r"engine-[01] did not start: waited \d+ s for it to report its port, and its log "
-        r"has not grown for \d+ s; the limit is 1.6 s without a new line in its log, and 6.4 s in "
-        r"total \(rollout.start_timeout_s\); see .*engine-[01].log, whose last line is: loading",
+        r"has not grown for \d+ s; the limit is 1000 s without a new line in its log, and 4000 s "
+        r"in total \(rollout.start_timeout_s\); see .*engine-[01].log, whose last line is: loading",
     ):
         fleet.__enter__()
     assert fleet.engines() == []
-    assert time.monotonic() - start < 5  # ended by SIGTERM, not by SIGKILL after a grace period
+    assert time.monotonic() - start < PATIENCE_S
 
 
 def test_engines_leave_cleanly_when_asked_and_when_their_parent_is_gone(folder, tmp_path):

@@ -6,8 +6,8 @@ import pytest
 
 from qurl_megatron.cluster.offer import PAUSE_S, Offered, address_towards, prepare
 from qurl_megatron.engines.starting import Launch
-from qurl_megatron.fleet.membership import Member, read_members
 from qurl_megatron.fleet.process import EngineProcess, port_file
+from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
 from tests.waiting import PATIENCE_S
 
