@@ -12,7 +12,7 @@ Whatever is named below is imported when it is first asked for: torch takes seco
     objective, token_log_probs   the loss of the paper, per token
     quantize, dequantize         INT8, FP8 and block FP8 weights, whole or sharded
     fold_uaq, unfold_uaq         the invariant scale of norm/linear pairs
-    LossInputs                   what a loss of your own gets (algo.function)
+    LossInputs                   inputs of a loss of your own (algo.function)
     ConfigError                  a mistake in the input, in one sentence
 
 docs/python.md has an example of each.

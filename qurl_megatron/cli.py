@@ -52,7 +52,7 @@ def train(arguments: argparse.Namespace) -> int:
     """Train a policy with quantized rollouts; resumes where the run directory left off."""
     from qurl_megatron.config import load
 
-    # What changes in a fork names no folder: the run to fork is the recipe's, or train.run_dir.
+    # Changes of a fork name no folder: the run to fork is the recipe's, or train.run_dir.
     named_by = None if arguments.fork is None else ()
     config = load(arguments.recipe, arguments.overrides, named_by=named_by)
     from qurl_megatron.training.start import start
@@ -102,10 +102,10 @@ def _dry_run(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(given: Path) -> Path:
-    """A recipe, or that of the run whose folder is given.
+    """A recipe, or the recipe of the run whose folder is given.
 
     Raises:
-        ConfigError: the folder is not that of a run.
+        ConfigError: the folder is not a run's.
     """
     from qurl_megatron.training.state import RECIPE
 
@@ -175,10 +175,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _settings_of(run_dir: Path, step: int | None):
-    """What an evaluation of a run takes from its recipe, and its checkpoint.
+    """An evaluation's settings from a run's recipe, and its checkpoint.
 
     Args:
-        step: that of the checkpoint; None: the newest.
+        step: the checkpoint's; None: the newest.
     """
     from qurl_megatron.config import load
     from qurl_megatron.evaluation.options import Defaults
@@ -456,11 +456,11 @@ COMMANDS = {
     "bench": (bench, _bench_options),
     "slurm": (slurm, _slurm_options),
 }
-"""Each command: what it runs, and what adds its options."""
+"""Each command: its function, and the function that adds its options."""
 
 OPEN_FILES, FEWEST_FILES = 65536, 256
 LASTING = (train, study, evaluate, serve)
-"""They go on without a terminal: what they do is not what they print."""
+"""They go on without a terminal: their work is more than their output."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs from Python: start one, and read what it has left in its folder."""
+"""Runs from Python: start one, and read its folder."""
 
 import ctypes
 import signal
@@ -81,14 +81,14 @@ class Run:
 
 
 def train(config: RunConfig) -> Run:
-    """Train as ``qurl train`` does, in processes of its own, and print what it prints.
+    """Train as ``qurl train`` does, in processes of its own, and print its output.
 
     Called again with the same config it resumes. It saves before it ends after Ctrl-C, or because
     this process has died.
 
     Raises:
-        ConfigError: a mistake in the input, or the run ended before its last step; with what it
-            said last.
+        ConfigError: a mistake in the input, or the run ended before its last step; quotes its last
+            line.
     """
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / RECIPE

@@ -20,7 +20,7 @@ class Scheme:
     Weights and activations have it alike: ``value = round(x / scale)``, ``scale = amax / largest``.
     """
 
-    stored: str = ""  # torch's name for what a code is kept in; empty: weights stay as trained
+    stored: str = ""  # torch's name for the codes' dtype; empty: weights stay as trained
     largest: float = 0.0  # the code that amax is mapped to
     block: int | None = None  # edge of the squares that share a weight scale; None: a scale per row
     rollouts: bool = True  # quant.scheme may name it; else checkpoints alone are exported in it
@@ -49,23 +49,23 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 ROLLOUT = tuple(name for name, row in SCHEMES.items() if row.rollouts)
-"""What ``quant.scheme`` may be."""
+"""Values of ``quant.scheme``."""
 
 SERVED = tuple(name for name in ROLLOUT if not SCHEMES[name].simulated)
 """Those of them that SGLang serves, too."""
 
 EXPORTED = tuple(name for name, row in SCHEMES.items() if row.stored and not row.simulated)
-"""What checkpoints are quantized in."""
+"""Formats of quantized checkpoints."""
 
 INTEGER = {name: row.largest for name, row in SCHEMES.items() if row.stored == "int8"}
 """The largest codes of those whose products are INT8's."""
 
 
 def simulation(name: str, key: str = "quant.scheme=") -> str:
-    """What is done under a simulated scheme, in a sentence; empty for others.
+    """Describe a simulated scheme in a sentence; empty for others.
 
     Args:
-        key: what names it.
+        key: stands before the name.
     """
     row = SCHEMES[name]
     if not row.simulated:

@@ -1,7 +1,7 @@
-"""What travels between the parts: prompts in, samples out.
+"""Types that travel between the parts: prompts in, samples out.
 
 Everything here is plain data without tensors, so that the rollout side needs no Megatron and the
-training side needs no engine. What there is per token lies in arrays: a step has millions of them.
+training side needs no engine. Values per token lie in arrays: a step has millions of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,9 +40,9 @@ class Prompt:
 class Sample:
     """One response to a prompt, as the behaviour policy generated it; equal to one of equal values.
 
-    In a conversation of several turns the response is all that follows on the prompt: what the
-    policy wrote, and between its turns what an environment said. Only the former is ever trained
-    on. The arrays may be given as any sequence; they are read-only from then on.
+    In a conversation of several turns the response is all that follows on the prompt: the policy's
+    turns, and the environment's messages between them. Only the former is ever trained on. The
+    arrays may be given as any sequence; they are read-only from then on.
     """
 
     prompt: Prompt
@@ -55,7 +55,7 @@ class Sample:
     # bool: the policy wrote this token. Given as None: all of them.
     written: np.ndarray = cast(np.ndarray, None)
     failure: Unscored | None = None  # of the environment
-    left_out: bool = False  # what the environment said last, as it would have left no room
+    left_out: bool = False  # the environment's last message, as it would have left no room
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "response_ids", _frozen(self.response_ids, np.int32))

@@ -1,18 +1,18 @@
 """Is this record slower than that one? Exit code 0: no, 1: yes, 3: no verdict.
 
-Times and rates are first divided by the yardstick of their own repeat, which takes out what the
-whole machine did at that moment. Then the new repeats are set against the old ones by the rank test
+Times and rates are first divided by the yardstick of their own repeat, which takes out the state of
+the whole machine at that moment. Then the new repeats are set against the old ones by the rank test
 of Mann and Whitney (scipy's, exact), which needs no shape of the noise. The ratio is the median of
 every new repeat over every old one.
 
 A **regression** is at least ``SMALLEST`` worse, more than ``NOISE`` times the spread, and no chance
 with confidence ``ALARM``, even among as many figures as there are (Bonferroni's correction: twenty
-figures are twenty chances of a false alarm). What slows a machine down comes in bursts, which
-neighbouring repeats share and the test takes for evidence; but it leaves the quickest repeats
-alone, so a regression must show there, too. **Equal** excludes ``SMALLEST`` and more. In between
-nothing is claimed. Cases of one name are compared where all their keys agree; figures that are
-neither better high nor low are left out. Nothing is said of times where the yardsticks, or the
-rates at which memory was read, show two different machines.
+figures are twenty chances of a false alarm). Disturbances come in bursts, which neighbouring
+repeats share and the test takes for evidence; but they leave the quickest repeats alone, so a
+regression must show there, too. **Equal** excludes ``SMALLEST`` and more. In between nothing is
+claimed. Cases of one name are compared where all their keys agree; figures that are neither better
+high nor low are left out. Nothing is said of times where the yardsticks, or the rates at which
+memory was read, show two different machines.
 """
 
 import itertools
@@ -39,7 +39,7 @@ YARDSTICK = 0.10
 MEMORY = "read_gb_s"
 READ = 0.15
 """By so much the rates may differ at which two records saw the machine read its memory. Other
-guests of a host take of it what no process list and no yardstick shows."""
+guests of a host use it, too, which no process list and no yardstick shows."""
 
 SECONDS = ("s", "ms", "us", "µs", "CPU s", "core s", "GPU s")
 
@@ -119,7 +119,7 @@ def compare(old: BenchRecord, new: BenchRecord) -> Comparison:
 
 
 def _different(old: Any, new: Any, names: Sequence[str]) -> str:
-    """Return what differs, as "tokens: 100 and 10000"; or ""."""
+    """Return the differences, as "tokens: 100 and 10000"; or ""."""
     pairs = {name: (old.get(name), new.get(name)) for name in names}
     return ", ".join(f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b)
 

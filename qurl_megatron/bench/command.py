@@ -17,7 +17,7 @@ from qurl_megatron.kit.errors import ConfigError
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Return the exit code: 0, or what ``--against`` says.
+    """Return the exit code: 0, or the verdict of ``--against``.
 
     Raises:
         ConfigError: there is no such benchmark any more, or it cannot be run here.

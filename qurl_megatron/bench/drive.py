@@ -5,8 +5,9 @@ thread beside it, because it blocks. Nothing is tried again: a request that fail
 
 Streams are read of SGLang's ``/generate`` and OpenAI's ``/v1/completions``. Prompts are token ids
 in both, and temperature 1 without any cut, as in training. OpenAI's does not say which weights made
-a token, nor what was preempted; it gives ids where the server supports ``return_token_ids``. An
-embedded engine has no streams: its answers come whole, and do not tell when each token came.
+a token, nor which requests were preempted; it gives ids where the server supports
+``return_token_ids``. An embedded engine has no streams: its answers come whole, and do not tell
+when each token came.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ async def _whole(session: Session, ask: Ask) -> AsyncGenerator[Any, None]:
 
 def _read_embedded(answer: TimedAnswer, event: Any, at: float) -> None:
     _read_sglang(answer, event, at)
-    answer.first_of.clear()  # the time is that of the last token
+    answer.first_of.clear()  # the time belongs to the last token
 
 
 def _read_sglang(answer: TimedAnswer, event: Any, at: float) -> None:
@@ -153,7 +154,7 @@ class DrivenLoad:
     ) -> None:
         """
         Args:
-            client: its time limit is what a whole response may take.
+            client: its time limit is for a whole response.
             model: name that OpenAI's protocol wants.
         """
         self._client, self._protocol, self._model = client, protocol, model
@@ -165,7 +166,7 @@ class DrivenLoad:
         """Send all requests, ``at_once`` at a time; 0: all.
 
         Returns:
-            What came of them, each with its own failure, if any.
+            The answers, each with its own failure, if any.
         """
         run(self._drive(asks, at_once or len(asks)))
         return self._outcome
@@ -203,7 +204,7 @@ class DrivenLoad:
                         self._protocol.read(answer, event, self._now)
             except EngineError as error:  # kept as failed, and never counted as done
                 answer.failure = answer.failure or str(error)
-            except (KeyError, TypeError, AttributeError) as error:  # not what the protocol says
+            except (KeyError, TypeError, AttributeError) as error:  # against the protocol
                 answer.failure = f"{endpoint} sent a malformed event ({error!r})"
             answer.ended = self._now
 

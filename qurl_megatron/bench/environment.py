@@ -1,4 +1,4 @@
-"""What a benchmark ran on: hardware, versions, commit, load."""
+"""The machine of a benchmark: hardware, versions, commit, load."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from typing import Any
 
 from qurl_megatron.kit.clock import now
 
-INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and what it is called
+INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and its name
     "avx512f": "AVX-512",
     "avx512_vnni": "AVX-512 VNNI",
     "avx_vnni": "AVX VNNI",
@@ -31,7 +31,7 @@ HARDWARE = ("cpu", "cores", "instructions", "gpus")
 
 
 def environment(repository: Path | None = None) -> dict[str, Any]:
-    """All but the limits, which need torch: what is known at once.
+    """All facts but the limits, which need torch.
 
     Args:
         repository: whose commit is given; default: the one this file lies in.

@@ -1,6 +1,6 @@
 """Figures of one load, and why it may not be compared: arithmetic on the moments that were noted.
 
-What a step of training waits for is the **makespan**, from the first request to the last answer.
+A step of training waits for the **makespan**, from the first request to the last answer.
 Its **tail** is the share in which fewer than half of the batch still run: the engine reads all its
 weights for few tokens. Only whole answers count as tokens; a failed request has taken time, and
 made none.
@@ -112,7 +112,7 @@ def preemptions(outcome: LoadOutcome) -> int:
 
 
 def reasons(outcome: LoadOutcome, allowed_hits: int) -> dict[str, str]:
-    """Return why the load may not be compared: names of ``record.REASONS``, with what was seen.
+    """Return why the load may not be compared: names of ``record.REASONS``, with the observations.
 
     Args:
         allowed_hits: tokens that a prompt may have in common with one that was there before.

@@ -5,9 +5,9 @@ Every way of computing log-probs gets the same logits, split over 1, 2 and 4 ten
 Triton's kernels on a GPU where it is installed; there ``ours_torch`` is the same without them.
 ``megatron`` is Megatron-Core's fused cross entropy, which gives no entropy.
 
-Seconds are those of the slowest rank. Memory is one rank's high-water mark above its logits. The
-limit is one pass that reads the logits and one that writes their gradient. What needs more memory
-than is free is not run, and the record says so.
+Seconds are the slowest rank's. Memory is one rank's high-water mark above its logits. The
+limit is one pass that reads the logits and one that writes their gradient. A way that needs more
+memory than is free is not run, and the record says so.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Way = Callable[[Tensor, Tensor, dist.ProcessGroup], tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute what the loss needs."""
+    """One way to compute log-probs for the loss."""
 
     way: Way
     gives: str
@@ -276,7 +276,7 @@ def high_water(device: str) -> Iterator[list[int]]:
         yield mark
         mark[0] = torch.cuda.max_memory_allocated() - before
         return
-    Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is used now
+    Path("/proc/self/clear_refs").write_text("5")  # the mark falls to the present use
     before = _high_water_bytes()
     yield mark
     mark[0] = _high_water_bytes() - before

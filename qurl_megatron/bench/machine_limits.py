@@ -1,4 +1,4 @@
-"""What a machine can do at most: measured, not read off a data sheet.
+"""Limits of a machine: measured, not read off a data sheet.
 
 The rate at which all cores together read memory, and the fastest matrix products of each number
 format. A figure beside them shows how much there is left to gain.

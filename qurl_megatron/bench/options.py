@@ -20,7 +20,7 @@ Option = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class BenchRow:
-    """What a benchmark measures, and its options."""
+    """A benchmark and its options."""
 
     help: str
     options: Sequence[Option]
@@ -40,7 +40,7 @@ def add_benchmarks(command: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, row: BenchRow) -> None:
-    """Add what all benchmarks have, and then the row's own."""
+    """Add the options of all benchmarks, and then the row's own."""
     options: list[Option] = []
     if row.model:
         text = (
@@ -80,8 +80,7 @@ def chosen(names: list[str] | None, known: Collection[str], key: str) -> list[st
 
 
 def quant_scheme(name: str) -> str:
-    """``quant.scheme`` of what --schemes calls bf16 or fp32, the format of what is not quantized,
-    or by its own name."""
+    """Return ``quant.scheme`` for a name of --schemes, where bf16 and fp32 mean "none"."""
     return name if name in SCHEMES else "none"
 
 
@@ -90,7 +89,7 @@ def _option(
 ) -> Option:
     """
     Args:
-        shown: what help calls the default; None: by its value, "" or a default of None: not.
+        shown: the default as help prints it; None: its value; "": not at all.
     """
     if shown is None:
         shown = "" if default is None else f"{default:g}" if kind is float else f"{default}"
@@ -283,7 +282,7 @@ BENCHMARKS = {
         schemes=("int8", "fp8"),
     ),
 }
-"""By name, what decides purchases first; so stand the help and the page of results."""
+"""By name, in the order of the help and of the page of results."""
 
 REMOVED = {
     "all": "run the benchmarks that you want one by one",
@@ -292,4 +291,4 @@ REMOVED = {
     "scale": "qurl bench step measures what the leading rank does as part of a step",
     "versions": "qurl rescore RUN_DIR STEP holds a fresh engine against what a step recorded",
 }
-"""Benchmarks that there are no more -> what to do instead."""
+"""Benchmarks that are gone, and their replacements."""

@@ -45,7 +45,7 @@ TRAINERS = 2
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """What the ranks shall do; they all follow it in step."""
+    """The plan that all ranks follow in step."""
 
     model: Path
     work: Path
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         ConfigError: no SGLang, or not this model.
     """
     transports = chosen(options.candidates, TRANSPORTS, "--candidates")
-    sglang_python(RolloutConfig().sglang_python)  # or says what to install
+    sglang_python(RolloutConfig().sglang_python)  # or names the package to install
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-publish-") as folder:
         work = Path(folder)
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def measure(plan: PublishPlan) -> int:
-    """One training rank; the leading one writes what was measured."""
+    """One training rank; the leading one writes the measurements."""
     import torch
     import torch.distributed as dist
 
@@ -162,7 +162,7 @@ class PublishTurns:
         self._version = 0
 
     def turn(self, transport: str) -> dict[str, float]:
-        """Publish twice, and return what the second time took."""
+        """Publish twice, and return the measurements of the second time."""
         import torch.distributed as dist
 
         from qurl_megatron.observe.metrics import merge, values

@@ -1,6 +1,6 @@
 """Seconds of quantizing one layer's weights, beside a copy of the bytes that this moves.
 
-Float32 is what trained weights' masters are in, BF16 what is trained and converted. On a GPU with
+Masters are in float32, trained and converted weights in BF16. On a GPU with
 Triton both ways take turns: torch's operations, and the kernels of ``fused``. The limit is a plain
 copy on the same device that reads and writes as many bytes as weights, codes and scales have.
 """
@@ -23,7 +23,7 @@ from qurl_megatron.kit.fused import SWITCH, has_kernels_for
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch
 
-WAYS = {"torch": "0", "kernels": "1"}  # and what switches to it
+WAYS = {"torch": "0", "kernels": "1"}  # and the value of its switch
 
 
 def run(options: argparse.Namespace) -> list[Case]:

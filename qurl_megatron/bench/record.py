@@ -1,4 +1,4 @@
-"""What a benchmark measured: figures by case, each beside its limit.
+"""Results of a benchmark: figures by case, each beside its limit.
 
 A **figure** is one measured quantity, all its repeats kept. A **case** is one setting (a scheme, a
 batch, an engine) with its figures. A **record** is one run of one benchmark on one machine, and the
@@ -47,8 +47,8 @@ class Figure:
     unit: str
     better: Literal["higher", "lower"] | None  # None: only reported, never compared
     repeats: list[float]
-    limit: float | None = None  # what the machine allows, in the same unit
-    limit_of: str = ""  # what sets the limit: "DRAM bytes", "INT8 products", ...
+    limit: float | None = None  # of the machine, in the same unit
+    limit_of: str = ""  # its source: "DRAM bytes", "INT8 products", ...
 
     def __post_init__(self) -> None:
         if not self.repeats:
@@ -76,7 +76,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One setting, and what was measured of it."""
+    """One setting, and its figures."""
 
     name: str
     keys: Mapping[
@@ -88,7 +88,7 @@ class Case:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def why(self, reason: str) -> str:
-        """A reason, and what its case notes of it, or what it means."""
+        """Return a reason with its case's note, or with its meaning."""
         meaning = self.notes.get(reason, REASONS.get(reason, ""))
         return f"{reason}: {meaning}" if meaning else reason
 
@@ -139,7 +139,7 @@ LEFT = ("case", "figure", "unit")
 
 
 def cells(figure: Figure) -> tuple[str, ...]:
-    """What a table shows of a figure, by ``HEADS`` after the first."""
+    """Return a figure's cells of a table, by ``HEADS`` after the first."""
     return (
         figure.name,
         number(figure.median),

@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 @dataclass
 class Repeats(Generic[T]):
-    """What one candidate took and returned, a value per round."""
+    """Seconds and results of one candidate, a value per round."""
 
     seconds: list[float] = field(default_factory=list)
-    results: list[T] = field(default_factory=list)  # what the candidate returned
+    results: list[T] = field(default_factory=list)  # the candidate's return values
     yardsticks: list[float] = field(default_factory=list)  # seconds
 
     @property
@@ -76,7 +76,7 @@ def interleaved(
 
 def load_reasons(yardsticks: Sequence[float]) -> list[str]:
     """["another load"] where more than half of the yardsticks are clearly above the shortest that
-    this process has seen; a minority is what medians are for."""
+    this process has seen; medians take care of a minority."""
     if not yardsticks:
         return []
     shortest = min(*yardsticks, _Shortest.seconds)
@@ -84,7 +84,7 @@ def load_reasons(yardsticks: Sequence[float]) -> list[str]:
 
 
 class _Shortest:
-    """The shortest yardstick of this process: what the machine can do when it is left alone."""
+    """The shortest yardstick of this process: the machine's speed when it is left alone."""
 
     seconds = float("inf")
 
@@ -93,10 +93,10 @@ def yardstick() -> float:
     """Seconds of hashing a MiB on one core, about 1 ms; the shortest of ten.
 
     It is arithmetic in registers and the first cache, and shows how fast the machine is at all: its
-    clock, and what its host leaves it. Copies in memory, and Python, vary by a quarter from one
+    clock, and its share of the host. Copies in memory, and Python, vary by a quarter from one
     second to the next on a machine that does nothing else. On all cores at once it would measure
-    the threads of what came before, which spin for a while. It needs no torch: a parent that
-    measures its children's memory stays small.
+    earlier threads, which spin for a while. It needs no torch: a parent that measures its
+    children's memory stays small.
     """
     seconds = min(_fixed_work() for _ in range(PIECES))
     _Shortest.seconds = min(_Shortest.seconds, seconds)

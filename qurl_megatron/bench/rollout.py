@@ -1,9 +1,9 @@
 """Engines under the load of a reinforcement-learning step, by engine, scheme and tensor size.
 
 All engines have the same weights, in their scheme, and get the same load in turns: the same
-lengths in the same order, on prompts that nobody has sent before. What a step waits for comes
-first, the makespan and its tail; then rates and latencies, each beside the least that the bytes
-of a decode step allow.
+lengths in the same order, on prompts that nobody has sent before. The makespan and its tail come
+first, as a step waits for them; then rates and latencies, each beside the least that the bytes of a
+decode step allow.
 """
 
 import argparse
@@ -125,7 +125,7 @@ class Subject:
 
     @property
     def dtype(self) -> str:
-        """Of what is not quantized; an embedded engine on a CPU is fastest with FP32 there."""
+        """Format of unquantized tensors; an embedded engine on a CPU is fastest with FP32 there."""
         on_cpu = self.engine == "embedded" and not torch.cuda.is_available()
         beside_codes = on_cpu and quant_scheme(self.scheme) != "none"
         return "float32" if self.scheme == "fp32" or beside_codes else "bfloat16"
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         devices.add(device)
         least = least_of(plan, subject, arch, device, gpu)
         cases.append(case_of(plan, subject, measured[name], least, changed[name], before[name]))
-    # The record has the limits of what the engines ran on.
+    # The record has the limits of the engines' device.
     options.device = "cuda" if gpu and "cuda" in devices else "cpu"
     return cases
 
@@ -187,10 +187,10 @@ def device_of(identity: Mapping[str, object]) -> str:
 
 
 def changed_since(before: Mapping[str, object], target: Target) -> str:
-    """What an engine says otherwise than before, or that it says nothing any more; or ""."""
+    """Return the facts of an engine that have changed, or that it no longer answers; or ""."""
     try:
         after = target.identity()
-    except EngineError as error:  # what the others did is no worse for it
+    except EngineError as error:  # the others' results are no worse for it
         return f"it does not answer any more: {error}"
     return "; ".join(
         f"{name} was {before.get(name)}, is {after.get(name)}"
@@ -397,7 +397,7 @@ def case_of(
             **plan.settings,
         },
         figures=figures_of(outcomes, least) if timed else [],
-        # Of this machine, whose speed is not that of an engine on another one.
+        # Of this machine: an engine on another one has another speed.
         yardsticks=[] if subject.elsewhere else repeats.yardsticks,
         reasons=[*reasons, *(reason for reason in repeats.reasons if reason not in reasons)],
         notes=notes,

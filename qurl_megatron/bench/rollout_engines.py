@@ -1,9 +1,9 @@
 """Engines to put a load on: started here with a model of a scheme, or already there at a URL.
 
 Those started here are a trainer's: one process each, brought to every version by the fleet. A
-version is what the trainer would publish: quantized, in the engines' own layout, checked and named.
-It is written once and published under ever new numbers, since engines do not care whether weights
-have changed. An engine at a URL serves what it serves, and is asked what any client asks.
+version is as the trainer would publish it: quantized, in the engines' own layout, checked and
+named. It is written once and published under ever new numbers, since engines do not care whether
+weights have changed. An engine at a URL keeps its own weights, and is asked as any client asks.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from qurl_megatron.wire.message import Blob
 
 BUCKET = 256 << 20  # bytes
 IDENTITY = ("version", "engine", "tp_size", "scheme", "quantization", "dtype", "device", "threads")
-"""What ``/server_info`` says of the engine that must not change between repeats."""
+"""Facts in ``/server_info`` that must not change between repeats."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Version:
         """Publish as the trainer does; to be called with rising numbers.
 
         Returns:
-            What the engine calls these weights, and for how many seconds it paused.
+            The engine's name of these weights, and the seconds that it paused.
 
         Raises:
             EngineError: it did not take them.
@@ -157,7 +157,7 @@ def engine_config(
         kind: a name in ``engines.kinds.ENGINE_KINDS``.
         threads: of each rank; 0 takes the cores of the machine.
         timeout_s: for a response.
-        cache_gb: for keys and values of an embedded engine; SGLang takes what memory is free.
+        cache_gb: for keys and values of an embedded engine; SGLang takes the memory that is free.
     """
     settings: dict[str, Any] = {
         "backend": kind,
@@ -195,7 +195,7 @@ def started(config: RolloutConfig, folder: Path, version: Version, logs: Path) -
         numbers = iter(range(1, 1 << 30))
         version.publish(fleet, next(numbers))
         (engine,) = fleet.engines()
-        client = engine.client  # the fleet forgets that of an engine that dies
+        client = engine.client  # the fleet forgets a dead engine's
         assert client is not None, "it serves"
 
         def identity() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The load of a reinforcement-learning step: what is asked of an engine, and what came of it.
+"""The load of a reinforcement-learning step: the requests to an engine, and its answers.
 
 A prompt has ``samples`` responses, as in a group of GRPO, each a request of its own with its own
 length. Prompts are random ids behind a serial number, in which each prompt of a benchmark differs
@@ -64,7 +64,7 @@ class TimedAnswer:
 class Publication:
     """One new version of the weights, between two tokens."""
 
-    name: str  # what the engine calls the weights
+    name: str  # the engine's name of the weights
     began: float
     ended: float  # the engine resumes
     paused_s: float
@@ -72,7 +72,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Look:
-    """What the engine said of itself at one moment; None: it does not say."""
+    """An engine's own report at one moment; None: it does not say."""
 
     running: int | None = None
     waiting: int | None = None
@@ -138,7 +138,7 @@ def long_tailed(count: int, *, mean: float, sigma: float, longest: int, seed: in
     """Return the tokens of ``count`` responses, in an order that ``seed`` decides.
 
     They are the middle quantiles of a log-normal that is cut off at the longest: the longest ones
-    do not depend on a draw. The mean is that of the lengths themselves, cut and rounded.
+    do not depend on a draw. The mean is taken over the lengths, cut and rounded.
 
     Args:
         sigma: standard deviation of the logarithm; 0 makes all alike, 1 gives the longest
@@ -182,7 +182,7 @@ def recorded(run_dir: Path, count: int, *, seed: int) -> list[int]:
                 record = json.loads(line)
             except ValueError:
                 raise ConfigError(f"{file} line {number} is not JSON; delete the line") from None
-            # What an environment wrote of a response, no engine generates.
+            # No engine generates an environment's part of a response.
             lengths.append(sum(record.get("loss_mask", [1] * len(record["response_ids"]))))
     lengths = [length for length in lengths if length]
     if not lengths:

@@ -1,9 +1,9 @@
 """Seconds of a whole RL step: phases, overlap, scaling.
 
-A repeat is one run of a recipe for a few steps, and what stands for it is the median of its steps
-but the first two. At every ``rollout.max_staleness`` that is asked for the recipe runs in its own
-layout: 0 generates and trains in turn, 1 and more generate while the policy trains. The limit of
-such a step is the longer of what engines and trainer do: all of the other one behind it.
+A repeat is one run of a recipe for a few steps, and counts as the median of its steps but the first
+two. At every ``rollout.max_staleness`` that is asked for the recipe runs in its own layout: 0
+generates and trains in turn, 1 and more generate while the policy trains. The limit of such a step
+is the longer of the two, with all of the other behind it.
 
 ``--layouts`` adds strong scaling, the same work on more ranks, in turn, so that no phase hides
 behind another. On GPUs the limit is linear scaling from the smallest layout, so the share of it is
@@ -43,7 +43,7 @@ KEYS = {
     "dp": ("data", "parallel.data"),
     "engines": ("engines", "rollout.engines"),
 }
-"""By what a layout's name says: the field of ``Sizes``, and the recipe's key."""
+"""By the prefix in a layout's name: the field of ``Sizes``, and the recipe's key."""
 SPLIT = {"rollout": "engines", "score": "trainer", "train": "trainer"}
 """By phase, whose number it goes by."""
 
@@ -216,7 +216,7 @@ def train(setting: StepSetting, steps: int, run_dir: Path) -> None:
     """Run the recipe in a process of its own.
 
     Raises:
-        ConfigError: it failed; with what it said last.
+        ConfigError: it failed; quotes its last line.
     """
     command = [sys.executable, "-m", "qurl_megatron.cli", "train", str(setting.recipe)]
     command += ["train.eval_prompts=0", "checkpoint.every=0", *setting.overrides]
@@ -234,7 +234,7 @@ def train(setting: StepSetting, steps: int, run_dir: Path) -> None:
 
 
 def read_run(run_dir: Path) -> Usual:
-    """Read what a run left.
+    """Read a finished run.
 
     Raises:
         ConfigError: it has no step that counts.
@@ -274,7 +274,7 @@ def case_of(
     limits: Mapping[str, float],
     limit_of: str,
 ) -> Case:
-    """The phases of all repeats, and what an accepted sample costs.
+    """Return the phases of all repeats, and the cost of an accepted sample.
 
     Args:
         limits: seconds by phase and "step".
@@ -292,7 +292,7 @@ def case_of(
         for name in ("step", *PHASES)
         if name in runs[0].seconds
     ]
-    # What follows from others would be compared with an older record twice, so it never is.
+    # Figures that follow from others would be compared twice, so they never are.
     shares = [100 * run.overlap for run in runs]
     figures.append(Figure(name="overlap", unit="%", better=None, repeats=shares))
     if all(run.accepted > 0 for run in runs):

@@ -140,7 +140,8 @@ class TorchDistReader:
         """Return a part of a tensor, joined from the chunks it touches.
 
         Raises:
-            ConfigError: the chunks do not tile the part; a file is damaged or cannot be read.
+            ConfigError: the chunks do not tile the part; a file is damaged or cannot be read; there
+                is not enough memory.
         """
         tensor = self._tensor(key)
         touched = tensor.touched(part)
@@ -175,6 +176,8 @@ class TorchDistReader:
                 reason = (str(error).splitlines() or [repr(error)])[0]
                 if window.failure is not None:  # torch makes something else of it
                     raise window.failure from None
+                if "can't allocate memory" in reason:
+                    raise ConfigError(f"tensor {key} does not fit in memory ({reason})") from None
                 raise ConfigError(
                     f"tensor {key} cannot be read from {path} ({reason}); the file is damaged, "
                     "copy the checkpoint again"

@@ -78,7 +78,7 @@ def into_microbatches(
 
     Args:
         micro_batch: responses per pass, where there is no budget.
-        budget: positions per pass; 0: none. Passes are then those of ``plan_passes``.
+        budget: positions per pass; 0: none. Passes are then ``plan_passes``'.
         packed: responses lie end to end.
     """
     if not budget:

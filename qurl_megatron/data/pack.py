@@ -1,11 +1,10 @@
 """Responses into training tensors, and nothing else: pure and on the CPU.
 
 Shapes: B = rows, S = their length, N = response tokens of the batch that the policy wrote; all
-others, those of prompts and of what an environment said, are context and nothing else. A row is one
+others, of prompts and of an environment's messages, are context and nothing else. A row is one
 response, padded on the right; or all of them lie end to end in a single row (packed). Position t
-predicts token t+1: a response token's log-prob is read one place before it. What the loss knows of
-tokens is kept flat, [N], in the order of the responses: other tokens have no ratio and no
-advantage.
+predicts token t+1: a response token's log-prob is read one place before it. The loss's facts about
+tokens are flat, [N], in the order of the responses: other tokens have no ratio and no advantage.
 """
 
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ class PromptStream:
         Args:
             held_out: how many prompts are wanted that are never trained on.
             answers: every row of a file must have one.
-            files: those of ``config``, by key, where they have been read already.
+            files: ``config``'s, by key, where they have been read already.
 
         Raises:
             ConfigError: a file or the task cannot be used, or all its prompts are too long.

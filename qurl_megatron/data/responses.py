@@ -2,8 +2,8 @@
 
 Of every response there are the few numbers that baselines, weights and penalties are made of; of
 those that are held also the tokens. A held response lies in one piece: its prompt's tokens, then
-its own, then those of the next. Of a response's tokens the policy wrote all, or in a conversation
-with an environment some: log-probs and lengths that count for anything are those of these alone.
+its own, then the next one's. Of a response's tokens the policy wrote all, or in a conversation with
+an environment some: log-probs and lengths count these tokens alone.
 
 Shapes: R = responses of the step; H = those held here.
 """

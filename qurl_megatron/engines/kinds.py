@@ -48,7 +48,8 @@ class EngineKind:
     """Can compute logits in FP32 where the model is BF16."""
 
     tempers_prompts: bool
-    """Its log-probs of prompt tokens are at the sampling temperature, as those of sampled ones."""
+    """Its log-probs of prompt tokens are at the sampling temperature, like those for sampled
+    ones."""
 
     quantizes: bool
     """Quantizes while it loads, a run's Megatron checkpoint as well as a Hugging Face folder."""

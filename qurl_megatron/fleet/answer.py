@@ -1,4 +1,4 @@
-"""An engine's answers as typed records within their ranges, or a Malformed that says what is wrong.
+"""An engine's answers as typed records within their ranges, or a Malformed that names the fault.
 
 A wrong token or log-prob crashes nothing, it biases the gradient; so nothing is rounded, cut or
 guessed here. Ids are integers of the vocabulary, a log-prob is one that a sampled token can have,
@@ -48,8 +48,9 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
-"""Each is sent: a server fills in what a request leaves out (``--preferred-sampling-params``), and
-would then report log-probs of another distribution than the policy's."""
+"""Each is sent: a server fills in parameters that a request leaves out
+(``--preferred-sampling-params``), and would then report log-probs of another distribution than the
+policy's."""
 ASKED_FOR = {
     "temperature",
     "max_new_tokens",
@@ -82,7 +83,7 @@ class Rules:
     names: Names  # of this run's versions
     confirmed: int | None = None  # version before the engine was asked; None: any will do
     newest: int | None = None  # that this run has published; None: nothing yet
-    stops: StopIds | None = None  # None: nobody knows what ends a response
+    stops: StopIds | None = None  # None: nobody knows which tokens end a response
     longest_input: int | None = None  # as in ``Info``
 
 
@@ -145,7 +146,7 @@ def answer_limit(budgets: Sequence[int]) -> int:
 
 
 def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[Part | Malformed]:
-    """Return each answer of a batch, or what is wrong with that one.
+    """Return each answer of a batch, or its fault.
 
     Raises:
         Malformed: they do not answer these requests.
@@ -378,7 +379,7 @@ def read_info(info: dict) -> Info:
 
 
 def _resampling(server: _ServerInfo) -> Iterator[str]:
-    """Yield the settings of an SGLang server that change what it samples from.
+    """Yield the settings of an SGLang server that change its sampling distribution.
 
     Raises:
         Malformed: the preferred parameters are no object.

@@ -127,7 +127,7 @@ class EngineClient:
             raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def weight_version(self) -> str:
-        # Not from server_info, where SGLang says what it was started with.
+        # Not from server_info, where SGLang reports the model of its start.
         info = self._first(("/model_info", "/get_model_info"), CONTROL_TIMEOUT_S)
         version = info.get("weight_version")
         if version is None:
@@ -174,7 +174,7 @@ class EngineClient:
         Args:
             input_ids: no more than ``longest_scored``.
             start: 1 or more.
-            temperature: divides the logits; SGLang leaves those of a prompt as they are.
+            temperature: divides the logits; SGLang leaves a prompt's as they are.
         """
         body = {
             "input_ids": list(input_ids),
@@ -432,7 +432,7 @@ class Session:
         limit: int,
         cache_key: str | None = None,
     ) -> Read:
-        """Return what ``read`` makes of the body of an answer.
+        """Return ``read``'s result for the body of an answer.
 
         Args:
             read: must keep no parsed object: there are millions of small ones.
@@ -514,7 +514,7 @@ def _why(error: BaseException) -> str:
         # A group is of all addresses of a name.
         root = beneath.exceptions[0] if isinstance(beneath, ExceptionGroup) else beneath
     number = root.errno if isinstance(root, OSError) and not isinstance(root, ssl.SSLError) else 0
-    if number and number > 0:  # below are those of name servers
+    if number and number > 0:  # below are name servers'
         return os.strerror(number)
     return str(error) or type(error).__name__
 

@@ -1,13 +1,13 @@
 """Prompts in, samples out, whatever happens to the engines on the way.
 
 Requests are groups: the samples of one prompt travel together and share its prefill. Each group is
-with one engine at a time; if that fails, what is unfinished of the group goes to another, so that
+with one engine at a time; if that fails, the group's unfinished responses go to another, so that
 no sample is lost and none comes twice. A response that was aborted is not thrown away: its prompt
 and the tokens it has are sent on, and the sample joins the parts, each token with the log-prob and
 the weight version it was generated with.
 
-Where there is an environment, a response that ended goes to it, and with what it says back to the
-engines, as often as the conversation has turns. The samples of a prompt do so independently.
+Where there is an environment, a response that ended goes to it, and back to the engines with its
+reply, as often as the conversation has turns. The samples of a prompt do so independently.
 
 Embedded engines get all of their groups in one request, prompt i at engine i modulo their number,
 and every sample carries its own seed: while nothing fails, such a run repeats bit for bit. For that
@@ -69,9 +69,9 @@ def collect(
     Args:
         samples: which of a prompt's samples to draw; None: all of them.
         top_p: share of the probability that tokens are drawn from. For evaluation alone: below 1
-            the log-probs are not those of what was sampled.
+            the log-probs do not belong to the sampling distribution.
         finished: called with the samples of each prompt when the last of them is there.
-        turns: with an environment, which says what follows on a response that ended.
+        turns: with an environment, the continuation of a response that ended.
 
     Raises:
         Interrupted: ``stop()`` became true.

@@ -249,7 +249,7 @@ class Fleet(Roster):
         """Restart the engines of this run, for weights in another number format.
 
         They come up in the background, as after a death but uncounted, and are back with the next
-        publication. What is in flight is lost, so let it finish first.
+        publication. Requests in flight are lost, so let them finish first.
 
         Raises:
             ConfigError: ``rollout.sglang_python`` does not exist any more.
@@ -309,7 +309,7 @@ def _in_parallel(
         try:
             with deadline(timeout_s):
                 outcome = act(engine)
-        except BaseException as error:  # for the caller, who raises what is not an EngineError
+        except BaseException as error:  # for the caller, who raises all but an EngineError
             errors[engine] = error
         else:
             results[engine] = outcome

@@ -60,7 +60,7 @@ class EngineRecord:
     reason: str = ""  # why it is stale or gone
     pointers: tuple[str, ...] = ()  # of each rank, where its parameters lie
 
-    leased_s: float | None = None  # what another run's lease had left when it was last asked for
+    leased_s: float | None = None  # time left of another run's lease when it was last asked for
     ours: bool = False  # its lease is this run's
 
     released: bool = False  # its device memory is the trainer's
@@ -70,7 +70,7 @@ class EngineRecord:
     tokens: int = 0  # received from it
     failures: int = 0  # grows whenever its requests are given up
     failed_updates: int = 0  # in a row
-    condemned: bool = False  # ours, and it said what cannot be true: to be restarted
+    condemned: bool = False  # ours, and it gave an impossible answer: to be restarted
     refuses: bool = False  # left because it does not take our key
     withdrawn: bool = False  # left because nobody offers it any more
     excused_until: float = 0.0  # not asked to take part before that time
@@ -153,7 +153,7 @@ class Roster:
         self.released = False
         """True while the engines' device memory is the trainer's."""
         self.publications = 0
-        """Number of publications; each may change what was seen of an engine before."""
+        """Number of publications; each may outdate earlier observations of an engine."""
         self.publishing = False
         self.lock = threading.RLock()
         """Of all state here and in the engines; held for moments."""
@@ -280,8 +280,8 @@ class Roster:
     def fail(self, engine: EngineRecord, why: str | EngineError) -> None:
         """Take an engine out of the traffic until an update succeeds; its requests are given up.
 
-        One that does not take our key is out for good, and one of ours that said what cannot be
-        true is to be restarted.
+        One that does not take our key is out for good, and one of ours that gave an impossible
+        answer is to be restarted.
         """
         error = why if isinstance(why, EngineError) else EngineError(why)
         if error.refused and engine.process is None:
@@ -421,7 +421,7 @@ class Roster:
             self.note("restarted" if engine.restarts else "started", engine, f"at {engine.url}")
 
     def other_facts(self, computes: Mapping[str, Any] | None) -> str:
-        """Return where an engine's model differs from that of the run; "" where it does not, or the
+        """Return where an engine's model differs from the run's; "" where it does not, or the
         engine does not say."""
         differences = []
         for name, ours in (self.facts or {}).items():

@@ -1,8 +1,8 @@
 """The thread that looks after the engines, every quarter of a second.
 
-It notices what no request shows: an idle engine that died, one that is stopped or hangs, one that
-the batch system added or took away. It acts between publications only, so weights never go to an
-engine that is being killed, and an engine busy with an update is not taken for hung.
+It notices faults that no request shows: an idle engine that died, one that is stopped or hangs, one
+that the batch system added or took away. It acts between publications only, so weights never go to
+an engine that is being killed, and an engine busy with an update is not taken for hung.
 
 A health check asks for ``/server_info``, which the engine's own loop answers, paused or not.
 SGLang's ``/health`` generates a token, and fails while the engine is paused.
@@ -95,7 +95,7 @@ class Supervisor:
             self._stopping.wait(RETRY_S / 10)
 
     def _tell(self, waiting: list[EngineRecord], there: int, wanted: int, timeout_s: float) -> None:
-        """Say what a run waits for that it has not started itself."""
+        """Name the engines that a run waits for and has not started itself."""
         limit = f"for {timeout_s:g} s at most (rollout.start_timeout_s)"
         for engine in [engine for engine in waiting if engine.process is None]:
             state = engine.pulse.error or "no answer yet"
@@ -296,7 +296,7 @@ def _heard(engine: EngineRecord, otherwise: float) -> float:
 
 
 def _lateness(engine: EngineRecord, limit_s: float, now: float) -> str:
-    """Say what has been waited for, and how long."""
+    """Name the engines that were waited for, and how long."""
     if engine.process is None:
         return f"{engine} did not answer within {limit_s:g} s: {engine.pulse.error}"
     awaited = "its health check" if engine.client else "it to report its port"

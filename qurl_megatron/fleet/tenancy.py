@@ -10,7 +10,8 @@ beside the rendezvous, so that both can lie in one folder that only the user can
 An adopted engine belongs to one run, by a lease that a thread here renews: publications take
 minutes, and the supervisor waits for them. There is one lease request at a time per URL, so that an
 engine given back is not granted again by a request under way. An engine that leaves and returns is
-another one to the fleet, at the same URL: what the first still has to give back is the second's.
+another one to the fleet, at the same URL: a lease that the first still has to give back is the
+second's.
 """
 
 import threading
@@ -32,7 +33,7 @@ from qurl_megatron.wire.lease import Owner
 
 LEASE_S = 30.0
 RENEW_S = 5.0
-ANSWER_S = 5.0  # for an engine to answer, which it does without a look at what it generates
+ANSWER_S = 5.0  # for an engine to answer, which it does without a look at its requests
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The policy's tokens stay as they were sampled: their ids are never made again from their text. An
 environment's message is turned into ids and appended; the policy's next turn is one more request
-for what follows on all of it.
+that continues all of it.
 """
 
 import asyncio

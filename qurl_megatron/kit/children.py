@@ -1,4 +1,4 @@
-"""What a process started by a training rank inherits: an environment and cores, made on purpose.
+"""The environment and cores that a training rank's child processes inherit.
 
 A launcher tells each rank where it stands through environment variables, and may bind it to cores
 of its own. Neither is meant for a child: an SGLang server that finds torchrun's variables looks for
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 OF_A_RANK = frozenset(
     {
         *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        # Slurm's of a task; those of the job stay.
+        # Slurm's of a task; the job's stay.
         *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK_PID"),
         *("SLURM_NTASKS", "SLURM_NPROCS"),
         # The trainer's way with failing collectives; they end the process.
@@ -50,9 +50,9 @@ def job_cores(own: set[int], fenced: set[int], env: Mapping[str, str]) -> set[in
     """The cores of a rank's children: the job's, where a batch system bound the rank to a part.
 
     Args:
-        own: what this process may use.
-        fenced: what the kernel lets it have when it asks for everything: the job's, where the
-            batch system fences jobs in, else the machine's.
+        own: cores that this process may use.
+        fenced: cores that the kernel grants when it asks for all: the job's, where the batch system
+            fences jobs in, else the machine's.
         env: a binding set by hand, with ``taskset``, is deliberate and is kept.
     """
     batch = "SLURM_JOB_ID" in env or "OMPI_COMM_WORLD_SIZE" in env

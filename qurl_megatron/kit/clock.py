@@ -1,4 +1,4 @@
-"""The time of day for what is drawn and measured: it goes on evenly, whoever sets the clock."""
+"""The time of day for measurements: it goes on evenly, whoever sets the clock."""
 
 import time
 

@@ -27,7 +27,8 @@ LONGEST_REASON = 300  # characters
 SHORTEST_SECRET = 6  # characters; a shorter one would take ordinary words along
 
 _SECRETS: dict[str, re.Pattern[str]] = {}
-"""By key, what finds it in a text; the longest first, as a shorter one may be a part of it."""
+"""By key, the pattern that finds it in a text; the longest first, as a shorter one may be a part of
+it."""
 _BREAK = r"(?:(?:\\[nr]|[\x00-\x1f\x7f-\x9f])+ *)?"  # where a server wraps its lines
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but tab and line feed
@@ -61,7 +62,7 @@ def _spelled(character: str) -> str:
 def _as_base64(value: str) -> list[str]:
     """Return the forms of a key in Base64 behind any text, as in ``Basic`` credentials.
 
-    Its first and last character may hold bits of what stands beside the key, and are left out.
+    Its first and last character may hold bits of its neighbours, and are left out.
     """
     encoded = (base64.b64encode(bytes(before) + value.encode()).decode() for before in range(3))
     wholes = ((8 * (before + len(value.encode()))) // 6 for before in range(3))
@@ -89,11 +90,11 @@ def unprintable(text: str) -> str:
 
 
 class Foreseen(Exception):
-    """What a run must expect, and says in a sentence.
+    """An error that a run must expect, and reports in a sentence.
 
     Raised where the leading rank acts, it is raised on every rank (``actor.megatron.on_lead``),
     so that all of them save and end, or go on. Anything else is a mistake of ours. Its message is
-    ``printable``, since it often quotes what came from outside.
+    ``printable``, since it often quotes text from outside.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -101,7 +102,7 @@ class Foreseen(Exception):
 
 
 class Interrupted(Foreseen):
-    """Somebody asked for a stop; what was under way has been given up."""
+    """Somebody asked for a stop; the work under way has been given up."""
 
 
 class ConfigError(Foreseen, ValueError):
@@ -132,7 +133,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """In place of a score, or of what an environment says next."""
+    """In place of a score, or of an environment's next message."""
 
     cause: str  # of CAUSES
     why: str

@@ -1,4 +1,4 @@
-"""What file systems do to us: refuse to write, and show late what another node has written."""
+"""Trouble with file systems: they refuse to write, and show late the files of another node."""
 
 import contextlib
 import errno
@@ -41,7 +41,7 @@ def refusing(
     """Turn "no room" and "no right" into a sentence for the user, and leave no half-written file.
 
     Args:
-        path: what is written; the system's own word on that comes first.
+        path: the file or folder; a path that the system names itself comes first.
         key: recipe key of the folder.
         size: bytes that are to be written, where that is known.
 

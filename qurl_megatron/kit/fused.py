@@ -39,7 +39,7 @@ def has_kernels_for(tensor: Tensor) -> bool:
 
 @functools.cache
 def _can_run(interpreted: bool) -> bool:
-    """Whether triton is there, with what it compiles its launcher when it first starts a kernel."""
+    """Whether triton is there, with the compiler that it needs for its first kernel."""
     installed = find_spec("triton") is not None
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")

@@ -1,6 +1,6 @@
 """Start one process per rank on this machine, pass signals on, and end together.
 
-The launcher sees all ranks, so it is also the one that says what ended a run. Under torchrun or
+The launcher sees all ranks, so it also names the cause of a run's end. Under torchrun or
 srun there is none, and the ranks exist already: they look where they stand (``place``), and the
 first to fail says why.
 """
@@ -27,7 +27,7 @@ GRACE_S = 15.0
 LOST_S = 2.0
 """The same after one was killed: they can save nothing without it."""
 SURE_S = 0.5
-"""Seconds by which the death of a rank may be seen after that of a rank that noticed it."""
+"""Seconds by which a rank's death may be seen after the death of another that noticed it."""
 LEAVING_S = 0.2
 """Seconds that a rank which has failed may take to be gone, after its peers have noticed."""
 TEXT = 15_000
@@ -51,11 +51,11 @@ def launch(
 
     Ranks live in process groups of their own, so that Ctrl-C reaches them once, through this
     process, and end with this process, however it ends. The first rank that fails ends the others;
-    what it gave to ``tell`` is printed, and its code returned. A rank that is killed by signal n
+    its sentence (``tell``) is printed, and its code returned. A rank that is killed by signal n
     goes before all: the run ends with 128 + n.
 
     Args:
-        lost: makes of "rank 1 was killed by SIGKILL" what the user should read.
+        lost: makes the user's message of "rank 1 was killed by SIGKILL".
     """
     # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -151,7 +151,7 @@ def _run(
     _launcher = launcher
     os.setpgrp()
     bury(os.getpid())
-    # What a launcher further out has set is not meant for these ranks.
+    # Variables of a launcher further out are not meant for these ranks.
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     # All ranks are on this machine; without it gloo looks the host's name up, which may fail.
@@ -209,7 +209,7 @@ def _join(
     codes: dict[int, int] = {}
     _wait(ranks, codes, None)
     if any(codes.values()):
-        # By then it is clear whether a rank was killed, or only told of what went wrong.
+        # By then it is clear whether a rank was killed, or only reported the failure.
         _wait(ranks, codes, SURE_S)
         killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
         text = _first(told)
@@ -249,7 +249,7 @@ def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
 
 
 def _first(told: list[Connection]) -> str | None:
-    """The earliest of what ranks told; None: nothing."""
+    """The earliest sentence of a rank; None: there is none."""
     failures = []
     for reader in told:
         with contextlib.suppress(EOFError):  # it ended without a word

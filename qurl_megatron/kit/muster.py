@@ -3,7 +3,7 @@
 torchrun's agents meet before there are ranks; srun has no such thing, and a port that each rank
 works out for itself may be another job's. So rank 0 opens torch's store on a port that the system
 leases to it, and then writes address and port into a file, under a name that no other step has.
-Names of nodes need not resolve: what the file holds is an address.
+Names of nodes need not resolve: the file holds an address.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def mustered(folder: Path, *, key: str) -> Iterator[None]:
     if {"MASTER_ADDR", "MASTER_PORT"} <= env.keys() or "SLURM_STEP_NUM_TASKS" not in env:
         yield
         return
-    # A supervisor calls ``forget`` without what this imports.
+    # A supervisor calls ``forget`` without these imports.
     from qurl_megatron.kit.place import address_for_others, be_reachable
 
     one_node = env.get("SLURM_STEP_NUM_NODES") == "1"
@@ -61,13 +61,13 @@ def mustered(folder: Path, *, key: str) -> Iterator[None]:
 
 
 def forget(folder: Path) -> None:
-    """Remove what ranks have left that were killed; none must be running."""
+    """Remove the files of ranks that were killed; none must be running."""
     for file in folder.glob(f"{MEETING}*"):
         file.unlink(missing_ok=True)
 
 
 def _step(env: Mapping[str, str]) -> str:
-    """What tells this step from every other: ids begin again with a requeued job, and with a
+    """Name of this step alone: ids begin again with a requeued job, and with a
     controller that has lost its state."""
     names = ("JOB_ID", "STEP_ID", "RESTART_COUNT", "STEP_LAUNCHER_PORT")
     return "-".join(env.get(f"SLURM_{name}", "0") for name in names)

@@ -64,7 +64,7 @@ def ranks_here(env: Mapping[str, str]) -> int:
 
 
 def end_with_launcher() -> None:
-    """Have what this rank would leave behind end with it, and the rank itself with torchrun.
+    """End this rank's children with it, and the rank itself with torchrun.
 
     srun's own daemon outlives it and ends the ranks; one that was started by hand, with torchrun's
     variables, may well outlive the shell it came from.
@@ -83,7 +83,7 @@ def end_with_launcher() -> None:
 def be_reachable(*, one_node: bool) -> None:
     """Have gloo tell the other nodes an address of this one that they can reach.
 
-    It advertises what the host name resolves to, which many /etc/hosts map to 127.0.1.1.
+    It advertises the host name's address, which many /etc/hosts map to 127.0.1.1.
 
     Raises:
         ConfigError: there are other nodes, and it is not clear which interface leads to them.
@@ -99,8 +99,8 @@ def be_reachable(*, one_node: bool) -> None:
 def address_for_others(*, one_node: bool) -> str:
     """An address of this node at which the ranks of others, and engines, reach it.
 
-    It is that of the interface the site names, else what the node's name resolves to, else that of
-    the interface which leads out.
+    It belongs to the interface that the site names, else to the node's name, else to the interface
+    that leads out.
 
     Raises:
         ConfigError: there are other nodes, and it is not clear which interface leads to them.

@@ -1,7 +1,7 @@
 """Standard output that goes away: its reader has left (``| head``), its session was closed, or it
 is a file on a full disk.
 
-What a command has printed so far is all that anybody will see. A command whose results are on disk
+Nobody will see more than the command has printed so far. A command whose results are on disk
 goes on without it, and says so once on stderr; any other ends, as Unix tools do. Standard error
 that goes away ends nothing.
 """
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 GONE = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT}
 READER_LEFT = 128 + signal.SIGPIPE
-"""What a command leaves with whose reader has left: what a shell sees of one that SIGPIPE ended."""
+"""Exit code of a command whose reader has left: as a shell reports SIGPIPE."""
 
 
 @contextmanager
@@ -63,7 +63,7 @@ class Output:
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            # What waits in its buffer has to go somewhere, at the latest at exit.
+            # Its buffer has to be written somewhere, at the latest at exit.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

@@ -1,14 +1,14 @@
-"""What a process would leave behind ends with it, however it ends: ``atexit``, for SIGKILL too.
+"""A process's children and files end with it, however it ends: ``atexit``, for SIGKILL too.
 
 Nobody cleans up after a SIGKILL of its own. So a process that has children, or files in memory,
-hires an undertaker: a small process in a session of its own, which is told what there is and acts
-when the process that hired it is gone, or the launcher that a rank must not outlive. It sees that
-at once, by the end of a socket; where a forked child holds the other end, too, within ``POLL_S``,
-by having another parent.
+hires an undertaker: a small process in a session of its own, which keeps a list and acts when the
+process that hired it is gone, or the launcher that a rank must not outlive. It sees that at once,
+by the end of a socket; where a forked child holds the other end, too, within ``POLL_S``, by having
+another parent.
 
 A name does not tell a folder from another that was made in its place, and neither does the number
 of an inode, which is given to the next once it is free. So the undertaker holds a folder open, and
-with it the number: what it finds under the name is either the same folder or has another number.
+with it the number: under the name it finds the same folder, or one with another number.
 
 The file is run by itself, without the package: every rank starts one.
 """
@@ -33,7 +33,8 @@ SGLANGS = ("/dev/shm/sgl_shm_", "/dev/shm/sglang_loads_")
 """Shared memory of SGLang's processes; 25 MB for an engine of several ranks. They are killed by
 each other even at a clean end, and remove none of it."""
 PATIENCE_S = 1.0
-"""For what gets SIGTERM to end by itself: resource trackers, which ignore it, have work to do."""
+"""For processes that get SIGTERM to end by themselves: resource trackers ignore it, and have work
+to do."""
 
 
 def bury(what: int | Path) -> None:
@@ -62,7 +63,8 @@ def spare(what: int | Path) -> None:
 
 
 def remove(what: Path) -> None:
-    """Remove what ``bury`` was told of; what cannot be removed yet is tried again at the end."""
+    """Remove names given to ``bury``; those that cannot be removed yet are tried again at the
+    end."""
     if str(what).startswith(SGLANGS):
         _unlink(str(what))
     else:
@@ -108,7 +110,7 @@ class _Undertaker:
             )
 
     def write(self, order: list, *opened: int) -> None:
-        # An undertaker that was killed is no reason to end: what it would do is needed only where
+        # An undertaker that was killed is no reason to end: its work is needed only where
         # we are killed as well.
         with suppress(ConnectionError):
             socket.send_fds(self._orders, [json.dumps(order).encode()], opened)
@@ -134,7 +136,7 @@ def main(owner: int, lifelines: list[int]) -> None:
     if os.getppid() == owner:
         os.kill(owner, signal.SIGKILL)
     groups = [leftover for leftover in leftovers if isinstance(leftover, int)]
-    # Groups that are gone tell nothing; of what is there, not all has been told.
+    # Groups that are gone tell nothing, and not every process has been reported.
     files = {
         leftover
         for leftover in leftovers
@@ -151,7 +153,7 @@ def main(owner: int, lifelines: list[int]) -> None:
 
 
 def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]:
-    """What there is to bury, once the owner is gone, or one that holds a lifeline's other end.
+    """The list to bury once the owner is gone, or the holder of a lifeline's other end.
 
     The end of standard input says only that the owner is leaving: its exit code is its own affair.
 

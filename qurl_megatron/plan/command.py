@@ -104,7 +104,7 @@ def read_run(run_dir: Path, responses: int) -> Measured:
 
 
 def corrected_by_run(arguments: argparse.Namespace, gpu: Gpu) -> tuple[Constants, float]:
-    """Return constants with which a run's layout takes what it took, and its mean length.
+    """Return constants that make the prediction equal a measured run, and its mean length.
 
     A run tells by how much a phase is off, not which of its parts is: so each phase gets a factor.
 
@@ -191,7 +191,7 @@ def render(
 
 
 def stop_sentence(curve: Sequence[Prediction], worth: float) -> str:
-    """Say at which doubling less than ``worth`` of the step is saved, and what limits it."""
+    """Name the doubling that saves less than ``worth`` of the step, and its limit."""
     for best, doubled in zip(curve, curve[1:], strict=False):
         saved = 1 - doubled.step / best.step
         if doubled.choice.gpus == 2 * best.choice.gpus and saved < worth:

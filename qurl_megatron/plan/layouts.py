@@ -53,7 +53,7 @@ def choices(arch: Arch, gpus: int, node: int, shares: int) -> Iterator[Choice]:
 
     Args:
         node: GPUs of a machine.
-        shares: what data ranks divide: an update's responses, or its microbatches of fixed size.
+        shares: the number that data ranks divide: an update's responses, or its microbatches.
     """
     within = _divisors(min(node, gpus))
     for trainer in [gpus, *_splits(gpus, node)]:
@@ -137,7 +137,7 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
     engines that share the trainer's GPUs cannot (NCCL wants two GPUs): theirs go by files.
 
     Args:
-        static: SGLang's --mem-fraction-static; None leaves what the recipe says.
+        static: SGLang's --mem-fraction-static; None keeps the recipe's.
 
     Raises:
         ConfigError: the batch does not divide, or the recipe forbids it otherwise.
@@ -173,7 +173,7 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
 
 
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
-    """What turns one into the other on the command line, as section.key=value."""
+    """Return the overrides that turn one into the other, as section.key=value."""
     changed = []
     for section, keys in CHANGED.items():
         for key in keys:

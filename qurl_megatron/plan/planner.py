@@ -52,7 +52,7 @@ class Prediction:
 
     @property
     def logged(self) -> dict[str, float]:
-        """Seconds by the names of a run's metrics; of a rollout ahead, what the trainer waits."""
+        """Seconds by the names of a run's metrics; of a rollout ahead, the trainer's wait alone."""
         exposed = self.step - self.publish - self.reload - self.training.seconds
         return {
             "time/rollout": max(0.0, exposed) if self.ahead else self.rollout.seconds,
@@ -64,7 +64,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """The longest phase, and what takes most of it."""
+        """The longest phase, and its largest part."""
         phases = {
             f"rollout: {self.rollout.limit}": self.rollout.seconds,
             f"train: {self.training.limit}": self.training.seconds,
@@ -75,7 +75,7 @@ class Prediction:
 
 
 class Planner:
-    """Predicts layouts of one recipe on one kind of GPU, and keeps what they share."""
+    """Predicts layouts of one recipe on one kind of GPU, and caches their common parts."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ REDUCE, LAUNCH, PREFILL = "all-reduces", "launches and sampling", "prefill"
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeRank:
-    """What one rank of an engine does per step; bytes and floating-point operations."""
+    """Work of one engine rank per step: bytes and floating-point operations."""
 
     weights: float  # bytes read
     quantized: float  # operations per response in products at ``scheme``
@@ -46,7 +46,7 @@ class DecodeRank:
 
 @cache
 def decode_rank(arch: Arch, scheme: str, tensor: int, itemsize: int = 2) -> DecodeRank:
-    """A rank of an engine of ``tensor``; what is not quantized has ``itemsize`` bytes a number."""
+    """Return a rank of an engine of ``tensor``; unquantized numbers have ``itemsize`` bytes."""
     embedding = arch.vocab * arch.hidden
     weight_bytes = memory.engine_weights(arch, scheme, tensor, itemsize)
     linear = linear_parameters(arch)
@@ -78,7 +78,7 @@ def linear_parameters(arch: Arch) -> int:
 def decode_step(
     rank: DecodeRank, gpu: Gpu, constants: Constants, running: float, context: float
 ) -> dict[str, float]:
-    """Seconds of one step by what takes them.
+    """Return the seconds of one step by cause.
 
     Args:
         running: responses in the batch.
@@ -183,8 +183,8 @@ def rollout_time(
 def slots_of(work: Workload, share: int, room: int, most: int) -> int:
     """Responses that an engine runs at once.
 
-    Its cache must hold what running responses have on average over their lives, E[L^2] / 2 E[L] of
-    a response besides the prompt; SGLang takes the youngest back where chance wants more.
+    Its cache must hold running responses at their average length over their lives, E[L^2] / 2 E[L]
+    besides the prompt; SGLang takes the youngest back where chance wants more.
 
     Args:
         share: responses that it answers in a step.

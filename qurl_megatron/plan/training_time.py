@@ -28,7 +28,7 @@ GRADIENTS, OPTIMIZER = "the gradients' sum", "the optimizer"
 
 @dataclass(frozen=True)
 class Hand:
-    """What the fullest data rank goes through in one update."""
+    """Work of the fullest data rank in one update."""
 
     passes: int
     tokens: int  # of all passes, padding included
@@ -57,7 +57,7 @@ def deal_out(work: Workload, data: int, budget: int, micro_batch: int, packed: b
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """A layout of the trainer, and what it trains."""
+    """A layout of the trainer, and its model."""
 
     arch: Arch
     tensor: int
@@ -128,7 +128,7 @@ def forward(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Par
 
 
 def update(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Parts:
-    """Seconds of one update by what takes them."""
+    """Return the seconds of one update by cause."""
     ahead = forward(trainer, gpu, constants, hand)
     factors = {PRODUCTS: 2.0, ATTENTION: constants.attention_backward}
     again = 1 if trainer.recompute else 0
@@ -203,7 +203,7 @@ def training_time(
 
 
 def _in_pipeline(parts: Parts, stages: int, hand: Hand, updates: int = 1) -> Parts:
-    """``parts`` with what the fill and drain of the pipeline and uneven data ranks add.
+    """Add the fill and drain of the pipeline, and uneven data ranks, to ``parts``.
 
     Args:
         updates: whose passes follow on each other without a drain.

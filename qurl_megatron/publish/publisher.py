@@ -51,7 +51,8 @@ class _Spent:
 
 
 class Publisher:
-    """All ranks make one and call it together. Leaving it as a context removes what was sent."""
+    """All ranks make one and call it together. Leaving it as a context removes the sent
+    versions."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Publisher:
     def publish_as(self, scheme: str) -> None:
         """Publish in this number format from now on; all ranks call it together.
 
-        The engines must be those of this format (``Fleet.switch``) when the next version comes.
+        The engines must have this format (``Fleet.switch``) when the next version comes.
         """
         self.scheme = scheme
         if self.policy.ranks.copies.size > 1:  # they get other tensors to send than they held
@@ -135,7 +136,7 @@ class Publisher:
         }
 
     def _agree(self, make: Callable[[], Any], act: Callable[[list], Any] | None) -> Any:
-        """Make every rank's part, and return on every rank what the leading rank makes of them.
+        """Make every rank's part, and return the leading rank's result on every rank.
 
         Raises:
             EngineError, ConfigError: a rank's first error, or the one of ``act``; on every rank.

@@ -50,7 +50,7 @@ class RankShards:
     ) -> None:
         """
         Args:
-            scheme: the number format; ``quant.scheme``, or what the run has gone over to.
+            scheme: the number format; ``quant.scheme``, or the run's present one.
             limit: bytes of a bucket.
             seed: the run's, for the draws of ``quant.rounding``.
         """
@@ -81,7 +81,7 @@ class RankShards:
     def quantized(
         self, index: int, version: int, memory: Tensor | None, drift: Drift
     ) -> list[Shard]:
-        """Return what this rank sends in one round: codes, scales and high-precision tensors.
+        """Return this rank's tensors of one round: codes, scales and high-precision tensors.
 
         Args:
             memory: ``Sender.room``; the shards are made there if it is on the ranks' device.
@@ -186,10 +186,10 @@ class RankShards:
         return elements * self._dtype.itemsize // split
 
     def _extra_bytes(self, shard: Shard) -> int:
-        """About what ``_sent_bytes`` leaves out: alignment, and row-parallel scales, which are
-        whole on the rank that sends them.
+        """Room for the bytes that ``_sent_bytes`` leaves out: alignment, and row-parallel scales,
+        which are whole on the rank that sends them.
 
-        Padded rows of a vocabulary may exceed it; what then has no room is copied.
+        Padded rows of a vocabulary may exceed it; tensors without room are then copied.
         """
         if is_quantized(shard.name) and self._scheme != "none":
             return 2 * ALIGNMENT + 4 * shard.shape[0]
@@ -216,7 +216,7 @@ def engine_part(tensor: HfTensor, shape: Sequence[int], tp: int, rank: int) -> S
     by several. The vocabulary is padded and split evenly, and the padding is nobody's.
 
     Raises:
-        ConfigError: ``tp`` does not divide what it splits, or the shape is not the model's.
+        ConfigError: ``tp`` does not divide a split dimension, or the shape is not the model's.
     """
     units = tensor.units
     if tensor.vocabulary:

@@ -117,7 +117,7 @@ class Update:
             receipts: ``Sender.receipts``.
 
         Raises:
-            EngineError: no engine has all of it; names what each lacks.
+            EngineError: no engine has all of it; names each one's missing tensors.
         """
         self.wait()
         receipts_by_engine: dict[str, list[Receipt]] = {}

@@ -18,8 +18,8 @@ from qurl_megatron.quant.formats import round_to_grid_, scheme_named
 from qurl_megatron.schemes import Scheme
 
 Arithmetic = Literal["exact", "sglang"]
-"""Whose: "exact" divides by the scale and rounds half to even; "sglang" is that of its GPU kernels,
-as of 0.5.23 (``_per_token_quant_int8``, ``per_token_quant_fp8``)."""
+"""Whose: "exact" divides by the scale and rounds half to even; "sglang" follows its GPU kernels, as
+of 0.5.23 (``_per_token_quant_int8``, ``per_token_quant_fp8``)."""
 
 TINY = torch.finfo(torch.float32).tiny
 SGLANG_LEAST = 1e-10  # largest magnitude of a token that SGLang's INT8 kernel tells from zeros

@@ -43,7 +43,7 @@ def update_passed(
     """(<dQ, dW>, ||dW||^2, ||dQ||^2), float64 [3]: the part of an update that the engine's weights
     make.
 
-    dW is the change of the weights, dQ that of the weights that their codes stand for. Over a model
+    dW is the change of the weights, dQ the change of their codes' values. Over a model
     <dQ, dW> / ||dW||^2 is the share of the update that the engine sees, 1 in the mean of a rounding
     that loses nothing, however few codes change; the cosine of dQ and dW says with how much noise.
 

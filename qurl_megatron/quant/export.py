@@ -1,8 +1,8 @@
 """The layouts in which a quantized checkpoint is written, one per family of loaders.
 
 Each stores a weight's values under the weight's own name, [O, I], and a float32 scale beside it
-that multiplies them. They differ in the scale's name and shape, and in what ``config.json`` says.
-Which engines read which layout is in ``FORMATS``; what none reads is refused.
+that multiplies them. They differ in the scale's name and shape, and in ``config.json``.
+Which engines read which layout is in ``FORMATS``; a layout that none reads is refused.
 
 Shapes: O = output channels, I = input channels, R x C = the squares of 128 x 128 over them.
 """
@@ -208,7 +208,7 @@ def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str, fmt: str) -> Q
     Other writers store scales in BF16, or without the dimensions of size 1; both are read.
 
     Raises:
-        ConfigError: a tensor is missing, or is not what the layout says; names it.
+        ConfigError: a tensor is missing, or does not fit the layout; names it.
     """
     rules = SCHEMES[scheme]
     for part in (name, scale_name(name, scheme, fmt)):

@@ -35,7 +35,7 @@ def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
 def round_to_grid_(x: Tensor, scheme: Scheme) -> Tensor:
     """Prepare float32 ``x / scale`` for its cast, in place: half to even.
 
-    Nothing is clamped, which would be a pass over memory: where the scale is that of x's own amax,
+    Nothing is clamped, which would be a pass over memory: where the scale comes from x's own amax,
     the largest quotient exceeds ``largest`` by no more than the rounding of two divisions, and
     rounds to ``largest``. So does the float8 cast, which rounds half to even itself.
     """

@@ -1,4 +1,4 @@
-"""Weights to INT8 and E4M3 codes, one scale per output channel, to the bit what torch gives.
+"""Weights to INT8 and E4M3 codes, one scale per output channel, equal to torch's to the bit.
 
 A row that fits into the registers of one program is read once: its amax, its scale and its codes
 come from the same copy. Longer rows, and rows on whose amax ranks have to agree, are read twice.
@@ -31,7 +31,7 @@ _TO_STEPS_BITS = tl.constexpr((127 + 14) << 23)
 _FIRST, _SECOND = tl.constexpr(0x85EBCA6B), tl.constexpr(0xC2B2AE35)
 
 Counter = tuple[int, int, int, int]
-"""What draws are made of, ``quant.rounding.Rounding.counter``; without one, nothing is drawn and
+"""Source of the draws, ``quant.rounding.Rounding.counter``; without one, nothing is drawn and
 weights become the nearest codes."""
 
 COUNTER = ["start", "second", "row_words", "first_column"]

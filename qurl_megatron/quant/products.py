@@ -2,7 +2,7 @@
 
     y[t, o] = (sum_i a[t, i] * w[o, i]) * weight_scale[o] * scale[t] + addend[t, o]
 
-The sum is exact in INT8 (int32 accumulator), so what is left to agree on is the order of scaling.
+The sum is exact in INT8 (int32 accumulator), so only the order of scaling is left to agree on.
 
 Shapes: T tokens, I input and O output channels.
 """

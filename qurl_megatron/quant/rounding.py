@@ -25,8 +25,8 @@ from qurl_megatron.schemes import Scheme
 UNIT = 2.0**-16
 """Draws are odd multiples of it between -1/2 and 1/2.
 
-Coarse enough for a sum with 127 to be exact: what is on the grid, or beside it by the rounding of
-two divisions as the largest of a row is, gets its own code whatever is drawn.
+Coarse enough for a sum with 127 to be exact: a number on the grid, or beside it by the rounding of
+two divisions (as the largest of a row), gets its own code whatever is drawn.
 """
 
 FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35

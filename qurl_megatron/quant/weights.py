@@ -31,7 +31,7 @@ _RUN_CPU, _SCRATCH_CPU = 1 << 20, 1 << 17
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """``values * scale`` is the weight; both tensors are what the engines load."""
+    """``values * scale`` is the weight; engines load both tensors."""
 
     values: Tensor  # [O, I] int8 or float8_e4m3fn
     scale: Tensor  # float32 [O, 1], or [ceil(O / block), ceil(I / block)]
@@ -240,6 +240,6 @@ def _runs(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, slice, 
         run = weight_OI[rows]
         if buffer is not None:
             buffer[: len(run), :I] = run
-            buffer[len(run) :] = 0  # what the run before left
+            buffer[len(run) :] = 0  # left by the run before
             run = buffer[: (last - first) * height]
         yield rows, slice(first, last), run.view(last - first, height, across, width)

@@ -73,7 +73,7 @@ def check_environment(config: RolloutConfig) -> None:
 
 
 def as_reply(value: object) -> Reply:
-    """Return what an environment returned as a reply; Unscored where it is no reply."""
+    """Return an environment's value as a reply; Unscored where it is none."""
     if value is None:
         return None
     if not isinstance(value, dict):

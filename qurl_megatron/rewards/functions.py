@@ -44,7 +44,7 @@ def find_named(key: str, name: str, what: str) -> Named:
     Args:
         key: of the recipe, or the option, that names it; for messages.
         name: "package.module:name" or "path/to/file.py:name".
-        what: "function" or "class", as it should be; for messages.
+        what: the expected kind, "function" or "class", for messages.
 
     Raises:
         ConfigError: there is none.
@@ -90,7 +90,7 @@ def find_function(key: str, name: str) -> Function:
 def check_call(function: Function, named: str, call: str, parameters: str) -> None:
     """
     Args:
-        call: what the function is called as, with ``parameters``, "a=..., b=...".
+        call: the call's shape for messages, with ``parameters``, "a=..., b=...".
 
     Raises:
         ConfigError: it cannot be called with them.
@@ -168,7 +168,7 @@ def call(function: Function, items: Sequence[Item], *, batched: bool) -> list[Sc
 
 
 def _as_score(value: Any) -> Score:
-    """Return a value as a score; verl's dicts hold the score beside what else verl logs."""
+    """Return a value as a score; verl's dicts hold the score among other values that verl logs."""
     if not isinstance(value, dict):
         return as_score(value)
     if "score" not in value:

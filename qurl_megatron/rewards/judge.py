@@ -3,8 +3,9 @@
     POST URL   {"items": [{"prompt": "...", "response": "...", "answer": "...", "metadata": {}}]}
     200        {"scores": [1.0]}
 
-One score per item, in their order; null for one that has none. What may pass by itself is asked
-again: no connection, no answer in time, and the answers in ``PASSING``. All else is the last word.
+One score per item, in their order; null for one that has none. A request is repeated where the
+fault may pass by itself: no connection, no answer in time, and the answers in ``PASSING``. All else
+is the last word.
 """
 
 import asyncio
@@ -72,7 +73,7 @@ class Judge:
         self._options: dict[str, Any] = {
             "headers": headers,
             "timeout": None,  # a whole request has one
-            # A proxy for the internet must not get what goes to a server in the cluster.
+            # A proxy for the internet must not get requests to a server in the cluster.
             "trust_env": secure,
             "verify": ssl.create_default_context() if secure else False,
         }

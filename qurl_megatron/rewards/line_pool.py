@@ -115,7 +115,7 @@ class LinePool:
             tries: workers that may die of it.
 
         Returns:
-            A future of what ``read`` returns, or Unscored: "timeouts" or "crashes". It raises as
+            A future of ``read``'s result, or Unscored: "timeouts" or "crashes". It raises as
             ``await_start``, or Abandoned.
         """
         answer: Future[Any] = Future()
@@ -370,7 +370,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _settle(future: Future, act: Callable[[], Any]) -> None:
-    """Give the future what ``act`` returns or raises, unless it is cancelled or settled already."""
+    """Give the future ``act``'s result or exception, unless it is cancelled or settled already."""
     try:
         settle = partial(future.set_result, act())
     except Exception as error:  # for whoever waits

@@ -1,8 +1,8 @@
 """The user's own code that a run or an evaluation calls (rewards, environment, loss), by checksum.
 
 Unlike data it may change under a run: who is told to fix a reward goes on from the checkpoint. But
-what it scores then is not compared with what it scored before. Files alone are watched: not what
-they import, nor what answers at a URL.
+its new scores are not compared with earlier ones. Files alone are watched: neither their imports,
+nor a server behind a URL.
 """
 
 import importlib.util
@@ -37,10 +37,10 @@ def checksums(named: Mapping[str, str]) -> dict[str, str]:
 
 
 def edited(named: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """Return what has changed of ``named_code``, as "reward.function=..." by its key.
+    """Return the changed part of ``named_code``, as "reward.function=..." by its key.
 
     Args:
-        before: its former checksums; what has none there is taken for unchanged.
+        before: its former checksums; a name without one counts as unchanged.
     """
     return {
         key: f"{key}={named[key]}"

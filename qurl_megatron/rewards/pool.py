@@ -1,4 +1,4 @@
-"""The reward of a recipe: one, or a weighted sum of several, and a count of what went wrong."""
+"""The reward of a recipe: one, or a weighted sum of several, and a count of failures."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -90,7 +90,7 @@ class Tally:
         )
 
     def said(self, ways: Collection[str] | None = None) -> str:
-        """Describe what went wrong, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ...".
+        """Describe the failures, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ...".
 
         Args:
             ways: of these alone.

@@ -81,7 +81,7 @@ class Experts:
 class Arch:
     """Sizes and switches of one decoder.
 
-    Engines generate with no model whose value is not the default; what they compute has none.
+    Engines generate only with models that have the default.
     """
 
     family: str
@@ -102,7 +102,7 @@ class Arch:
     experts: Experts | None = None  # every layer's, in place of its MLP
     zero_centred_norm: bool = False  # norms store their gain minus one
     activation: Activation = "silu"  # of the gate
-    embedding_scale: float = 1.0  # on what the first layer reads; the output layer is not scaled
+    embedding_scale: float = 1.0  # on the first layer's input; the output layer is not scaled
 
     @property
     def routed(self) -> Experts:
@@ -365,7 +365,7 @@ def read_stop_ids(folder: str | Path, of_tokenizer: Iterable[int] = ()) -> StopI
 
 
 def facts_of(folder: str | Path) -> dict[str, Any]:
-    """Return the facts that decide what engines compute, as JSON: sizes and switches by their
+    """Return the facts that decide an engine's numbers, as JSON: sizes and switches by their
     names in ``Arch``, and the tokens that end a response.
 
     Two models of equal tensors may differ in these alone.

@@ -1,8 +1,8 @@
 """A part of a tensor: where it lies in the whole one (``Slice``), and its values (``Shard``).
 
-Ranks, files, buckets and engines each hold parts of the same tensors; what two of them share is the
-``overlap`` of their slices, and ``narrow`` is its view in what either holds. Parts are boxes: rows
-or columns as tensor parallelism splits, or what is left of a row where an optimizer's state does.
+Ranks, files, buckets and engines each hold parts of the same tensors; the ``overlap`` of two slices
+is their common part, and ``narrow`` its view in either. Parts are boxes: rows or columns as tensor
+parallelism splits, or pieces of a row as an optimizer's state is split.
 """
 
 import math

@@ -3,7 +3,7 @@
 A name with 0 for its numbers leads to its row: ``model.layers.3.mlp.experts.7.up_proj.weight`` is
 the weight of a ``model.layers.0.mlp.experts.0.up_proj``. From the row and the model's sizes follow
 the shape of its weight, bias and scale, how ranks split them, whether rollouts run them at 8 bits,
-and what UAQ does to them.
+and their part in UAQ.
 """
 
 import re
@@ -55,7 +55,7 @@ class TensorRow:
     columns: Axis | None = None  # None: a vector, of a norm
     split: int | None = None  # the dimension that tensor parallelism splits; None: all have it all
     quantized: bool = False  # rollouts run it at 8 bits; all else stays in high precision
-    uaq: Literal["norm", "reader"] | None = None  # is scaled up, or reads what was
+    uaq: Literal["norm", "reader"] | None = None  # is scaled up, or reads a scaled one
 
 
 _QUERIES = TensorRow("queries", "hidden", split=0, quantized=True, uaq="reader")

@@ -47,7 +47,7 @@ NEEDS: dict[str, list[Need]] = {
     "memory": [_PROTOCOL],
     "nccl": [_PROTOCOL, _NCCL, *_SETTINGS],
 }
-"""By what carries the bytes. Files need nothing: every message names its format."""
+"""By carrier of the bytes. Files need nothing: every message names its format."""
 
 
 def own_facts() -> dict[str, str]:

@@ -104,7 +104,7 @@ class FilesSender(Sender):
     def finish(self, *, keep: int) -> None:
         if self.leads:
             for old in sorted(self.root.glob("v*"))[:-keep]:
-                # A network filesystem keeps what an engine still has open for a while.
+                # A network filesystem keeps files that an engine still has open for a while.
                 shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Buckets from point to point, over gloo or NCCL, cut to what each engine rank keeps.
+"""Buckets from point to point, over gloo or NCCL, cut to each engine rank's own part.
 
 Each engine has a link of its own to all training ranks (``link``), so an engine that fails does not
 disturb the others. A link stays open from version to version. Its ends meet in a TCP store that the
@@ -188,7 +188,7 @@ class GroupSender(Sender):
         self._stores.pop(engine, None)
         if link is not None:
             link.abort()
-            # What was on its way may still be read: later buckets get memory of their own.
+            # Buckets on their way may still be read: later ones get memory of their own.
             self._memory.clear()
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
@@ -333,7 +333,7 @@ class GroupReceiver:
             link.abort()
 
     def _of(self, transport: Mapping[str, Any]) -> list:
-        """Return what identifies a sender, of whatever kind, in its description."""
+        """Return a sender's identity, of whatever kind, from its description."""
         names = ("kind", "host", "port", "run", "engine", "backend", "senders")
         return [transport.get(name) for name in names]
 

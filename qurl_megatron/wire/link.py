@@ -4,13 +4,13 @@ Before every version the ends of a link compare notes: who is present, what they
 the link can be reused. Each end leaves one line in a store and reads everybody's, so all come to
 the same conclusion: a link that every end holds, and over which as much has come as was sent, stays
 open; otherwise all open the same new one. It may have been dropped at one end alone, the engine may
-be another process under its old name, and what an abandoned version left in a link must never be
+be another process under its old name, and bytes of an abandoned version in a link must never be
 taken for the next one's.
 
 gloo connects every pair when the group is made. NCCL would make a communicator for each pair that
 sends, at its first message, and block indefinitely on the peer meanwhile. So the group's one
 communicator is made at once, serves all pairs, and an empty greeting from every training rank to
-every engine rank opens what NCCL opens late; all of it under a deadline.
+every engine rank opens the connections that NCCL opens late; all of it under a deadline.
 
 Every wait on a link ends, and a link that failed is aborted, so that no kernel keeps waiting on the
 GPU. A failure of one link leaves the others alone.
@@ -221,7 +221,7 @@ class Link:
         if self.device.type == "cpu":
             work.wait(timedelta(seconds=left_s))
             return
-        # NCCL's own wait only makes the stream wait. What arrived while nobody looked is not late.
+        # NCCL's own wait only makes the stream wait. Work that ended while nobody looked is not late.
         deadline = max(deadline, time.monotonic() + GRACE_S)
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -349,8 +349,8 @@ class _Unwatched:
     """A block in which NCCL groups are made whose watchdog ends no process.
 
     torch reads that from the environment, which all threads share: the first one in sets it, the
-    last one out puts back what was there. Nobody waits for another here, since ranks that make
-    their groups in different orders would wait for each other.
+    last one out restores it. Nobody waits for another here, since ranks that make their groups in
+    different orders would wait for each other.
     """
 
     KEY = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -99,7 +99,7 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
     """One call of the loader on one engine rank.
 
     ``connect`` opens the transport, ``bucket`` brings weights, ``check`` asks for a receipt,
-    ``finish`` makes the weights what a forward pass reads.
+    ``finish`` makes the weights ready for a forward pass.
     """
 
     action: Action

@@ -69,7 +69,7 @@ def _refresh(folder: Path) -> None:
 
 
 def received(content: bytes, session: str, rank: int) -> Receipt:
-    """Read what an engine rank left; nonsense is that engine's error, and no other's."""
+    """Read an engine rank's receipt; nonsense is that engine's error, and no other's."""
     try:
         receipt = decode(Receipt, content)
     except Malformed as error:

@@ -129,8 +129,8 @@ class UpdateSession:
             data: bytes of the piece's blob, uint8, 1-D.
 
         Raises:
-            ConfigError: it is not what the engine has under this name, comes a second time, or is
-                damaged; nothing of it has been written.
+            ConfigError: it does not match the engine's tensor of this name, comes a second time, or
+                is damaged; nothing of it has been written.
         """
         target = self.targets.get(piece.name)
         if target is None:

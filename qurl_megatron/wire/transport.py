@@ -1,4 +1,4 @@
-"""What a transport is: how a bucket's bytes get from a training rank to an engine rank.
+"""A transport brings a bucket's bytes from a training rank to an engine rank.
 
     files    safetensors on a shared filesystem: the newest versions stay
     memory   two buckets of memory that both processes map: one machine
@@ -15,7 +15,7 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
     put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
     ...                         the ranks make bucket i + 1 meanwhile
     settle()                    L awaits the calls
-    seal(manifest)              L, if what was put lasts
+    seal(manifest)              L, if puts last
     receipts(session, ranks)    L, after "check"
     finish(keep=...)
 
@@ -44,7 +44,7 @@ Failures = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a training rank knows when it opens its end; the settings are ``sync``'s."""
+    """Facts that a training rank has when it opens its end; the settings are ``sync``'s."""
 
     rank: int
     size: int  # training ranks
@@ -52,7 +52,7 @@ class Site:
     device: torch.device  # where the weights are
     name: str  # of this rank, for files
     run_dir: Path
-    token: str  # names what the run shares with its engines; unique to the run
+    token: str  # prefix of names shared with the engines; unique to the run
     one_machine: bool  # all ranks, and engines that the run starts itself
     bytes: int  # upper bound on all versions that are kept, together
     share: Callable[[Any], Any]
@@ -69,7 +69,7 @@ class Sender:
     only ``describe``, ``begin``, ``put``, ``receipts``, ``finish`` and ``close``."""
 
     kind: ClassVar[str]
-    cut: ClassVar[bool] = False  # each engine rank gets blobs of its own, cut to what it needs
+    cut: ClassVar[bool] = False  # each engine rank gets blobs of its own, cut to its part
     lasting: ClassVar[bool] = False  # blobs stay until the next version
     one_machine: ClassVar[bool] = False  # it reaches no further
 
@@ -79,7 +79,7 @@ class Sender:
         raise NotImplementedError
 
     def describe(self, engine: str) -> dict[str, Any]:
-        """Return ``Message.transport``: what a receiver needs to open its end."""
+        """Return ``Message.transport``, with which a receiver opens its end."""
         raise NotImplementedError
 
     def begin(self, version: int) -> None:
@@ -88,7 +88,7 @@ class Sender:
     def connect(self, engines: Mapping[str, int]) -> Failures:
         """Open the way to these engines, given their TP sizes, and to no others.
 
-        What is open already stays so. All training ranks call it together with the same engines,
+        Open connections stay open. All training ranks call it together with the same engines,
         while these handle "connect".
         """
         return {}
@@ -132,7 +132,7 @@ class Sender:
         """
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
-        """Take what the engine ranks left at "check"; a missing one is an error in its place."""
+        """Take the engine ranks' receipts of "check"; a missing one is an error in its place."""
         raise NotImplementedError
 
     def finish(self, *, keep: int) -> None:

@@ -10,6 +10,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -359,6 +361,34 @@ def test_a_table_on_a_disk_that_fails_is_not_called_damaged(megatron, tmp_path):
     (folder / ".metadata").symlink_to("/proc/self/mem")  # whose first bytes cannot be read
     with pytest.raises(ConfigError, match="metadata cannot be read .Input/output error.$"):
         TorchDistReader(folder)
+
+
+READS_IN_SMALL_ROOM = """
+import resource, sys, psutil
+from pathlib import Path
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.slice import Slice
+from qurl_megatron.checkpoints.torch_dist import TorchDistReader
+reader, size = TorchDistReader(Path(sys.argv[1])), int(sys.argv[2])
+room = psutil.Process().memory_info().vms + size // 4
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+try:
+    reader.read("k", Slice((0,), (size,)))
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_too_little_memory_is_not_called_damage(tmp_path):
+    size = 256 << 20
+    chunk = Chunk("k", (size,), Slice.whole((size,)), torch.uint8)
+    rows = write_chunks(tmp_path / "__0_0.distcp", [(chunk, torch.zeros(size, dtype=torch.uint8))])
+    write_table(tmp_path, {"__0_0.distcp": rows})
+    # In a process of its own: memory that other tests free here would make room.
+    command = [sys.executable, "-c", READS_IN_SMALL_ROOM, tmp_path, str(size)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "tensor k does not fit in memory" in ended.stderr, ended.stderr
 
 
 def test_a_record_finds_every_kind_of_damage(place):
