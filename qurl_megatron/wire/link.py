@@ -221,7 +221,7 @@ class Link:
         if self.device.type == "cpu":
             work.wait(timedelta(seconds=left_s))
             return
-        # NCCL's own wait only makes the stream wait. Work that ended while nobody looked is not late.
+        # NCCL's own wait makes the stream wait alone. Work that ended unobserved is not late.
         deadline = max(deadline, time.monotonic() + GRACE_S)
         while not work.is_completed():
             if time.monotonic() > deadline:
