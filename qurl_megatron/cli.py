@@ -126,10 +126,15 @@ def report(arguments: argparse.Namespace) -> int:
 
 def samples(arguments: argparse.Namespace) -> int:
     """Print prompts and responses that a run has kept, with rewards and advantages."""
-    from qurl_megatron.observe.look import Wanted, show
+    from qurl_megatron.observe.samples import print_samples
 
-    selection = {name: getattr(arguments, name) for name in ("step", "worst", "best", "prompt")}
-    show(arguments.run_dir, Wanted(**selection))
+    print_samples(
+        arguments.run_dir,
+        step=arguments.step,
+        worst=arguments.worst,
+        best=arguments.best,
+        prompt=arguments.prompt,
+    )
     return 0
 
 

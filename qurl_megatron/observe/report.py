@@ -10,9 +10,8 @@ import numpy as np
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe import drawing, lanes, panels
-from qurl_megatron.observe.acting import what_acted
 from qurl_megatron.observe.catalogue import GROUPS, known
-from qurl_megatron.observe.history import History
+from qurl_megatron.observe.history import History, unscored, what_acted
 from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.html import page
 from qurl_megatron.observe.panels import Picture
@@ -20,9 +19,16 @@ from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples, visible
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
 from qurl_megatron.observe.text import duration, how_many, number, percent, reading
-from qurl_megatron.observe.timeline import FALL_BACK, HALTED, Span, read_timeline
+from qurl_megatron.observe.timeline import (
+    FALL_BACK,
+    HALTED,
+    TIMELINE_FILE,
+    TRACE_FILE,
+    Span,
+    read_timeline,
+    write_trace,
+)
 
-TIMELINE_FILE = "timeline.jsonl"
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
 
@@ -87,13 +93,18 @@ QUOTED = 600  # characters of a text that are not folded away
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write ``run_dir/report.html`` from metrics.jsonl and, where present, config.toml."""
+    """Write ``run_dir/report.html`` from metrics.jsonl and, where present, config.toml.
+
+    The timeline becomes ``trace.json`` besides, for ui.perfetto.dev and chrome://tracing.
+    """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / METRICS_FILE)
     history = History(records)
     recipe_file = run_dir / CONFIG_FILE
     recipe = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else ""
     spans = read_timeline(run_dir / TIMELINE_FILE)
+    if spans:
+        write_trace(spans, run_dir / TRACE_FILE)
     shown = lanes.recent(spans)
     text = page(
         Path(__file__).with_name("report.html"),
@@ -159,13 +170,6 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
         facts.append(f"{percent(share)} of the responses unscored{since}")
     facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
     return facts
-
-
-def unscored(history: History) -> float:
-    """The share of responses that got no score, as a mean over steps."""
-    if "reward/failed_fraction" not in history:
-        return 0.0
-    return float(history.newest("reward/failed_fraction")[1].mean())
 
 
 def _key_figures(history: History, recipe: dict) -> Iterator[KeyFigure]:

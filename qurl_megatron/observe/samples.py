@@ -1,9 +1,9 @@
-"""What the model says: a few responses of every step and evaluation, kept and shown.
+"""Examples: a few responses of every step and evaluation, kept, and shown by ``qurl samples``.
 
     {"step": 4, "of": "train", "prompt": "12 + 3 =", "response": "15.", "reward": 0.0, ...}
 
-``samples.jsonl`` has a line per example. What a model writes is data: it is stored as it came and
-clipped, and wherever it is shown its control characters are made visible.
+``samples.jsonl`` has a line per example. Text that a model wrote is data: it is stored as it came,
+clipped, and shown with its control characters written out.
 """
 
 import json
@@ -12,13 +12,13 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qurl_megatron.kit.disk import write_whole
+import msgspec
+
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.growing import Growing
+from qurl_megatron.observe.lines import Growing, keep_lines, read_lines
 from qurl_megatron.observe.text import how_many, number
 
 if TYPE_CHECKING:  # importing this package brings no numpy
@@ -29,12 +29,11 @@ TRAIN, HELD_OUT = "train", "held-out"
 LONGEST = 2000  # characters that are kept of a prompt, and of a response
 SHORT = 300  # of an example among the lines of a run
 SAID = re.compile(r"  (prompt  |response|answer  | {8})  ")
-"""How each line begins that ``as_text`` makes of a prompt or a response."""
+"""How ``as_text`` begins each line of a prompt, a response or an answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One response with what was asked, and what became of it."""
+class Example(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One response with its question and its reward."""
 
     step: int
     of: str  # TRAIN, HELD_OUT or a benchmark
@@ -49,7 +48,7 @@ class Example:
 
 
 def example_of(sample: "Sample", step: int, of: str, advantage: float | None = None) -> Example:
-    """A graded sample, clipped."""
+    """Return a graded sample as an example, its texts clipped."""
     return Example(
         step=step,
         of=of,
@@ -65,7 +64,7 @@ def example_of(sample: "Sample", step: int, of: str, advantage: float | None = N
 
 
 def telling(rewards: Sequence[float], prompts: Sequence[int], count: int) -> list[int]:
-    """Which responses to keep: half of them have the lowest rewards, half the highest.
+    """Choose ``count`` responses to keep: half with the lowest rewards, half with the highest.
 
     Among equal rewards those to different prompts come first, in the order of the batch.
 
@@ -75,7 +74,7 @@ def telling(rewards: Sequence[float], prompts: Sequence[int], count: int) -> lis
     Returns:
         Indices, ascending.
     """
-    nth: list[int] = []
+    nth: list[int] = []  # how many earlier responses share prompt and reward
     counts: Counter[tuple[int, float]] = Counter()
     for prompt, reward in zip(prompts, rewards, strict=True):
         nth.append(counts[prompt, reward])
@@ -88,7 +87,7 @@ def telling(rewards: Sequence[float], prompts: Sequence[int], count: int) -> lis
 
 
 def clipped(text: str, longest: int = LONGEST) -> str:
-    """The beginning and the end of a text: a response's answer stands at its end."""
+    """Cut the middle out of a long text: a response's answer stands at its end."""
     if len(text) <= longest:
         return text
     head, tail = text[: longest * 3 // 4], text[len(text) - longest // 4 :]
@@ -96,7 +95,7 @@ def clipped(text: str, longest: int = LONGEST) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with what terminals and pages would obey, or hide, written out; lines stay."""
+    """Write out the characters that a terminal or page would obey or hide; line breaks stay."""
     return "".join(map(_shown, text))
 
 
@@ -110,7 +109,7 @@ def _shown(character: str) -> str:
 
 
 def facts(example: Example) -> str:
-    """What became of a response, in one line."""
+    """Return reward, advantage, length and ending of a response in one line."""
     parts = [f"reward {number(example.reward)}"]
     if example.advantage is not None:
         sign = "+" if example.advantage > 0 else ""
@@ -121,7 +120,7 @@ def facts(example: Example) -> str:
 
 
 def as_text(example: Example, title: str = "", *, longest: int = 2 * LONGEST) -> str:
-    """An example for a terminal, several lines.
+    """Return an example as several lines for a terminal.
 
     Args:
         title: what its first line begins with; default: step and prompt.
@@ -135,13 +134,13 @@ def as_text(example: Example, title: str = "", *, longest: int = 2 * LONGEST) ->
 
 
 def _labelled(name: str, text: str) -> list[str]:
-    """With the name before the first line, and the others below that."""
+    """Write a name before the first line of a text, and indent the others."""
     first, *further_lines = visible(text).split("\n")
     return [f"  {name:<8}  {first}", *(f"  {'':<8}  {line}" for line in further_lines)]
 
 
 def say(text: str) -> None:
-    """Print what may hold any character, on a terminal that may not."""
+    """Print text with any characters; those that the terminal lacks are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
@@ -157,63 +156,105 @@ class SampleFile:
                 dropped. 0 starts an empty file.
             evaluates: the step before that will be evaluated again, too.
         """
-        kept = (
-            [example for example in _read(path) if example.step < resume_step]
-            if resume_step
-            else []
-        )
-        if evaluates:
-            kept = [
-                example
-                for example in kept
-                if (example.step + 1, example.of) != (resume_step, HELD_OUT)
-            ]
-        write_whole(path, "".join(map(_line, kept)), sync=True)
+
+        def keep(example: Example) -> bool:
+            if evaluates and (example.step + 1, example.of) == (resume_step, HELD_OUT):
+                return False
+            return example.step < resume_step
+
+        keep_lines(path, _parse, "an example", keep)
         self._file = Growing(path)
 
     def write(self, examples: Iterable[Example]) -> None:
-        self._file.write("".join(map(_line, examples)).encode())
+        lines = [json.dumps(msgspec.structs.asdict(example)) + "\n" for example in examples]
+        self._file.write("".join(lines).encode())
 
     def close(self) -> None:
         self._file.close()
 
 
 def read_samples(run_dir: Path) -> list[Example]:
-    """The examples of a run, in the order of its steps; none where it keeps none.
+    """Return the examples of a run, in the order of its steps; none where it keeps none.
 
     Raises:
-        ConfigError: a line, other than a cut last one, is not an example.
+        ConfigError: a line, other than a torn last one, is not an example.
     """
-    return _read(run_dir / SAMPLES_FILE)
+    return read_lines(run_dir / SAMPLES_FILE, _parse, "an example")
 
 
-def _read(path: Path) -> list[Example]:
+def _parse(line: str) -> Example:
+    # Not msgspec's own decoder: a model may leave half of a surrogate pair.
+    return msgspec.convert(json.loads(line), Example)
+
+
+def print_samples(
+    run_dir: Path,
+    *,
+    step: int | None = None,
+    worst: int | None = None,
+    best: int | None = None,
+    prompt: str | None = None,
+) -> None:
+    """Print the examples that ``select`` chooses.
+
+    Raises:
+        ConfigError: the run keeps none, or none like that.
+    """
+    path = run_dir / SAMPLES_FILE
     if not path.is_file():
-        return []
-    # Not splitlines(): it also splits at characters that may stand inside a JSON string.
-    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [_parsed(line, path, place) for place, line in enumerate(lines, 1)]
+        raise ConfigError(
+            f"{path} does not exist; `qurl train` writes it, unless observe.samples=0"
+        )
+    examples = read_samples(run_dir)
+    if not examples:
+        raise ConfigError(f"{path} is empty: no step or evaluation has ended with observe.samples")
+    selected = select(examples, step=step, worst=worst, best=best, prompt=prompt)
+    say("\n\n".join(map(as_text, selected)))
 
 
-# A field's kinds; of the fields themselves a line has all, and no others.
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("step", "index", "tokens"), (int,)),
-    **dict.fromkeys(("of", "prompt", "answer", "response", "finish"), (str,)),
-    "reward": (int, float),
-    "advantage": (int, float, type(None)),
-}
+def select(
+    examples: Sequence[Example],
+    *,
+    step: int | None = None,
+    worst: int | None = None,
+    best: int | None = None,
+    prompt: str | None = None,
+) -> list[Example]:
+    """Choose examples of one step; by default the newest, or with ``prompt`` every step.
+
+    Args:
+        examples: at least one.
+        worst, best: take so many of the lowest and of the highest rewards, lowest first.
+        prompt: text that the prompt contains.
+
+    Raises:
+        ConfigError: there is none like that.
+    """
+    for name, count in (("worst", worst), ("best", best)):
+        if count is not None and count < 1:
+            raise ConfigError(f"--{name} must be 1 or more, got {count}")
+    steps = sorted({example.step for example in examples})
+    if step is not None and step not in steps:
+        raise ConfigError(f"--step {step} has no examples; kept are {_listed(steps)}")
+    if step is None and prompt is None:
+        step = steps[-1]
+    matching = []
+    for example in examples:
+        if step in (None, example.step) and (prompt or "") in example.prompt:
+            matching.append(example)
+    if not matching:
+        of_step = "" if step is None else f" of step {step}"
+        raise ConfigError(f"--prompt {prompt!r} is in none of the prompts that are kept{of_step}")
+    if worst is None and best is None:
+        return matching
+    matching.sort(key=lambda example: example.reward)  # stable: else as they were written
+    lowest = min(worst or 0, len(matching))
+    return matching[:lowest] + matching[max(lowest, len(matching) - (best or 0)) :]
 
 
-def _parsed(line: str, path: Path, place: int) -> Example:
-    try:
-        record: Any = json.loads(line)
-        complete = record.keys() == _KINDS.keys()
-        if complete and all(type(record[name]) in kinds for name, kinds in _KINDS.items()):
-            return Example(**record)
-    except (ValueError, AttributeError, RecursionError):
-        pass  # said below, as of a line that is JSON and no example
-    raise ConfigError(f"{path}, line {place}, is not an example: {line[:80]!r}; delete the line")
-
-
-def _line(example: Example) -> str:
-    return json.dumps(asdict(example)) + "\n"
+def _listed(steps: Sequence[int]) -> str:
+    """Steps for a person to choose from."""
+    if len(steps) > 10:
+        return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    *before_last, last = map(str, steps)
+    return f"steps {', '.join(before_last)} and {last}" if before_last else f"step {last}"

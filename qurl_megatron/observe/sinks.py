@@ -1,4 +1,4 @@
-"""Where metrics go. The JSONL file is the truth; TensorBoard and W&B are views of it, which show
+"""Where metrics go. The JSONL file is the truth; TensorBoard and W&B are views of it, and show
 examples of responses, too.
 
 One object a line: ``{"step": 12, "time": 1735689600.5, "metrics": {"reward/mean": 0.41}}``.
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.growing import Growing
+from qurl_megatron.observe.lines import Growing, keep_lines, read_lines
 from qurl_megatron.observe.samples import Example, as_text, visible
 
 METRICS_FILE = "metrics.jsonl"  # in a run's folder
@@ -49,23 +49,25 @@ class Record:
 class JsonlSink:
     """Appends one line per call: a crash loses at most the line in flight."""
 
-    def __init__(
-        self, path: Path | str, resume_step: int | None = None, *, evaluates: bool = False
-    ) -> None:
+    def __init__(self, path: Path, *, resume_step: int = 0, evaluates: bool = False) -> None:
         """Open ``path`` for appending.
 
         Args:
-            path: the file; its folder is made if needed.
             resume_step: the first step that will be written again. Lines of this step and later
                 come from updates that the checkpoint does not know, and are dropped; 0 starts an
-                empty file. None keeps every line.
+                empty file.
             evaluates: the step before that will be evaluated again, too.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = math.inf if resume_step is None else resume_step
-        self.last_step = _rewrite(path, kept, evaluates) if path.exists() else None
-        """Of the lines that were there already."""
+
+        def keep(record: Record) -> bool:
+            evaluated_again = evaluates and record.step + 1 == resume_step
+            if evaluated_again and all(name.startswith("eval/") for name in record.metrics):
+                return False
+            return record.step < resume_step
+
+        kept = keep_lines(path, _parse, _KIND, keep)
+        self.last_step = max((record.step for record in kept), default=None)
+        """The largest step among the lines that were kept."""
         self._file = Growing(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -75,6 +77,45 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+def read_metrics(path: Path | str) -> list[Record]:
+    """Return every record of a metrics file, in the order written; a torn last line is left out.
+
+    Args:
+        path: the file, or the folder of the run that wrote it.
+
+    Raises:
+        ConfigError: there is no file, no record, or a line is damaged.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS_FILE
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; it is written by `qurl train`")
+    records = read_lines(path, _parse, _KIND)
+    if not records:
+        raise ConfigError(f"{path} holds no metrics; the run stopped before its first step ended")
+    return records
+
+
+_KIND = 'a metrics record {"step": .., "time": .., "metrics": {..}}'
+
+
+def _parse(line: str) -> Record:
+    record = json.loads(line)
+    metrics = {}
+    for name, value in record["metrics"].items():
+        metrics[name] = math.nan if value is None else float(value)
+    return Record(int(record["step"]), float(record["time"]), metrics)
+
+
+def _to_json(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 class TensorBoardSink:
@@ -107,10 +148,10 @@ class TensorBoardSink:
         self._write(step=step, summary=self._summary.Summary(value=values))
 
     def show(self, step: int, examples: Sequence[Example]) -> None:
-        """A text for each kind of examples, indented: TensorBoard takes the rest for Markdown."""
+        """Write a text for each kind of examples, indented: else it is taken for Markdown."""
         values = []
-        for tag, some in _by_tag(examples):
-            lines = "\n\n".join(map(as_text, some)).split("\n")
+        for tag, tagged in _by_tag(examples):
+            lines = "\n\n".join(map(as_text, tagged)).split("\n")
             text = "\n".join(f"    {line}" for line in lines)
             values.append(
                 self._summary.Summary.Value(
@@ -133,11 +174,11 @@ class TensorBoardSink:
         self._records.write(event.SerializeToString())
 
 
-WANDB_ID = "wandb_id"  # file in a run's folder: which run of W&B is this one
+WANDB_ID = "wandb_id"  # file in a run's folder with the id of its W&B run
 
 
 def wandb_package() -> Any:
-    """The package of Weights & Biases, which is not among the requirements.
+    """Import the package of Weights & Biases, which is not among the requirements.
 
     Raises:
         ConfigError: it is not installed.
@@ -188,15 +229,17 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def show(self, step: int, examples: Sequence[Example]) -> None:
-        """As a table for each kind of examples."""
+        """Log a table for each kind of examples."""
         names = ["prompt", "response", "answer", "reward", "advantage", "tokens", "finish"]
-        for tag, some in _by_tag(examples):
-            rows = [[getattr(example, name) for name in names] for example in some]
-            rows = [[visible(x) if isinstance(x, str) else x for x in row] for row in rows]
+        for tag, tagged in _by_tag(examples):
+            rows = []
+            for example in tagged:
+                cells = [getattr(example, name) for name in names]
+                rows.append([visible(cell) if isinstance(cell, str) else cell for cell in cells])
             self._run.log({tag: self._wandb.Table(columns=names, data=rows)}, step=step)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Left by an exception, W&B calls the run failed."""
+        """End the run, as failed where an exception ends the block."""
         self._run.finish(exit_code=0 if kind is None else 1)
 
 
@@ -210,82 +253,8 @@ def _wandb_id(run_dir: Path, *, fresh: bool) -> str:
 
 
 def _by_tag(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
-    """Examples by the name they have in views, lowest rewards first."""
+    """Group examples by the name they have in views, lowest rewards first."""
     by_tag: dict[str, list[Example]] = {}
-    for example in sorted(examples, key=lambda one: one.reward):
+    for example in sorted(examples, key=lambda example: example.reward):
         by_tag.setdefault(f"samples/{example.of}", []).append(example)
     return list(by_tag.items())
-
-
-def read_metrics(path: Path | str) -> list[Record]:
-    """Every record of a metrics file, in the order written; a torn last line is left out.
-
-    Args:
-        path: the file, or the folder of the run that wrote it.
-    """
-    path = Path(path)
-    path = path / METRICS_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; it is written by `qurl train`")
-    records = [record for _, record in _parsed_lines(path)]
-    if not records:
-        raise ConfigError(f"{path} holds no metrics; the run stopped before its first step ended")
-    return records
-
-
-def _parsed_lines(path: Path) -> list[tuple[str, Record]]:
-    # Not splitlines(): it also splits at characters that may stand inside a JSON string.
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = lines.pop()  # empty, or the line in flight when the run was killed
-    if last.endswith("}}"):  # whole but for the newline; a torn one lacks its last brace
-        lines.append(last)
-    return [(line, _parse(line, path, number)) for number, line in enumerate(lines, 1)]
-
-
-def _rewrite(path: Path, end_step: float, evaluates: bool) -> int | None:
-    """Keep the whole lines before ``end_step``; the file is the old or the new one, never half.
-
-    Args:
-        evaluates: leave out the evaluation of the last step.
-
-    Returns:
-        The largest step that is left.
-    """
-    kept, last = [], None
-    for line, record in _parsed_lines(path):
-        again = evaluates and record.step + 1 == end_step
-        if record.step < end_step and not (again and _evaluation(record)):
-            kept.append(line + "\n")
-            last = max(record.step, -1 if last is None else last)
-    write_whole(path, "".join(kept), sync=True)
-    return last
-
-
-def _evaluation(record: Record) -> bool:
-    return all(name.startswith("eval/") for name in record.metrics)
-
-
-# What a line raises that someone, or the disk, has edited.
-_EDITED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-
-
-def _parse(line: str, path: Path, line_number: int) -> Record:
-    try:
-        record = json.loads(line)
-        metrics = {str(name): _from_json(value) for name, value in record["metrics"].items()}
-        return Record(int(record["step"]), float(record["time"]), metrics)
-    except _EDITED as error:
-        raise ConfigError(
-            f"{path}, line {line_number}, is not a metrics record "
-            f'{{"step": .., "time": .., "metrics": {{..}}}}: {line[:80]!r}; fix or delete the line'
-        ) from error
-
-
-def _to_json(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _from_json(value: float | str | None) -> float:
-    return math.nan if value is None else float(value)

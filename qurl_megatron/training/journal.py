@@ -228,8 +228,8 @@ class Journal:
             ConfigError: the disk refused the report, or metrics before it.
         """
         # matplotlib takes a second to import
-        from qurl_megatron.observe.acting import what_acted
-        from qurl_megatron.observe.report import History, unscored, write_report
+        from qurl_megatron.observe.history import History, unscored, what_acted
+        from qurl_megatron.observe.report import write_report
 
         self.progress.close()
         print(state.summary(right_or_wrong=self.config.reward.right_or_wrong))

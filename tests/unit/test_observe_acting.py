@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from qurl_megatron.observe.acting import what_acted
-from qurl_megatron.observe.history import History
+from qurl_megatron.observe.history import History, what_acted
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.sinks import Record
 from tests.unit.observe_fake_run import write_fake_run

@@ -15,7 +15,6 @@ from qurl_megatron.cluster.cause import tracebacks
 from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.look import Wanted, chosen
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.samples import (
     LONGEST,
@@ -26,6 +25,7 @@ from qurl_megatron.observe.samples import (
     clipped,
     example_of,
     read_samples,
+    select,
     telling,
     visible,
 )
@@ -126,7 +126,7 @@ KEPT = [
 
 
 def rewards_of(**wanted) -> list[tuple[int, float]]:
-    return [(one.step, one.reward) for one in chosen(KEPT, Wanted(**wanted))]
+    return [(one.step, one.reward) for one in select(KEPT, **wanted)]
 
 
 def test_the_newest_step_is_shown_or_another_or_a_prompt_in_all_of_them():

@@ -64,20 +64,13 @@ def test_an_evaluation_that_is_made_again_replaces_the_one_there_is(tmp_path):
     assert found == [(1, True), (1, False), (2, True)]
 
 
-def test_opening_without_a_step_keeps_every_line(tmp_path):
-    _write(tmp_path / "m.jsonl", [1, 2])
-    _write(tmp_path / "m.jsonl", [3])
-    assert _steps(tmp_path / "m.jsonl") == [1, 2, 3]
-
-
-@pytest.mark.parametrize("resume_step", [None, 3])
-def test_a_torn_last_line_is_dropped_and_does_not_spoil_the_next(tmp_path, resume_step):
+def test_a_torn_last_line_is_dropped_and_does_not_spoil_the_next(tmp_path):
     path = tmp_path / "m.jsonl"
     _write(path, [1, 2])
     whole = path.read_text()
     path.write_text(whole + whole.splitlines()[0][:-5])
     assert _steps(path) == [1, 2]
-    _write(path, [3], resume_step=resume_step)
+    _write(path, [3], resume_step=3)
     assert _steps(path) == [1, 2, 3]
 
 
@@ -85,7 +78,7 @@ def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
     path = tmp_path / "m.jsonl"
     _write(path, [1, 2])
     path.write_text(path.read_text().rstrip("\n"))
-    _write(path, [3])
+    _write(path, [3], resume_step=3)
     assert _steps(path) == [1, 2, 3]
 
 

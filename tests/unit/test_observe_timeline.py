@@ -1,5 +1,6 @@
 """Spans survive the file, a resume drops what is done again, and the picture shows the overlap."""
 
+import json
 import time
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.lanes import lanes_svg, recent
 from qurl_megatron.observe.report import write_report
-from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline
+from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline, write_trace
 from tests.unit.observe_fake_run import write_fake_run
 
 
@@ -46,6 +47,27 @@ def test_a_cut_last_line_is_passed_over_and_any_other_is_refused(tmp_path):
     path.write_text(good[:30] + "\n" + good)
     with pytest.raises(ConfigError, match="line 1"):
         read_timeline(path)
+
+
+def test_a_trace_has_a_lane_for_each_process_and_events_for_spans(tmp_path):
+    spans = [Span("trainer", "train", 3, 1.5, 2.0), Span("fleet", "engine-1 died", 3, 1.75, 1.75)]
+    write_trace(spans, tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "trainer"}},
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "fleet"}},
+        {
+            **{"name": "train", "cat": "trainer", "pid": 0, "tid": 0, "args": {"step": 3}},
+            **{"ph": "b", "id": 0, "ts": 1_500_000},
+        },
+        {
+            **{"name": "train", "cat": "trainer", "pid": 0, "tid": 0, "args": {"step": 3}},
+            **{"ph": "e", "id": 0, "ts": 2_000_000},
+        },
+        {
+            **{"name": "engine-1 died", "cat": "fleet", "pid": 1, "tid": 0, "args": {"step": 3}},
+            **{"ph": "i", "s": "p", "ts": 1_750_000},
+        },
+    ]
 
 
 def test_a_block_that_raises_has_its_span_all_the_same(tmp_path):
