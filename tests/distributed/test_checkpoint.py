@@ -16,8 +16,8 @@ from qurl_megatron.config import OptimizerConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import free
 from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
-from tests.disks import small_disk
 from tests.support import critics
+from tests.support.disks import small_disk
 from tests.support.models import tiny_checkpoint
 from tests.support.policies import (
     assert_same_weights,
@@ -374,7 +374,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(tmp_path):
 
 def save_where_there_is_no_room(device, config, run_dir, disk):
     from qurl_megatron.training import checkpoint
-    from tests.disks import fill
+    from tests.support.disks import fill
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)

@@ -15,8 +15,8 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.training.state import TrainState, latest
-from tests.cases import all_but
 from tests.distributed.test_model import LAYOUTS, forward, hf_logits
+from tests.support.cases import all_but
 from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
 from tests.support.policies import build, recipe, whole
 from tests.support.ranks import run_on_ranks

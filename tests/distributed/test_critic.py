@@ -10,7 +10,7 @@ from qurl_megatron.config import CriticConfig, OptimizerConfig, ParallelConfig, 
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import values
-from tests.cases import all_but
+from tests.support.cases import all_but
 from tests.support.critics import (
     HEAD,
     SAMPLES,

@@ -11,7 +11,7 @@ from qurl_megatron.checkpoints import HfReader
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch, read_config
-from tests.cases import all_but
+from tests.support.cases import all_but
 from tests.support.models import FAMILIES, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
 

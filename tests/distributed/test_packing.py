@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qurl_megatron.config import TrainConfig
-from tests.cases import all_but
+from tests.support.cases import all_but
 from tests.support.policies import ALGO, assert_same_training, recipe, run
 
 # Small enough for several passes of several shapes; the layouts are crossed with the families.

@@ -5,7 +5,7 @@ import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.actor.reference import Reference
-from tests.cases import all_but
+from tests.support.cases import all_but
 from tests.support.models import (
     FAMILIES,
     as_stored,

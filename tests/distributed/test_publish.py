@@ -15,9 +15,9 @@ from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
-from tests.publishing import KeepsVersions
 from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
 from tests.support.policies import build, recipe
+from tests.support.publishing import KeepsVersions
 from tests.support.ranks import run_on_ranks
 from tests.support.versions import read_manifest, read_version
 

@@ -18,7 +18,7 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit import filesystem, launch
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from tests.support.ranks import run_on_ranks
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 CUDA = torch.device("cuda", 0)
 

@@ -14,9 +14,9 @@ import torch
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import ModelConfig, ParallelConfig, TrainConfig
 from qurl_megatron.tensors.arch import read_arch, read_config
-from tests.cases import all_but
 from tests.distributed import test_model, test_packing, test_publish
 from tests.support import critics
+from tests.support.cases import all_but
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.policies import (
     ALGO,

@@ -18,10 +18,10 @@ from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.training.dry_run import dry_run
 from qurl_megatron.training.state import TrainState, latest
-from tests.cases import all_but
 from tests.distributed.test_dry_run import recipe
-from tests.publishing import KeepsVersions
+from tests.support.cases import all_but
 from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.publishing import KeepsVersions
 from tests.support.ranks import run_on_ranks
 
 KIB = 1 << 10

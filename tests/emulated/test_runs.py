@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.training.state import TrainState, latest
-from tests.runs import GUARDED, Run, as_if_killed_after, metrics, qurl
+from tests.support.runs import GUARDED, Run, as_if_killed_after, metrics, qurl
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.observe.timeline import read_timeline
-from tests.runs import Run, metrics, qurl
+from tests.support.runs import Run, metrics, qurl
 
 RECIPE = """
 [model]

@@ -14,7 +14,7 @@ from qurl_megatron.bench.options import BENCHMARKS, add_options
 from qurl_megatron.bench.record import read
 from qurl_megatron.bench.rollout_engines import Version, engine_config, model_folder, started
 from qurl_megatron.fleet.client import EngineError
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 LOAD = ["--model", "tiny", "--prompts", "3", "--samples", "2", "--mean", "24", "--max", "60"]

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.datasets import slime_lines, verl_table
-from tests.runs import qurl
+from tests.support.datasets import slime_lines, verl_table
 from tests.support.models import tiny_checkpoint
+from tests.support.runs import qurl
 
 LONG = " ".join(["1 +"] * 20)
 QUESTIONS = [(f"{i} + 1 =", str(i + 1)) for i in range(5)] + [(LONG, "20")]

@@ -14,8 +14,8 @@ import pytest
 
 from qurl_megatron.config import load
 from qurl_megatron.training.warmstart import warmstart
-from tests.runs import QURL, Run, make_recipe
 from tests.support.proxy import COULD_BE_TRUE, FAULTS, LOCKED_OUT, Proxy
+from tests.support.runs import QURL, Run, make_recipe
 
 SMALL = (
     "data.prompts_per_step=4",

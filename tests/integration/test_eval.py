@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from tests.runs import QURL, Run, living, make_recipe
 from tests.support.models import tiny_checkpoint
-from tests.waiting import PATIENCE_S
+from tests.support.runs import QURL, Run, living, make_recipe
+from tests.support.waiting import PATIENCE_S
 
 PROBLEMS, K, NEW = 16, 64, 32  # sampled in four batches of the embedded engine
 VOCAB = 128

@@ -15,12 +15,12 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import MANIFEST
-from tests.disks import exhaust_names, fill, small_disk
-from tests.runs import SAMPLES, Run, make_recipe
+from tests.support.disks import exhaust_names, fill, small_disk
 from tests.support.fake_engine import FakeEngine
 from tests.support.models import tiny_checkpoint
 from tests.support.policies import build, recipe
 from tests.support.ranks import run_on_ranks
+from tests.support.runs import SAMPLES, Run, make_recipe
 from tests.support.versions import read_manifest
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from qurl_megatron.observe.timeline import read_timeline
 from qurl_megatron.training.state import TrainState, latest
-from tests.runs import GUARDED, as_if_killed_after, metrics, qurl
+from tests.support.runs import GUARDED, as_if_killed_after, metrics, qurl
 
 
 @pytest.fixture(scope="module")

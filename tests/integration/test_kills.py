@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.training.state import latest
-from tests.disks import small_disk
-from tests.leftovers import Footprint
-from tests.runs import Run, make_recipe
-from tests.waiting import PATIENCE_S
+from tests.support.disks import small_disk
+from tests.support.leftovers import Footprint
+from tests.support.runs import Run, make_recipe
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")

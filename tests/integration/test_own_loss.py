@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.runs import Run, make_recipe
+from tests.support.runs import Run, make_recipe
 
 ACR = """
 from qurl_megatron.algo import objective

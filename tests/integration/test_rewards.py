@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.checkpoints.integrity import refuse_damaged
-from tests.rewards import reward_server
-from tests.runs import QURL, Run, make_recipe
+from tests.support.rewards import reward_server
+from tests.support.runs import QURL, Run, make_recipe
 
 REWARD = """
 def score(prompt, response, answer, metadata):

@@ -11,8 +11,8 @@ from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.tensors.table import is_quantized
 from tests.distributed import test_convert
 from tests.distributed.test_model import check_logits, hf_logits
-from tests.plain_transformers import Answer, answers
 from tests.support.engine_models import engine_for, finish, sequence
+from tests.support.plain_transformers import Answer, answers
 from tests.support.ranks import run_on_ranks
 from tests.support.tools import tool
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.runs import RECIPE
+from tests.support.runs import RECIPE
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 STUDY = """

@@ -17,24 +17,10 @@ from qurl_megatron.observe.samples import read_samples
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.timeline import overlap, read_timeline
 from qurl_megatron.tensors.arch import read_eos
-from tests.plain_transformers import Answer, answers
-from tests.runs import SMALL, Run, metrics, qurl
 from tests.support.engine_models import engine_for, finish, sequence
+from tests.support.plain_transformers import Answer, answers
+from tests.support.runs import LEARNING, Run, metrics, qurl
 from tests.support.tools import tool
-
-RECIPE = (
-    SMALL.replace("WARM_STEPS", "30").replace("TASK_SIZE", "2000")
-    + """
-[algo]
-# So small a model earns nothing: these move its weights all the same.
-entropy_coef = 0.01
-kl_coef = 0.01
-[train]
-steps = 4
-micro_batch = 16
-eval_prompts = 16
-"""
-)
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 def recipe(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("train")
     path = root / "recipe.toml"
-    path.write_text(RECIPE.format(root=root))
+    path.write_text(LEARNING.format(root=root))
     return path
 
 

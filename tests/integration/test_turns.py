@@ -11,7 +11,7 @@ import pytest
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.evaluation.rescore import rescore
 from qurl_megatron.kit.errors import ConfigError
-from tests.integration.test_train import RECIPE, metrics, qurl
+from tests.support.runs import LEARNING, metrics, qurl
 
 CALCULATOR = Path(__file__).parents[2] / "launch/environments/calculator.py"
 WRONG = """
@@ -35,7 +35,7 @@ def recipe(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("turns")
     (root / "calculator.py").write_text(CALCULATOR.read_text())
     (root / "moody.py").write_text(WRONG)
-    text = RECIPE.format(root=root).replace('kind = "exact"', 'kind = "last_number"')
+    text = LEARNING.format(root=root).replace('kind = "exact"', 'kind = "last_number"')
     path = root / "recipe.toml"
     path.write_text(text.replace("samples_per_prompt = 8\nmax_new_tokens = 4\n", TURNS))
     return path

@@ -21,7 +21,7 @@ from qurl_megatron.config import load
 from qurl_megatron.training.state import latest
 from qurl_megatron.training.warmstart import warmstart
 from tests.nodes.network import CannotMake, Node, network
-from tests.runs import RECIPE
+from tests.support.runs import RECIPE
 
 ROOT = Path(__file__).parents[2]
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]

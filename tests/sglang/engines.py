@@ -27,7 +27,7 @@ from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import LOADER, Blob, Message, Receipt, payload
 from tests.support.models import tiny_checkpoint
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
 START_S = 300.0

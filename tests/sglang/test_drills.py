@@ -31,11 +31,11 @@ from qurl_megatron.wire.group import GroupSender, host_store
 from qurl_megatron.wire.naming import Names
 from qurl_megatron.wire.shared_memory import MemorySender
 from qurl_megatron.wire.transport import Sender
-from tests.disks import small_disk
-from tests.runs import SAMPLES, Run, living, make_recipe
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference
 from tests.sglang.trainer import OWNER, file_senders, publish
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.disks import small_disk
+from tests.support.runs import SAMPLES, Run, living, make_recipe
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 UPDATE_S = 20.0  # an update takes a second on a quiet machine

@@ -21,7 +21,7 @@ from tests.sglang.engines import (
     score,
     servers,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 CASE = Case("qwen2", "int8")
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"

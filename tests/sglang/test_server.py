@@ -9,7 +9,7 @@ from qurl_megatron.fleet.answer import NEUTRAL
 from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.wire.lease import Owner
 from tests.sglang.engines import PROMPTS, Case, Server, checkpoints, servers
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TEMPERATURE = 0.6
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.leftovers import MARK, Footprint
 from tests.slurm.cluster import CannotStart, Cluster, cluster
+from tests.support.leftovers import MARK, Footprint
 
 ROOT = Path(__file__).parents[2]
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]

@@ -9,7 +9,6 @@ import pytest
 from qurl_megatron.cluster import folder, pace
 from qurl_megatron.cluster.verdict import NO_PROGRESS
 from qurl_megatron.training.state import TrainState, latest
-from tests.disks import fill, small_disk
 from tests.slurm.conftest import User
 from tests.slurm.runs import (
     ENDLESS,
@@ -23,6 +22,7 @@ from tests.slurm.runs import (
     said,
     steps_done,
 )
+from tests.support.disks import fill, small_disk
 
 HUNG_S = 45
 """As long as a set-up takes on a busy machine."""

@@ -22,7 +22,7 @@ from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import is_quantized
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 TINY = {
     "model_type": "qwen2",

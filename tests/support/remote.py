@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 CONTEXT = multiprocessing.get_context("forkserver")
 

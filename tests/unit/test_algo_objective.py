@@ -7,7 +7,7 @@ import torch
 
 from qurl_megatron.algo import OBJECTIVES, Limits, importance_weights, objective
 from qurl_megatron.config.sections import AlgoConfig, CorrectionConfig
-from tests.objectives import terms_of
+from tests.support.objectives import terms_of
 
 KINDS = sorted(OBJECTIVES)
 

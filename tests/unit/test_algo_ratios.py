@@ -16,7 +16,7 @@ from qurl_megatron.algo import (
     sum_per_response,
     unpadded,
 )
-from tests.objectives import terms_of
+from tests.support.objectives import terms_of
 
 KINDS = sorted(OBJECTIVES)
 # (level of the weight's rho, what is clipped). The bound's rho is on the scale of what is clipped.

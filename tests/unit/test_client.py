@@ -7,9 +7,9 @@ import pytest
 
 from qurl_megatron.fleet.answer import parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
-from tests.names import unanswered
 from tests.support.fake_engine import FakeEngine
-from tests.waiting import NEVER_S, PATIENCE_S
+from tests.support.names import unanswered
+from tests.support.waiting import NEVER_S, PATIENCE_S
 
 
 @pytest.fixture

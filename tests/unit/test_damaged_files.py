@@ -36,20 +36,10 @@ from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.training.rollout_file import read_rollouts
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
-from tests.fuzz import damaged, damaged_bytes, examples
+from tests.support.descriptions import QWEN2, RECIPE_TEXT
+from tests.support.fuzz import damaged, damaged_bytes, examples
 
 FIXABLE = contextlib.suppress(ConfigError)  # all else fails the test
-
-RECIPE_TEXT = """
-[model]
-path = "m"
-[data]
-task = "chain_sum"
-task_args = { min_terms = 2, max_terms = 2 }
-prompts_per_step = 8
-[optimizer]
-lr = 1e-6
-"""
 
 
 @pytest.fixture(scope="module")
@@ -79,26 +69,6 @@ HEADER = {
     "__metadata__": {"format": "pt"},
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
     "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
-}
-
-
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128,
-    "qurl": {"uaq_scale": 1.5, "dtype": "bfloat16"},
 }
 
 

@@ -15,7 +15,7 @@ from qurl_megatron.data.questions import training_questions
 from qurl_megatron.data.rows import Columns, changed_files, checksum_of, read_file
 from qurl_megatron.evaluation.benchmarks import read_benchmarks
 from qurl_megatron.kit.errors import ConfigError
-from tests.datasets import SYSTEM, slime_lines, verl_table
+from tests.support.datasets import SYSTEM, slime_lines, verl_table
 
 SUMS = [("1 + 1 =", "2"), ("2 + 3 =", "5")]
 TURN = {"role": "user", "content": "1 + 1 ="}

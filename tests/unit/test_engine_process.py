@@ -13,8 +13,8 @@ import pytest
 from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet import process
 from qurl_megatron.fleet.process import EngineProcess
-from tests.disks import fill, small_disk
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.disks import fill, small_disk
+from tests.support.waiting import PATIENCE_S, wait_until
 
 MAPS = """
 import mmap, os, sys, time

@@ -25,7 +25,7 @@ from tests.support.engine_models import (
     switch,
     write_model,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.pool import items_of
 from qurl_megatron.rewards.worker import make_environment, step
-from tests.environments import write_classes
+from tests.support.environments import write_classes
 from tests.support.models import random_samples
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")

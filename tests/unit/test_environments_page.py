@@ -9,7 +9,7 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.rewards.environment import FIELDS, ROLES, EnvironmentPool, check_environment
 from qurl_megatron.training.groups import conversation_metrics
 from tests.support.models import random_samples
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/environments.md").read_text(encoding="utf-8")

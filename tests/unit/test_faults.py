@@ -15,8 +15,6 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire.lease import Owner
-from tests.names import unanswered
-from tests.publishing import publish_tensors
 from tests.support.engine_models import (
     TINY,
     LiveServer,
@@ -25,8 +23,10 @@ from tests.support.engine_models import (
     write_model,
 )
 from tests.support.fake_engine import FakeEngine
+from tests.support.names import unanswered
 from tests.support.proxy import FAULTS, LOCKED_OUT, Proxy
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.publishing import publish_tensors
+from tests.support.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(4)]
 OWNER = Owner("0a", "these tests")  # one run, whatever fleet it has

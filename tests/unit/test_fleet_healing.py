@@ -24,9 +24,9 @@ from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.fleet.tenancy import WrongEntry, read_members
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.types import Prompt
-from tests.publishing import publish
 from tests.support.fake_engine import FakeEngine
-from tests.waiting import NEVER_S, PATIENCE_S, wait_until
+from tests.support.publishing import publish
+from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
 SILENT_S = 2.5  # for tests of silence: soon over, and more than a healthy engine needs

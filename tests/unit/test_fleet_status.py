@@ -11,7 +11,7 @@ from qurl_megatron.fleet import fleet_status
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 def shown(*urls, **options) -> tuple[int, list[str]]:

@@ -24,8 +24,8 @@ from qurl_megatron.actor import megatron
 from qurl_megatron.kit import launch, muster, place
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.undertaker import bury
-from tests.leftovers import Footprint
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.leftovers import Footprint
+from tests.support.waiting import PATIENCE_S, wait_until
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",
@@ -459,7 +459,7 @@ from pathlib import Path
 from qurl_megatron.actor import megatron
 from qurl_megatron.kit import launch
 from qurl_megatron.kit.undertaker import bury
-from tests.leftovers import Footprint
+from tests.support.leftovers import Footprint
 from tests.unit.test_launch import settle_in
 if __name__ == "__main__":
     launch.PRELOAD = ["tests.unit.test_launch"]

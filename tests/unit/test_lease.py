@@ -19,10 +19,10 @@ from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire import lease
 from qurl_megatron.wire.lease import OWNER, Lease, Owner
-from tests.publishing import publish
 from tests.support.engine_models import write_model
 from tests.support.fake_engine import FakeEngine
-from tests.waiting import NEVER_S, PATIENCE_S, wait_until
+from tests.support.publishing import publish
+from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5, 6), "", "") for i in range(4)]
 ONE, OTHER = Owner("aa", "run one"), Owner("bb", "run other")

@@ -8,7 +8,7 @@ import pytest
 
 from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.rewards.line_pool import Abandoned, LinePool
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ECHO = """
 import json, pathlib, sys, time

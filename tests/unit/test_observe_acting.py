@@ -7,7 +7,7 @@ import pytest
 from qurl_megatron.observe.history import History, what_acted
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.sinks import Record
-from tests.unit.observe_fake_run import write_fake_run
+from tests.support.observe_fake_run import write_fake_run
 
 STILL = {
     "rollout/rho_max": 1.27,

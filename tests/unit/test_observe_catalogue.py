@@ -11,7 +11,7 @@ from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.text import reading
 from qurl_megatron.training.groups import Draft
 from qurl_megatron.training.guard import THRESHOLDS
-from tests.unit.observe_fake_run import fake_metrics, write_fake_run
+from tests.support.observe_fake_run import fake_metrics, write_fake_run
 
 
 def test_what_is_drawn_counted_and_watched_is_known():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.observe.report import write_report
-from tests.unit.observe_fake_run import write_fake_run
+from tests.support.observe_fake_run import write_fake_run
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""

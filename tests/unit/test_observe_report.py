@@ -13,7 +13,7 @@ from qurl_megatron.observe.panels import COLORS, SECTIONS
 from qurl_megatron.observe.report import save_overview_png, write_report
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.text import number
-from tests.unit.observe_fake_run import write_fake_run
+from tests.support.observe_fake_run import write_fake_run
 
 # A warning from matplotlib is a flaw in the picture.
 pytestmark = pytest.mark.filterwarnings("error")

@@ -19,7 +19,6 @@ from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.samples import (
     LONGEST,
     SAMPLES_FILE,
-    Example,
     SampleFile,
     as_text,
     clipped,
@@ -32,19 +31,8 @@ from qurl_megatron.observe.samples import (
 from qurl_megatron.training.groups import kept_of
 from qurl_megatron.training.step import mean_advantages
 from qurl_megatron.types import Prompt, Sample
-from tests.unit.observe_fake_run import write_fake_run
-
-
-def example(**changes) -> Example:
-    plain = dict(step=1, of="train", index=7, prompt="12 + 3 =", answer="15", response="15")
-    return Example(**{**plain, "reward": 1.0, "tokens": 2, "finish": "stop", **changes})
-
-
-def keep(run_dir, *examples, resume_step=0):
-    file = SampleFile(run_dir / SAMPLES_FILE, resume_step=resume_step)
-    for one in examples:
-        file.write([one])
-    file.close()
+from tests.support.examples import example, keep
+from tests.support.observe_fake_run import write_fake_run
 
 
 def test_the_lowest_and_the_highest_rewards_are_kept_of_different_prompts_first():

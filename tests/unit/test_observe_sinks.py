@@ -8,8 +8,8 @@ import pytest
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe import JsonlSink, TensorBoardSink, WandbSink, read_metrics
-from tests.disks import fill, small_disk
-from tests.unit.test_observe_samples import example
+from tests.support.disks import fill, small_disk
+from tests.support.examples import example
 
 
 def _write(path, steps, **sink_args):

@@ -9,7 +9,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.lanes import lanes_svg, recent
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline, write_trace
-from tests.unit.observe_fake_run import write_fake_run
+from tests.support.observe_fake_run import write_fake_run
 
 
 def one_step_off(steps: int) -> list[Span]:

@@ -17,8 +17,8 @@ from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.judge import Judge
 from qurl_megatron.rewards.line_pool import Abandoned
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
-from tests.rewards import answered, items, numbers, reward_server
-from tests.waiting import NEVER_S, wait_until
+from tests.support.rewards import answered, items, numbers, reward_server
+from tests.support.waiting import NEVER_S, wait_until
 
 
 @pytest.fixture(autouse=True)

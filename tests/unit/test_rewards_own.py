@@ -18,8 +18,8 @@ from qurl_megatron.rewards import Item, RewardPool, check_rewards
 from qurl_megatron.rewards.functions import call, find_function
 from qurl_megatron.rewards.item import as_score
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
-from tests.rewards import items, write_functions
-from tests.waiting import wait_until
+from tests.support.rewards import items, write_functions
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

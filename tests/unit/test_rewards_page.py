@@ -11,7 +11,7 @@ import pytest
 from qurl_megatron.config import RewardConfig, load
 from qurl_megatron.kit.errors import CAUSES
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
-from tests.rewards import serving
+from tests.support.rewards import serving
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 REWARDS, JUDGE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -13,7 +13,7 @@ from qurl_megatron.config import RewardConfig
 from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.rewards import Item, RewardPool
 from qurl_megatron.rewards.scoring import WorkerPool
-from tests.waiting import NEVER_S, wait_until
+from tests.support.waiting import NEVER_S, wait_until
 
 TOWER = ("$9^{9^{9^{9^{9}}}}$", "10^{10^{10^{10}}}")  # math-verify alone needs 6 s to give up
 

@@ -15,10 +15,10 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import Prompt
-from tests.names import unanswered
-from tests.publishing import publish
 from tests.support.fake_engine import FakeEngine, token_at
-from tests.waiting import NEVER_S, PATIENCE_S, wait_until
+from tests.support.names import unanswered
+from tests.support.publishing import publish
+from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 

@@ -14,9 +14,9 @@ from qurl_megatron.fleet.collect import Interrupted, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.types import Prompt
-from tests.publishing import publish_tensors
 from tests.support.engine_models import LiveServer, published_tensors, random_tensors, write_model
-from tests.waiting import NEVER_S, PATIENCE_S
+from tests.support.publishing import publish_tensors
+from tests.support.waiting import NEVER_S, PATIENCE_S
 
 CONFIG = RolloutConfig(
     engines=2, engine_threads=1, engine_memory_gb=0.01, samples_per_prompt=3, max_new_tokens=8

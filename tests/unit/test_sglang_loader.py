@@ -8,8 +8,8 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of
 from qurl_megatron.wire.session import UpdateEnd, pointers
-from tests.shards import shard
 from tests.support.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
+from tests.support.shards import shard
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 NORM = "model.norm.weight"

@@ -18,9 +18,9 @@ from qurl_megatron.cluster.supervise import Received
 from qurl_megatron.cluster.verdict import BAD_NODE, NO_PROGRESS, STOPPED
 from qurl_megatron.config import to_toml
 from qurl_megatron.kit.errors import ConfigError
-from tests.programs import Programs
+from tests.support.programs import Programs
 from tests.support.slurm_scripts import ROOT
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
 

@@ -6,7 +6,7 @@ import pytest
 
 from qurl_megatron.cluster import commands
 from qurl_megatron.kit.errors import ConfigError
-from tests.programs import Programs
+from tests.support.programs import Programs
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from qurl_megatron.cluster import folder
 from qurl_megatron.cluster.cause import KINDS, Evidence, Log, first_cause, kind_of, tracebacks
 from qurl_megatron.cluster.logs import section
 from qurl_megatron.observe.failures import Failure, read_failures
-from tests.fuzz import damaged, damaged_bytes, examples
+from tests.support.fuzz import damaged, damaged_bytes, examples
 
 GLOO = (
     "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "

@@ -16,7 +16,7 @@ from qurl_megatron.cluster.offer import address_for_others
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
 from qurl_megatron.kit.errors import ConfigError
-from tests.programs import Programs
+from tests.support.programs import Programs
 
 INFINITE = float("inf")
 

@@ -9,7 +9,7 @@ from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def test_where_trainer_and_engines_meet_only_the_user_can_read(tmp_path):

@@ -14,7 +14,7 @@ from qurl_megatron.cluster.status import Facts, describe, render
 from qurl_megatron.config import load
 from qurl_megatron.observe.attempts import Attempt, Began, Step, Tried
 from qurl_megatron.observe.sinks import Record
-from tests.programs import Programs
+from tests.support.programs import Programs
 
 QUICK = Path(__file__).parents[2] / "launch/recipes/quickstart.toml"
 NOW = 10_000.0

@@ -19,8 +19,8 @@ from qurl_megatron.cluster.cluster import (
 )
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
-from tests.programs import Programs
 from tests.support.models import tiny_checkpoint
+from tests.support.programs import Programs
 from tests.support.slurm_scripts import FOLDER, ROOT
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"

@@ -24,7 +24,7 @@ from qurl_megatron.cluster.supervise import (
 )
 from qurl_megatron.cluster.task import forget_hook
 from qurl_megatron.kit import place
-from tests.waiting import NEVER_S, PATIENCE_S, wait_until
+from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 
 def test_the_end_of_a_job_is_in_local_time():

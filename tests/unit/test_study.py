@@ -46,9 +46,9 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.history import History
 from qurl_megatron.observe.sinks import Record
 from qurl_megatron.training.state import TrainState
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
-FAKE = (sys.executable, str(Path(__file__).with_name("study_fake_train.py")))
+FAKE = (sys.executable, str(Path(__file__).parents[1] / "support/study_fake_train.py"))
 SHIPPED = sorted((Path(__file__).parents[2] / "launch/studies").glob("*.toml"))
 
 RECIPE = """

@@ -8,7 +8,7 @@ import pytest
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Interrupted
 from qurl_megatron.training.ahead import Ahead
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 class Engines:

@@ -21,8 +21,8 @@ from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import FORK, fork
 from qurl_megatron.training.start import _prepare
 from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
-from tests.unit.test_damaged_files import RECIPE_TEXT
-from tests.unit.test_observe_samples import example, keep
+from tests.support.descriptions import RECIPE_TEXT
+from tests.support.examples import example, keep
 
 STATE = TrainState(
     step=3, cursor={"epoch": 1}, accuracy_before=0.1, accuracy=0.2, guard={"kl_above": 2}

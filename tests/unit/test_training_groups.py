@@ -9,7 +9,7 @@ from qurl_megatron.observe.metrics import values
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.groups import Draft, fill, useful
 from qurl_megatron.types import Prompt, Sample
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
 

@@ -21,7 +21,7 @@ from qurl_megatron.training.inputs import (
     refuse_endless_responses,
 )
 from qurl_megatron.training.warmstart import build_tokenizer
-from tests.unit.test_damaged_files import QWEN2
+from tests.support.descriptions import QWEN2
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2", "level": 3}
 

@@ -16,7 +16,7 @@ from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.state import TrainState, claim
 from qurl_megatron.types import Prompt, Sample
-from tests.unit.test_damaged_files import RECIPE_TEXT
+from tests.support.descriptions import RECIPE_TEXT
 
 FRESH = TrainState()
 STEP = {"optimizer/weight_norm": 8.0, "reward/mean": 0.5, "time/step": 1.0}

@@ -11,7 +11,7 @@ from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.training.fork import forked
 from qurl_megatron.training.state import TrainState, tell_done
 from qurl_megatron.training.train import adapt
-from tests.unit.test_damaged_files import RECIPE_TEXT
+from tests.support.descriptions import RECIPE_TEXT
 
 BEFORE = TrainState(step=3, accuracy_before=0.25, accuracy=0.5)
 

@@ -17,8 +17,8 @@ from qurl_megatron.training.groups import from_quantized
 from qurl_megatron.training.rollout_source import RolloutSource
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Prompt, Sample
+from tests.support.descriptions import RECIPE_TEXT
 from tests.support.fake_engine import FakeEngine, token_at
-from tests.unit.test_damaged_files import RECIPE_TEXT
 
 NEW = 3  # tokens of each response
 FRESH = TrainState()

@@ -31,8 +31,8 @@ from qurl_megatron.training.state import (
     recipe_of,
     scored,
 )
-from tests.disks import fill, small_disk
-from tests.unit.test_damaged_files import RECIPE_TEXT
+from tests.support.descriptions import RECIPE_TEXT
+from tests.support.disks import fill, small_disk
 
 
 @pytest.fixture

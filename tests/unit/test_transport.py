@@ -22,10 +22,10 @@ from qurl_megatron.wire.message import Message, Receipt, Room, checksum, piece_o
 from qurl_megatron.wire.receipts import collect, leave
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.shared_memory import MemorySender
-from tests.shards import shard
 from tests.support.remote import Remote
+from tests.support.shards import shard
 from tests.support.versions import read_manifest, read_version
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 SHM = Path("/dev/shm")
 

@@ -17,9 +17,9 @@ from qurl_megatron.wire.link import Hello, still_open
 from qurl_megatron.wire.message import Receipt, checksum, piece_of
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.transport import Site
-from tests.shards import shard
 from tests.support.remote import Remote, together
-from tests.waiting import PATIENCE_S
+from tests.support.shards import shard
+from tests.support.waiting import PATIENCE_S
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 3.0

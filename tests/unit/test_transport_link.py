@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from qurl_megatron.wire import link as link_module
 from qurl_megatron.wire.link import Link, LinkError, within
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 KEY = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

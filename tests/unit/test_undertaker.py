@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.leftovers import Footprint
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.leftovers import Footprint
+from tests.support.waiting import PATIENCE_S, wait_until
 
 BEGIN = """
 import os, pathlib, signal, subprocess, sys, time

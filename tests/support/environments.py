@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.rewards import MISBEHAVE
+from tests.support.rewards import MISBEHAVE
 
 CLASSES = (
     MISBEHAVE

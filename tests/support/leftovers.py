@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from qurl_megatron.wire.lease import OWNER, Owner
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 MARK = "QURL_TEST_RUN"
 SHARED = "/dev/shm/"

@@ -16,8 +16,8 @@ import psutil
 
 from qurl_megatron.fleet.process import port_file
 from qurl_megatron.observe.timeline import read_timeline
-from tests.leftovers import Footprint
-from tests.waiting import NEVER_S
+from tests.support.leftovers import Footprint
+from tests.support.waiting import NEVER_S
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 SAMPLES = 64  # of one step
@@ -65,6 +65,21 @@ micro_batch = 32
 save_rollouts = true
 """
 )
+
+LEARNING = (
+    SMALL.replace("WARM_STEPS", "30").replace("TASK_SIZE", "2000")
+    + """
+[algo]
+# So small a model earns nothing: these move its weights all the same.
+entropy_coef = 0.01
+kl_coef = 0.01
+[train]
+steps = 4
+micro_batch = 16
+eval_prompts = 16
+"""
+)
+"""Four steps with evaluations."""
 
 GUARDED = """
 [model]

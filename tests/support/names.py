@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.waiting import NEVER_S
+from tests.support.waiting import NEVER_S
 
 
 @contextmanager
