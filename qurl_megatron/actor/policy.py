@@ -77,7 +77,7 @@ class Policy(Trained):
             raise ConfigError(
                 f"{model.path} has the UAQ factor {source.uaq_scale} folded in, the recipe says "
                 f"quant.uaq_scale={uaq_scale}; set it to {source.uaq_scale}, or unfold the "
-                "checkpoint with checkpoints_tools/megatron_to_hf.py"
+                "checkpoint with `qurl export`"
             )
         fold = uaq_scale / source.uaq_scale
         arch.check_parallel(parallel.tensor, parallel.pipeline)

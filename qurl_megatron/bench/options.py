@@ -287,7 +287,7 @@ BENCHMARKS = {
 REMOVED = {
     "all": "run the benchmarks that you want one by one",
     "decode": "qurl bench rollout --engine embedded measures the same engine with its server",
-    "convert": "time the tools of checkpoints_tools themselves",
+    "convert": "time qurl convert, export and quantize themselves",
     "scale": "qurl bench step measures what the leading rank does as part of a step",
     "versions": "qurl rescore RUN_DIR STEP holds a fresh engine against what a step recorded",
 }

@@ -63,11 +63,11 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     for name in ("render", "submit"):
         text = (
             "a recipe and section.key=value; with --kind, a command, behind -- where it has "
-            "options: a tool of checkpoints_tools, a benchmark, a benchmark file, or a study file "
+            "options: convert, export, quantize, ..., a benchmark, a benchmark file, or a study file "
             "and the folder of its runs"
         )
         parsers[name].add_argument("words", nargs="+", metavar="WORD", help=text)
-        text = "TOML file describing the cluster; some ship in slurm/clusters"
+        text = "TOML file describing the cluster, or the name of one that ships, such as h100"
         parsers[name].add_argument("--cluster", type=Path, required=True, metavar="FILE", help=text)
         text = "default: a training run"
         parsers[name].add_argument("--kind", choices=KINDS, default="train", help=text)

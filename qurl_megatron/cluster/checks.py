@@ -6,7 +6,7 @@ Slurm, and a few seconds.
 
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from qurl_megatron.checkpoints.integrity import FIX, read_record, wrong_size
@@ -126,13 +126,6 @@ def not_mounted(config: RunConfig, container: ContainerConfig) -> list[str]:
                 f"{key}, {absolute}, is in none of container.mounts: does this site mount it?"
             )
     return lines
-
-
-def check_script(command: Sequence[str]) -> None:
-    """A job runs where it is submitted, and finds the converters there."""
-    for word in command:
-        if word.startswith("checkpoints_tools/") and not Path(word).is_file():
-            raise ConfigError(f"{word} does not exist here; submit from the repository's folder")
 
 
 def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:

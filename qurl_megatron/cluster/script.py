@@ -28,7 +28,7 @@ HERE = "\0"
 user gives holds it."""
 
 TOOLS = {
-    "convert": ("python", "checkpoints_tools/{}.py"),
+    "convert": ("qurl", "{}"),
     "bench": ("qurl", "bench", "{}"),
     "eval": ("qurl", "eval", "{}"),
     "study": ("qurl", "slurm", "cell", "{}"),
@@ -83,7 +83,6 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     first, *options = words
     tools = _tools(kind)
     if tools:
-        first = first.removesuffix(".py")
         if first not in tools:
             raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(tools)}")
     node_gpus = cluster.node.gpus if _takes_gpus(kind, first, options) else 0
@@ -92,7 +91,7 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     step = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--ntasks=1"]
     step.append(f"--cpus-per-task={component.cpus_per_task(cluster.node)}")
     return Script(
-        name=f"{kind}-{Path(first).stem}",
+        name=first if kind == "convert" else f"{kind}-{Path(first).stem}",
         output=f"{LOGS}/%x-{'%A_%a' if tasks > 1 else '%j'}.log",
         components=(component,),
         command=(*step, *inside(cluster, command, HERE)),
@@ -105,8 +104,7 @@ def _tools(kind: str) -> list[str]:
     if kind == "bench":
         return list(BENCHMARKS)
     if kind == "convert":
-        folder = Path(__file__).parents[2] / "checkpoints_tools"
-        return sorted(path.stem for path in folder.glob("[a-z]*.py"))
+        return ["convert", "export", "quantize", "inspect", "diff"]
     return []
 
 

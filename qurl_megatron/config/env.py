@@ -60,7 +60,7 @@ PACKAGES = (
     Package(
         "nvidia-modelopt",
         "modelopt",
-        "checkpoints_tools/quantize.py --backend modelopt",
+        "qurl quantize --backend modelopt",
         "the quantizers of this package alone",
     ),
     Package(

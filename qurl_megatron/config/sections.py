@@ -37,7 +37,7 @@ class ModelConfig(Section, name="model", on_resume="fork"):
 
     path: str = ""
     """Hugging Face folder (config.json, *.safetensors, tokenizer), or a Megatron checkpoint that
-    checkpoints_tools/hf_to_megatron.py or a run wrote."""
+    `qurl convert` or a run wrote."""
 
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", on_resume="never")
     """Format of trained weights; bfloat16 keeps FP32 masters, float32 is for exactness tests."""

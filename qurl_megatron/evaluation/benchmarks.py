@@ -15,6 +15,7 @@ from pathlib import Path
 from qurl_megatron.data.rows import Columns, DataFile, Question, as_text, look_up, read_file
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.shipped import shipped
 from qurl_megatron.types import Prompt
 
 
@@ -53,6 +54,7 @@ def read_benchmarks(
     columns = Columns(prompt_key, answer_key, ("--prompt-key", "--answer-key"), needed=answers)
     problem_sets: dict[str, ProblemSet] = {}
     for path in paths:
+        path = shipped(path, "launch/benchmarks")
         if path.stem in problem_sets:
             raise ConfigError(
                 f"{path} and {problem_sets[path.stem].path} are both named {path.stem}, and so "

@@ -286,10 +286,10 @@ def _scheme(option: str | None, defaults: Defaults, backend: str, model: Path) -
         return scheme
     if scheme not in SERVED:
         raise ConfigError(f"--scheme {scheme} is simulated by embedded engines alone")
-    tool = f"quantize.py --scheme {scheme} --model"
+    command = f"quantize --scheme {scheme} --model"
     if scheme == "none":
-        tool = "megatron_to_hf.py --ckpt"
-    convert = f"convert it with `python checkpoints_tools/{tool} {model} --out FOLDER`"
+        command = "export --ckpt"
+    convert = f"convert it with `qurl {command} {model} --out FOLDER`"
     if find_torch_dist(model):
         raise ConfigError(
             f"SGLang cannot load the Megatron checkpoint {model}; {convert}, and give --model "

@@ -172,4 +172,4 @@ def test_a_run_is_evaluated_by_its_own_recipe_before_and_after_and_sglang_wants_
     )
     assert done.returncode == 2
     assert "SGLang cannot load the Megatron checkpoint" in done.stderr
-    assert "quantize.py --scheme int8 --model" in done.stderr
+    assert "qurl quantize --scheme int8 --model" in done.stderr

@@ -49,7 +49,7 @@ def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(
     short = ("--model", "tiny", "--schemes", "int8", "--dtype", "float32", "--repeats", 1)
     asked = ("--k", "1", "--max-new-tokens", "4", "--dtype", "float32", "--reward", "exact")
     jobs = [
-        _submit(user, "convert", "hf_to_megatron", "--hf", model, "--out", converted),
+        _submit(user, "convert", "convert", "--hf", model, "--out", converted),
         _submit(user, "eval", "sums.jsonl", "--model", model, *asked, "--out", results),
     ]
     array = _submit(user, "study", _study(user.folder, model), study)

@@ -11,7 +11,7 @@ from qurl_megatron.config import load
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "slurm"
-CONVERT = "convert hf_to_megatron --hf models/{0} --out models/{0}-s1.5 --uaq-scale 1.5 --tensor 8"
+CONVERT = "convert convert --hf models/{0} --out models/{0}-s1.5 --uaq-scale 1.5 --tensor 8"
 READY = {
     "train_14b.sbatch": "train launch/recipes/grpo_qwen2.5_14b.toml",
     "train_32b.sbatch": "train launch/recipes/grpo_qwen2.5_32b.toml",

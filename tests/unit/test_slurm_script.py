@@ -116,10 +116,10 @@ def test_a_command_reaches_bash_word_by_word(tmp_path):
 
 
 def test_a_tool_is_one_command_on_one_node_without_gpus():
-    words = ["hf_to_megatron.py", "--hf", "a", "--out", "b"]
+    words = ["convert", "--hf", "a", "--out", "b"]
     text = render(tool_job("convert", words, ClusterConfig()), ClusterConfig())
     assert "--gpus" not in text and "--signal" not in text
-    assert text.endswith(" python checkpoints_tools/hf_to_megatron.py --hf a --out b\n")
+    assert text.endswith(" qurl convert --hf a --out b\n")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_tool_is_one_command_on_one_node_without_gpus():
     [
         ("convert", "quantize --backend te", True),
         ("convert", "quantize --backend native", False),
-        ("bench", "loss.py --only ours", True),
+        ("bench", "loss --only ours", True),
         ("bench", "quantize", False),
         ("bench", "quantize --device cuda", True),
         ("bench", "quantize --device=cuda", True),
@@ -151,7 +151,7 @@ def test_a_study_is_an_array():
     ("kind", "words", "sentence"),
     [
         ("convert", [], "--kind convert needs a tool"),
-        ("convert", ["hf_to_megatrom"], "hf_to_megatrom is unknown; known: "),
+        ("convert", ["hf_to_megatron"], "hf_to_megatron is unknown; known: convert, export"),
         ("bench", ["../cli"], "../cli is unknown; known: "),
     ],
 )
