@@ -38,7 +38,7 @@ class Difference:
 def differences(
     a: AnyCheckpoint, b: AnyCheckpoint, *, as_stored: bool = False
 ) -> Iterator[Difference]:
-    """Compare all tensors of both, in the order of A's layers; then come those of B alone.
+    """Compare all tensors of both, in the order of A's layers; then come B's own.
 
     Args:
         as_stored: leave folded UAQ factors where they are.

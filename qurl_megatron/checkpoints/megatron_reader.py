@@ -107,7 +107,7 @@ class MegatronReader:
         return self._found(op) is not None
 
     def cuts(self, op: Op) -> int:
-        """Count the chunks of a parameter; those of its master are also cut by data ranks."""
+        """Count the chunks of a parameter; its master's are also cut by data ranks."""
         key, index = self._place(op)
         return self.table.cuts(key.removeprefix(self.masters or ""), index)
 

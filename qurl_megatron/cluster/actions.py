@@ -63,8 +63,8 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     for name in ("render", "submit"):
         text = (
             "a recipe and section.key=value; with --kind, a command, behind -- where it has "
-            "options: convert, export, quantize, ..., a benchmark, a benchmark file, or a study file "
-            "and the folder of its runs"
+            "options: convert, export, quantize, ..., a benchmark, a benchmark file, or a study "
+            "file and the folder of its runs"
         )
         parsers[name].add_argument("words", nargs="+", metavar="WORD", help=text)
         text = "TOML file describing the cluster, or the name of one that ships, such as h100"

@@ -199,7 +199,7 @@ class SiteConfig(Section, name="site", on_resume="free"):
 
     environment: dict = key({})
     """Variables of every rank and engine, above all NCCL's, e.g. {NCCL_IB_HCA = "mlx5"}; they go
-    before those of a container's image."""
+    before a container image's own."""
 
     def check(self) -> None:
         for folder in self.shared:

@@ -82,9 +82,8 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
         raise ConfigError(f"--kind {kind} needs a tool, benchmark or file, and then its options")
     first, *options = words
     tools = _tools(kind)
-    if tools:
-        if first not in tools:
-            raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(tools)}")
+    if tools and first not in tools:
+        raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(tools)}")
     node_gpus = cluster.node.gpus if _takes_gpus(kind, first, options) else 0
     component = Component(nodes=1, tasks=1, gpus=node_gpus)
     command = [part.format(first) for part in TOOLS[kind]] + options

@@ -100,8 +100,8 @@ class OptimizerConfig(Section, name="optimizer", on_resume="change"):
     critic's follows the same course with critic.lr and critic.warmup_steps."""
 
     decay_steps: int = key(0, at_least(0))
-    """Optimizer updates, warm-up included, at whose end the learning rate has fallen; 0: those of
-    all train.steps, so that more steps make another schedule."""
+    """Optimizer updates, warm-up included, at whose end the learning rate has fallen; 0: the
+    updates of all train.steps, so that more steps make another schedule."""
 
     decay_to: float = key(0.0, in_interval("[0, 1]"))
     """Share of the learning rate that it falls to, and stays at."""

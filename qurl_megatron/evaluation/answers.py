@@ -4,8 +4,8 @@
 
 Lines are only ever added, in whole batches, so a process that dies loses at most its last batch.
 There may be more responses than an evaluation asks for: each is drawn with a seed of its own, so
-the first of many are those of fewer. A file made with other settings is refused: half of one policy
-and half of another would be the accuracy of neither.
+the first of many equal fewer. A file made with other settings is refused: half of one policy and
+half of another would be the accuracy of neither.
 """
 
 import json
@@ -171,7 +171,7 @@ class AnswerFile:
 
 
 def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
-    """Count the answers without a score, and why; also those of earlier processes."""
+    """Count the answers without a score, and why; earlier processes' count, too."""
     tally = Tally()
     for answer in answers:
         tally.responses += 1

@@ -125,7 +125,7 @@ def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
     """Read a study file and check every cell's recipe.
 
     Args:
-        overrides: ``section.key=value`` for every run, after those of the file.
+        overrides: ``section.key=value`` for every run, after the file's own.
 
     Raises:
         ConfigError: no such file or recipe, an unknown key, or a cell whose recipe is not valid.

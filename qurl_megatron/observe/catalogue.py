@@ -1,7 +1,7 @@
 """Every metric that a run logs: where the report lists it, how its value reads, what it says.
 
-A metric's name is "group/rest". Families have a name that is only known to the run, such as that of
-a reward in a mix; they are listed with an ellipsis.
+A metric's name is "group/rest". Families have a name that is only known to the run, such as a
+reward's in a mix; they are listed with an ellipsis.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ Every second of an attempt, from the start of its supervisor to its end, is one 
     lost       steps behind the newest checkpoint of an attempt that failed, which are done again
 
 so that they add up to it. Time in the queue holds no GPU, and counts nowhere. On machines without
-GPUs the hours are those of the GPUs that the job asked for.
+GPUs the hours count the GPUs that the job asked for.
 """
 
 import tomllib

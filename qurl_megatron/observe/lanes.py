@@ -38,7 +38,7 @@ def recent(spans: Iterable[Span], steps: int = STEPS) -> list[Span]:
 
 
 def lanes_svg(spans: Sequence[Span]) -> str:
-    """An ``<svg>`` element for the report; ``spans`` are those of ``recent`` and not empty."""
+    """An ``<svg>`` element for the report; ``spans`` come from ``recent`` and are not empty."""
     begin, end = min(s.start for s in spans), max(s.end for s in spans)
     rows = [(lane, row) for lane in LANES for row in _rows([s for s in spans if s.lane == lane])]
     width, height = 1094, 64 + 34 * len(rows)
@@ -83,7 +83,7 @@ def _bar(axes: Axes, span: Span, place: int, begin: float, pixels_per_s: float) 
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans in as few rows as keep those of one row from overlapping."""
+    """Spans in as few rows as possible without overlaps in a row."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: s.start):
         free = next((row for row in rows if row[-1].end <= span.start + 1e-3), None)

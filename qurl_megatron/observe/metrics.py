@@ -206,7 +206,7 @@ Metric = (
 
 
 def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """One metric per name out of those of every microbatch, or of every rank."""
+    """Merge the metrics of every microbatch, or of every rank, into one per name."""
     merged: dict[str, Metric] = {}
     for metrics in many:
         for name, metric in metrics.items():

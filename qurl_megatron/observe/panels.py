@@ -57,7 +57,7 @@ class Picture:
     """Spans both columns of the report."""
 
     stacked: bool = False
-    """The seconds of phases, stacked up to those of the step."""
+    """The seconds of phases, stacked up to the step's."""
 
     def present(self, history: History) -> list[Line]:
         """The lines that this run has something to show for."""

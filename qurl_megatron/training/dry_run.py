@@ -23,8 +23,8 @@ def dry_run(
     """Add up the memory of every pipeline stage, from the models' shapes alone.
 
     Args:
-        model_config: the model's config.json or the folder it is in; None takes that of
-            ``model.path``, else one that ships under its name.
+        model_config: the model's config.json or the folder it is in; None takes ``model.path``'s,
+            else one that ships under its name.
         gpu_gib: memory of a GPU, in GiB.
 
     Raises:

@@ -131,9 +131,8 @@ def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
     """Read the shapes of the models that a run trains.
 
     Args:
-        model_config: the model's config.json or the folder it is in; None takes that of
-            ``model.path``, else of the one that a warm start would make there, else one that
-            ships under its name.
+        model_config: the model's config.json or the folder it is in; None takes ``model.path``'s,
+            else the shape that a warm start would make there, else one that ships under its name.
 
     Raises:
         ConfigError: no config is found.

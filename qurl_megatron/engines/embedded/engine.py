@@ -35,8 +35,8 @@ MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
 SCORED_TOKENS = 512  # of a prompt, whose logits are made at once
 RECOMPUTE_TOKENS = 512
-"""Likewise of sequences that continue after an update: those of a step wait for each other, and are
-padded to its longest; but far fewer tokens at a time would take longer."""
+"""Likewise of sequences that continue after an update: all of a step wait for each other, and are
+padded to the longest; but far fewer tokens at a time would take longer."""
 
 
 @dataclass(eq=False, slots=True)

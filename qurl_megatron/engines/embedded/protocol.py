@@ -173,5 +173,5 @@ def _answer(sequence: Sequence, log_probs: bool) -> dict:
 
 
 def _triples(log_probs: list, ids: list[int]) -> list[list]:
-    """Pair log-probs with their tokens; the third place is that of a text, which nobody reads."""
+    """Pair log-probs with their tokens; the third place is for a text, which nobody reads."""
     return [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=False)]

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-# Launch scripts of other trainers export it; log-probs would then be those of temperature 1.
+# Launch scripts of other trainers export it; log-probs would then belong to temperature 1.
 os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "false"
 
 from qurl_megatron.engines.sglang import cpu_layers

@@ -163,7 +163,7 @@ def _natural(name: str, module: Any) -> Tensor:
 def _column_parallel(
     name: str, module: Any, parts: list[tuple[str, int, int, int]]
 ) -> Iterator[_Claim]:
-    """Claims of a fused layer whose rows are those of ``parts``, one after another.
+    """Claims of a fused layer whose rows are ``parts``', one after another.
 
     Args:
         parts: (name of the projection, rows here, first row in the whole, rows of the whole).
