@@ -1,8 +1,8 @@
 """Scales and rounding of ``schemes``, for weights and activations alike.
 
 Everything is symmetric: ``value = round(x / scale)`` with ``scale = amax / largest``, computed in
-float32 element by element, so a slice of a tensor quantizes to the slice of the quantized tensor. ``fused_channels`` has the
-same arithmetic as kernels for GPUs.
+float32 element by element, so a slice of a tensor quantizes to the slice of the quantized tensor.
+``fused_channels`` has the same arithmetic as kernels for GPUs.
 """
 
 import torch
