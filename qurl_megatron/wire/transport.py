@@ -65,8 +65,12 @@ class Site:
 
 
 class Sender:
-    """One training rank's end. A transport whose engines find the bytes by themselves overrides
-    only ``describe``, ``begin``, ``put``, ``receipts``, ``finish`` and ``close``."""
+    """One training rank's end.
+
+    A transport whose engines find the bytes by themselves sets ``kind`` and overrides only
+    ``open``, ``describe``, ``begin``, ``put``, ``receipts``, ``finish`` and ``close``, and ``seal``
+    where it is ``lasting``.
+    """
 
     kind: ClassVar[str]
     cut: ClassVar[bool] = False  # each engine rank gets blobs of its own, cut to its part
