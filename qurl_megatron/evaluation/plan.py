@@ -16,6 +16,7 @@ from qurl_megatron.config import RunConfig, load, to_toml
 from qurl_megatron.config.keys import require
 from qurl_megatron.config.load import build, read_tables
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.shipped import shipped, shipped_names
 
 METHODS, SCALE, MISMATCH = TABLES = ("methods", "scale", "mismatch")
 NAME = re.compile(r"[\w.+-]+")  # goes into file names
@@ -130,8 +131,9 @@ def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
     Raises:
         ConfigError: no such file or recipe, an unknown key, or a cell whose recipe is not valid.
     """
-    file = Path(file)
-    settings = build(Settings, read_tables(file, "study", "some ship in launch/studies"))
+    file = shipped(file, "launch/studies")
+    ours = f"these ship: {shipped_names('launch/studies')}"
+    settings = build(Settings, read_tables(file, "study", ours))
     settings = replace(settings, overrides=(*settings.overrides, *overrides))
     methods = {}
     for name, table in settings.methods.items():
