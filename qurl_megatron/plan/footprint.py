@@ -118,12 +118,13 @@ class Footprint:
             notes.append(
                 f"{needed / GIB:.1f} GiB do not fit in {self.gpu / GIB:g} in phase {phase}: {fix}"
             )
-        tokens = self.engine and self.engine.tokens(self.config.quant.scheme)
-        if tokens is not None and tokens < self.longest:
-            notes.append(
-                f"an engine rank has room for {tokens} tokens, one prompt and response may take "
-                f"{self.longest}"
-            )
+        if self.engine:
+            tokens = self.engine.tokens(self.config.quant.scheme)
+            if tokens < self.longest:
+                notes.append(
+                    f"an engine rank has room for {tokens} tokens, one prompt and response may "
+                    f"take {self.longest}"
+                )
         return notes
 
 
