@@ -41,10 +41,15 @@ class Stage:
     publishing: int  # for as long as a version is published
 
     @property
+    def held(self) -> list[Held]:
+        """Of each model that trains."""
+        return [self.policy] + ([self.critic] if self.critic else [])
+
+    @property
     def at_rest(self) -> int:
         """Memory in use between two passes, and while engines generate."""
-        critic = self.critic.total if self.critic else 0
-        return self.policy.total + self.reference + self.codes + critic
+        models = sum(held.total for held in self.held)
+        return models + self.reference + self.codes
 
     @property
     def total(self) -> int:
@@ -52,7 +57,7 @@ class Stage:
 
     @property
     def loading(self) -> int:
-        return memory.loading(self.policy) + (memory.loading(self.critic) if self.critic else 0)
+        return sum(map(memory.loading, self.held))
 
 
 @dataclass(frozen=True)
@@ -151,8 +156,11 @@ def _pass(config: RunConfig) -> Pass:
     """The largest pass: responses of full length, or the token budget where that is more."""
     train, parallel = config.train, config.parallel
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    tokens = max(train.max_tokens, longest) if train.max_tokens else train.micro_batch * longest
-    chunks = 1 if parallel.context == 1 else 2 * parallel.context  # of a sequence
+    tokens, chunks = train.micro_batch * longest, 1
+    if train.max_tokens:
+        tokens = max(train.max_tokens, longest)
+    if parallel.context > 1:
+        chunks = 2 * parallel.context  # of a sequence
     return Pass(
         tokens=round_up(tokens, chunks * parallel.tensor) // parallel.context,
         tensor=parallel.tensor,

@@ -6,9 +6,10 @@ them, or have whole machines of their own (on a single machine: GPUs).
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from itertools import product
+from typing import Any, Literal
 
-from qurl_megatron.config import RolloutConfig, RunConfig
+from qurl_megatron.config import ParallelConfig, RolloutConfig, RunConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.shapes import engine_divides
@@ -18,80 +19,71 @@ from qurl_megatron.training.shapes import engine_divides
 class Choice:
     """One layout."""
 
-    tensor: int
-    pipeline: int
-    context: int
-    data: int
+    parallel: ParallelConfig
+    recompute: bool
     engines: int
     engine_tensor: int
     colocated: bool
-    recompute: bool
-
-    @property
-    def trainer(self) -> int:
-        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def gpus(self) -> int:
-        return self.trainer + (0 if self.colocated else self.engines * self.engine_tensor)
+        trainer = self.parallel.world_size
+        return trainer if self.colocated else trainer + self.engines * self.engine_tensor
 
     def label(self) -> str:
         """Short: sizes of 1 are left out; "+" has GPUs of its own, "&" shares them."""
-        sizes = zip(
-            ("TP", "PP", "CP", "DP"),
-            (self.tensor, self.pipeline, self.context, self.data),
-            strict=True,
-        )
-        parts = [f"{name}{size}" for name, size in sizes if size > 1] or ["1 rank"]
-        parts += ["recompute"] if self.recompute else []
+        parallel = self.parallel
+        sizes = {
+            "TP": parallel.tensor,
+            "PP": parallel.pipeline,
+            "CP": parallel.context,
+            "DP": parallel.data,
+        }
+        parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["1 rank"]
+        if self.recompute:
+            parts.append("recompute")
         joint = "&" if self.colocated else "+"
         return f"{' '.join(parts)} {joint} {self.engines} x TP{self.engine_tensor}"
 
 
-def choices(arch: Arch, gpus: int, node: int, shares: int) -> Iterator[Choice]:
+def choices(arch: Arch, own: ParallelConfig, gpus: int, node: int, shares: int) -> Iterator[Choice]:
     """All whose sizes divide the model, the batch, the GPUs and the machines.
 
     Args:
+        own: the recipe's, whose other settings are kept.
         node: GPUs of a machine.
         shares: the number that data ranks divide: an update's responses, or its microbatches.
     """
     within = _divisors(min(node, gpus))
-    for trainer in [gpus, *_splits(gpus, node)]:
+    splits = range(1, gpus) if gpus <= node else range(node, gpus, node)
+    for trainer in (gpus, *splits):
         colocated = trainer == gpus
-        for engine in within:
-            rollout = gpus if colocated else gpus - trainer
-            if rollout % engine or not engine_divides(arch, engine):
-                continue
-            for tensor, pipeline, context, data in _trainers(arch, trainer, within):
-                if shares % data:
-                    continue
-                for recompute in (False, True):
-                    yield Choice(
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        context=context,
-                        data=data,
-                        engines=rollout // engine,
-                        engine_tensor=engine,
-                        colocated=colocated,
-                        recompute=recompute,
-                    )
+        rollout = gpus if colocated else gpus - trainer
+        engine_tensors = [n for n in within if rollout % n == 0 and engine_divides(arch, n)]
+        trainers = [
+            each for each in _trainers(arch, own, trainer, within) if not shares % each.data
+        ]
+        for engine, parallel, recompute in product(engine_tensors, trainers, (False, True)):
+            yield Choice(
+                parallel=parallel,
+                recompute=recompute,
+                engines=rollout // engine,
+                engine_tensor=engine,
+                colocated=colocated,
+            )
 
 
-def _splits(gpus: int, node: int) -> range:
-    """How many GPUs the trainer may have where the engines have the rest."""
-    return range(node, gpus, node) if gpus > node else range(1, gpus)
-
-
-def _trainers(arch: Arch, gpus: int, within: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    for tensor in within:
-        for pipeline in _divisors(arch.num_layers):
-            if not _divides(arch, tensor, pipeline):
-                continue
-            for context in within:
-                data, unused = divmod(gpus, tensor * pipeline * context)
-                if data and not unused:
-                    yield tensor, pipeline, context, data
+def _trainers(
+    arch: Arch, own: ParallelConfig, gpus: int, within: list[int]
+) -> Iterator[ParallelConfig]:
+    for tensor, pipeline in product(within, _divisors(arch.num_layers)):
+        if not _divides(arch, tensor, pipeline):
+            continue
+        for context in within:
+            data, unused = divmod(gpus, tensor * pipeline * context)
+            if data and not unused:
+                sizes = dict(tensor=tensor, pipeline=pipeline, context=context, data=data)
+                yield replace(own, **sizes)
 
 
 def _divides(arch: Arch, tensor: int, pipeline: int) -> bool:
@@ -108,26 +100,23 @@ def _divisors(number: int) -> list[int]:
 
 def own_choice(config: RunConfig) -> Choice:
     """The layout that the recipe says."""
-    parallel, rollout = config.parallel, config.rollout
+    rollout = config.rollout
     return Choice(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        context=parallel.context,
-        data=parallel.data,
+        parallel=config.parallel,
+        recompute=config.model.recompute,
         engines=rollout.engines,
         engine_tensor=rollout.engine_tensor,
         colocated=rollout.colocate,
-        recompute=config.model.recompute,
     )
 
 
 def scaled(own: Choice, gpus: int) -> Choice | None:
     """The same with data ranks and engines for ``gpus``; None where they do not come out whole."""
-    data, unused = divmod(own.data * gpus, own.gpus)
+    data, unused = divmod(own.parallel.data * gpus, own.gpus)
     engines, over = divmod(own.engines * gpus, own.gpus)
     if unused or over or not (data and engines):
         return None
-    return replace(own, data=data, engines=engines)
+    return replace(own, parallel=replace(own.parallel, data=data), engines=engines)
 
 
 def applied(config: RunConfig, choice: Choice, *, node: int, static: float | None) -> RunConfig:
@@ -143,32 +132,27 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
         ConfigError: the batch does not divide, or the recipe forbids it otherwise.
     """
     rollout = config.rollout
-    one_machine = choice.gpus <= node
-    arguments = rollout.engine_args
+    settings: dict[str, Any] = {
+        "engines": choice.engines,
+        "engine_tensor": choice.engine_tensor,
+        "colocate": choice.colocated,
+        "rendezvous": "",
+    }
+    transport: Literal["auto", "files", "group"] = "auto"
+    if choice.gpus > node:
+        settings["rendezvous"] = rollout.rendezvous or "ENGINES"
+        transport = "files" if choice.colocated else "group"
+    if choice.colocated:
+        settings["max_staleness"] = 0
     if static is not None:
-        kept = [a for a in arguments if not a.startswith("--mem-fraction-static")]
-        arguments = (*kept, f"--mem-fraction-static={static:g}")
-    across: Literal["files", "group"] = "files" if choice.colocated else "group"
+        kept = [a for a in rollout.engine_args if not a.startswith("--mem-fraction-static")]
+        settings["engine_args"] = (*kept, f"--mem-fraction-static={static:g}")
     return replace(
         config,
         model=replace(config.model, recompute=choice.recompute),
-        parallel=replace(
-            config.parallel,
-            tensor=choice.tensor,
-            pipeline=choice.pipeline,
-            context=choice.context,
-            data=choice.data,
-        ),
-        rollout=replace(
-            rollout,
-            engines=choice.engines,
-            engine_tensor=choice.engine_tensor,
-            engine_args=arguments,
-            colocate=choice.colocated,
-            max_staleness=0 if choice.colocated else rollout.max_staleness,
-            rendezvous="" if one_machine else rollout.rendezvous or "ENGINES",
-        ),
-        sync=replace(config.sync, transport="auto" if one_machine else across),
+        parallel=choice.parallel,
+        rollout=replace(rollout, **settings),
+        sync=replace(config.sync, transport=transport),
     )
 
 

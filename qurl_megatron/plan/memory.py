@@ -14,6 +14,7 @@ Shapes: T = tokens of one pass on one rank, h = hidden size, f = size between th
 projections, t = tensor-parallel size. All sizes are bytes.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from qurl_megatron.checkpoints import stage_ops
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.table import HfTensor
 
 GIB = 1 << 30
 
@@ -92,14 +94,14 @@ class Bucket:
 
 
 def lay_out(
-    parameters: Sequence[tuple[int, bool]], *, limit: int | None, step: int | None
+    parameters: Sequence[tuple[int, bool]], *, limit: float = math.inf, step: int = 1
 ) -> list[Bucket]:
     """Lay out a buffer, and return its buckets.
 
     Args:
         parameters: (numbers, whether it has a bucket of its own), as the model registers them.
-        limit: numbers at which a bucket is closed; None: never.
-        step: number that divides every bound of a bucket; None: nothing is padded.
+        limit: numbers at which a bucket is closed.
+        step: number that divides every bound of a bucket; 1: nothing is padded.
     """
     buckets: list[Bucket] = []
     spans: list[tuple[int, int]] = []
@@ -112,12 +114,12 @@ def lay_out(
         begin, at, spans = end, end, []
 
     for numbers, alone in reversed(parameters):
-        at = _round_up(at, step and PARAMETER_STEP)
+        at = _round_up(at, min(step, PARAMETER_STEP))
         if alone and spans:
             close()
         spans.append((at, at + numbers))
         at += numbers
-        if alone or (limit is not None and at - begin >= limit):
+        if alone or at - begin >= limit:
             close()
     if spans:
         close()
@@ -143,22 +145,24 @@ def held_from_shapes(
         critic: a head of one value takes the output layer's place.
     """
     sizes = _parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
-    copies = parallel.data * parallel.context
-    # Stages behind the first reduce outside the critical path, in one bucket.
-    bucketed = overlap and stage == 0
-    buckets = lay_out(
-        [(numbers, shared and distributed) for numbers, shared in sizes],
-        limit=max(BUCKET, BUCKET_PER_RANK * parallel.data) if bucketed else None,
-        step=math.lcm(copies, BUCKET_STEP) if distributed else None,
-    )
     numbers = sum(size for size, _ in sizes)
-    updated = sum(bucket.share(copies if distributed else 1) for bucket in buckets)
+    limit = math.inf
+    if overlap and stage == 0:  # those behind reduce outside the critical path, in one bucket
+        limit = max(BUCKET, BUCKET_PER_RANK * parallel.data)
+    if distributed:
+        copies = parallel.data * parallel.context
+        buckets = lay_out(sizes, limit=limit, step=math.lcm(copies, BUCKET_STEP))
+        weights = buckets[-1].stop
+        updated = sum(bucket.share(copies) for bucket in buckets)
+    else:
+        buckets = lay_out([(size, False) for size, _ in sizes], limit=limit)
+        weights = updated = numbers
     return Held(
         parameters=numbers,
         largest=max(size for size, _ in sizes),
-        weights=itemsize * (buckets[-1].stop if distributed else numbers),
+        weights=itemsize * weights,
         gradients=4 * buckets[-1].stop,
-        masters=0 if itemsize == 4 else 4 * updated,
+        masters=4 * updated * (itemsize != 4),
         moments=2 * 4 * updated,
     )
 
@@ -180,7 +184,7 @@ def _parameters(
             shape = part.shape
             if part.vocabulary:
                 shape = (_round_up(shape[0], tensor), *shape[1:])
-            numbers += math.prod(shape) // (tensor if part.split_dim is not None else 1)
+            numbers += math.prod(shape) // _ranks_of(part, tensor)
         shared = arch.tied and pipeline > 1 and not op.megatron.startswith("decoder.")
         parameters.append((numbers, shared))
     if critic and last:
@@ -198,8 +202,13 @@ def _place(name: str) -> tuple[int, int, int]:
     return (1, layer, next(place for place, part in enumerate(ORDER) if part in name))
 
 
-def _round_up(number: int, step: int | None) -> int:
-    return -(-number // step) * step if step else number
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _ranks_of(part: HfTensor, tensor: int) -> int:
+    """Over how many tensor ranks a tensor is split."""
+    return 1 if part.split_dim is None else tensor
 
 
 @dataclass(frozen=True)
@@ -212,6 +221,11 @@ class Pass:
     itemsize: int  # of an activation
     transposed: bool  # several rows: Megatron copies [s, b, v] logits to [b, s, v]
     fp32_output: bool = False  # logits in FP32, from an FP32 copy of the output layer
+
+    @property
+    def split(self) -> int:
+        """Ranks that share what sequence parallelism splits."""
+        return self.tensor if self.sequence else 1
 
 
 def layer_activations(arch: Arch, passed: Pass) -> int:
@@ -236,7 +250,7 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
         gathered, split = copies * arch.hidden, split + copies * 3 * arch.experts.intermediate
     else:
         gathered, split = 0, split + 3 * arch.intermediate  # gate and up; their product
-    numbers = unsplit / (t if passed.sequence else 1) + gathered + split / t
+    numbers = unsplit / passed.split + gathered + split / t
     return round(T * (passed.itemsize * numbers + 4 * arch.heads / t))
 
 
@@ -244,8 +258,7 @@ def stage_activations(arch: Arch, layers: int, passed: Pass, *, recompute: bool)
     """Return the bytes that layers keep of one pass: with recomputation, each one's input alone."""
     if not recompute:
         return layers * layer_activations(arch, passed)
-    split = passed.tensor if passed.sequence else 1
-    return layers * passed.tokens * passed.itemsize * arch.hidden // split
+    return layers * passed.tokens * passed.itemsize * arch.hidden // passed.split
 
 
 def logits(arch: Arch, passed: Pass) -> int:
@@ -255,10 +268,13 @@ def logits(arch: Arch, passed: Pass) -> int:
     keep the FP32 output layer and hidden states that they were made from, for the backward pass.
     """
     columns = -(-arch.vocab // passed.tensor)
-    one_copy = passed.tokens * columns * (4 if passed.fp32_output else passed.itemsize)
-    sources = 4 * arch.hidden * (columns + passed.tokens) if passed.fp32_output else 0
-    scratch = min(2 * SCRATCH, 2 * 4 * passed.tokens * columns)
-    return one_copy * (2 if passed.transposed else 1) + sources + scratch
+    numbers = passed.tokens * columns
+    size, sources = passed.itemsize * numbers, 0
+    if passed.fp32_output:
+        size, sources = 4 * numbers, 4 * arch.hidden * (columns + passed.tokens)
+    if passed.transposed:
+        size *= 2
+    return size + sources + min(2 * SCRATCH, 2 * 4 * numbers)
 
 
 @cache
@@ -269,16 +285,22 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
     """
     ops = stage_ops(arch, range(arch.num_layers), first=True, last=True)
     total = 0.0
-    for part in (part for op in ops for part in op.hf):
-        size = math.prod(part.shape)
-        quantized = bool(SCHEMES[scheme].stored) and part.quantized
-        shared = tensor if part.split_dim is not None else 1
+    for part in itertools.chain.from_iterable(op.hf for op in ops):
+        size, channels = math.prod(part.shape), part.shape[0]
+        shared = _ranks_of(part, tensor)
         if part.units is not None and part.units.repeats:
             shared = min(tensor, part.units.count)
-        total += size * (CODE if quantized else itemsize) / shared
-        if quantized:
-            total += 4 * part.shape[0] / (shared if part.split_dim == 0 else 1)
+        if part.quantized and SCHEMES[scheme].stored:
+            total += size * CODE / shared
+            total += 4 * _share(channels, part, shared)
+        else:
+            total += size * itemsize / shared
     return round(total)
+
+
+def _share(channels: int, part: HfTensor, ranks: int) -> float:
+    """Output channels on one of the ranks that split a tensor."""
+    return channels / ranks if part.split_dim == 0 else channels
 
 
 @cache
@@ -293,8 +315,8 @@ def aligned(arch: Arch, layers: range, tensor: int, itemsize: int) -> tuple[int,
     for op in stage_ops(arch, layers, first=False, last=False):
         parts = [part for part in op.hf if part.quantized]
         numbers = sum(math.prod(part.shape) // tensor for part in parts)
-        rows = sum(part.shape[0] // (tensor if part.split_dim == 0 else 1) for part in parts)
-        codes += numbers + 4 * rows
+        channels = sum(int(_share(part.shape[0], part, tensor)) for part in parts)
+        codes += numbers + 4 * channels
         largest = max(largest, numbers * itemsize)
     return codes, largest
 
@@ -330,8 +352,10 @@ def engine_free(gpu: int, at_rest: int | None) -> int:
     Args:
         at_rest: of the trainer on its GPU; None where there is none.
     """
-    trainer = 0 if at_rest is None else CONTEXT + NCCL + round((1 + GAPS) * at_rest)
-    return max(0, gpu - DRIVER - CONTEXT - NCCL - trainer)
+    free = gpu - DRIVER - CONTEXT - NCCL
+    if at_rest is not None:
+        free -= CONTEXT + NCCL + round((1 + GAPS) * at_rest)
+    return max(0, free)
 
 
 def phases(

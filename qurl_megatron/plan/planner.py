@@ -101,7 +101,9 @@ class Planner:
         """Every layout of ``gpus`` GPUs that fits, fastest first."""
         recipe_choice = scaled(own_choice(self.config), gpus)
         predictions = []
-        for choice in choices(self.models.policy, gpus, self.node, self._shares):
+        for choice in choices(
+            self.models.policy, self.config.parallel, gpus, self.node, self._shares
+        ):
             prediction = self.predict(choice, own=choice == recipe_choice)
             if prediction is not None:
                 predictions.append(prediction)

@@ -50,9 +50,11 @@ def deal_out(work: Workload, data: int, budget: int, micro_batch: int, packed: b
     fullest = hands[loads.index(max(loads))]
     dealt = into_microbatches(fullest, lengths, micro_batch, budget=budget, packed=packed)
     passes = [[lengths[i] for i in together] for together in dealt]
-    laid_out = sum(sum(p) if packed else len(p) * max(p) for p in passes)
-    squares = sum(x * x for p in passes for x in (p if packed else [max(p)] * len(p)))
-    return Hand(len(passes), laid_out, squares, sum(lengths) / data)
+    if not packed:  # all rows of a pass are as long as its longest
+        passes = [[max(together)] * len(together) for together in passes]
+    laid_out = [length for together in passes for length in together]
+    squares = sum(length * length for length in laid_out)
+    return Hand(len(passes), sum(laid_out), squares, sum(lengths) / data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,26 +128,30 @@ def forward(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Par
 def update(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Parts:
     """Return the seconds of one update by cause."""
     ahead = forward(trainer, gpu, constants, hand)
-    factors = {PRODUCTS: 2.0, ATTENTION: constants.attention_backward}
-    again = 1 if trainer.recompute else 0
-    parts = {
-        name: seconds * (1 + factors.get(name, 1.0) + (again if name != SENDS else 0))
-        for name, seconds in ahead.items()
-    }
+    backward_passes = {PRODUCTS: 2.0, ATTENTION: constants.attention_backward}
+    parts = {}
+    for name, seconds in ahead.items():
+        passes = 1 + backward_passes.get(name, 1.0)
+        if trainer.recompute and name != SENDS:
+            passes += 1
+        parts[name] = seconds * passes
     backward = sum(parts.values()) - sum(ahead.values())
     parallel = trainer.parallel
     parts = _in_pipeline(parts, parallel.pipeline, hand)
     parameters, copies = trainer.parameters, parallel.data * parallel.context
+    owned = parameters
+    if trainer.distributed:
+        owned /= copies
     if copies > 1:
         spread = parallel.tensor * copies
         link = trainer.link(gpu, constants, spread, trainer.node // parallel.tensor)
         moved = (copies - 1) / copies * parameters
-        add = moved * 4 * (1 if trainer.distributed else 2) / link
-        # Only the last pass of an update sends while it computes.
-        hidden = backward / hand.passes if trainer.overlap else 0.0
-        gather = moved * trainer.itemsize / link if trainer.distributed else 0.0
-        parts[GRADIENTS] = max(0.0, add - hidden) + gather
-    owned = parameters / (copies if trainer.distributed else 1)
+        add, gather = moved * 4 * 2 / link, 0.0
+        if trainer.distributed:
+            add, gather = moved * 4 / link, moved * trainer.itemsize / link
+        if trainer.overlap:  # only the last pass of an update sends while it computes
+            add = max(0.0, add - backward / hand.passes)
+        parts[GRADIENTS] = add + gather
     parts[OPTIMIZER] = owned * constants.optimizer_bytes / (gpu.hbm * constants.decode_hbm)
     return parts
 

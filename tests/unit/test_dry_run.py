@@ -427,5 +427,5 @@ def test_buckets_are_padded_as_megatron_pads_them():
         (384, 768, ((384, 394),)),
     ]
     assert buckets[0].share(3) == 100 and buckets[0].share(1) == 150
-    plain = lay_out([(10, True), (50, False), (100, False)], limit=None, step=None)
+    plain = lay_out([(10, True), (50, False), (100, False)])
     assert [(b.start, b.stop) for b in plain] == [(0, 150), (150, 160)]

@@ -337,13 +337,14 @@ def test_a_publication_by_files_waits_for_the_disk():
 
 
 def test_layouts_divide_the_model_the_batch_and_the_machines():
-    found = list(choices(ARCH, 16, 8, shares=8))
+    found = list(choices(ARCH, ParallelConfig(), 16, 8, shares=8))
     assert len(found) == len(set(found))
     for one in found:
-        assert one.gpus == 16 and one.tensor <= 8 and one.engine_tensor <= 8
-        assert ARCH.heads % one.tensor == ARCH.kv_heads % one.tensor == 0
-        assert ARCH.num_layers % one.pipeline == 0 and 8 % one.data == 0
-        assert one.colocated or one.trainer == 8
+        parallel = one.parallel
+        assert one.gpus == 16 and parallel.tensor <= 8 and one.engine_tensor <= 8
+        assert ARCH.heads % parallel.tensor == ARCH.kv_heads % parallel.tensor == 0
+        assert ARCH.num_layers % parallel.pipeline == 0 and 8 % parallel.data == 0
+        assert one.colocated or parallel.world_size == 8
     assert {one.colocated for one in found} == {True, False}
     assert {one.recompute for one in found} == {True, False}
 
@@ -351,7 +352,8 @@ def test_layouts_divide_the_model_the_batch_and_the_machines():
 def test_the_recipes_own_layout_is_scaled_by_data_ranks_and_engines():
     own = own_choice(load(RECIPES / "grpo_qwen2.5_32b.toml"))
     assert own.gpus == 32 and scaled(own, 32) == own
-    assert scaled(own, 64) == replace(own, data=4, engines=16)
+    doubled = replace(own.parallel, data=4)
+    assert scaled(own, 64) == replace(own, parallel=doubled, engines=16)
     assert scaled(own, 8) is None
 
 
@@ -507,20 +509,11 @@ def test_a_layout_of_the_recipe_that_cannot_be_scaled_is_said(capsys):
     assert code == 0 and "The recipe's own layout is not among those of 7 GPUs." in out
 
 
-def choice_of_one() -> Choice:
-    return Choice(
-        tensor=1,
-        pipeline=1,
-        context=1,
-        data=1,
-        engines=2,
-        engine_tensor=1,
-        colocated=False,
-        recompute=True,
-    )
-
-
 def test_labels_leave_sizes_of_one_out():
-    assert choice_of_one().label() == "1 rank recompute + 2 x TP1"
-    shared = replace(choice_of_one(), tensor=2, data=4, colocated=True, recompute=False)
+    alone = Choice(
+        parallel=ParallelConfig(), engines=2, engine_tensor=1, colocated=False, recompute=True
+    )
+    assert alone.label() == "1 rank recompute + 2 x TP1"
+    parallel = ParallelConfig(tensor=2, data=4)
+    shared = replace(alone, parallel=parallel, colocated=True, recompute=False)
     assert shared.label() == "TP2 DP4 & 2 x TP1"
