@@ -10,66 +10,52 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.bench.against import most_figures
-from qurl_megatron.bench.options import BENCHMARKS
-from qurl_megatron.bench.record import SCHEMA, BenchRecord, Case, Figure, percent, read
+from benchmarks.against import most_figures
+from benchmarks.harness import read
+from qurl_megatron.bench.record import SCHEMA, BenchRecord, Case, Figure, percent
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many, number
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS / "results"
-FORMER = {
+TITLES = {
+    "rollout": "engines under a load with long-tailed, grouped responses",
+    "step": "seconds of a whole RL step, with rollouts in turn and ahead, and its scaling",
+    "publish": "publishing a version to a real SGLang engine, by transport",
+    "loss": "time and memory of log-probs, entropy and the ACR objective",
+    "quantize": "quantizing one layer's weights, beside a copy of the bytes",
     "decode": "tokens/s of the embedded engine by scheme and batch",
     "convert": "the checkpoint converters, beside a plain copy and peers",
     "scale": "what the leading rank's Python does for one step of a 32B model",
     "versions": "whether the engines of a run served what its checkpoints hold",
 }
-"""Benchmarks that qurl bench has no more, and what their records are of."""
-
-TITLES = {name: row.help for name, row in BENCHMARKS.items()} | FORMER
-
-REPEATS = range(5, 11)
-_NEEDED = (
-    f"| repeats in each record | {' | '.join(map(str, REPEATS))} |\n"
-    f"|{'---|' * (len(REPEATS) + 1)}\n"
-    f"| figures compared, at most | {' | '.join(str(most_figures(n)) for n in REPEATS)} |"
-)
+"""What a benchmark's records are of; the last four are measured no more."""
 
 HEAD = f"""\
 # Measured
 
-Every table is one record of `qurl bench`, in [results](results), and this page is made of them
-(`python -m benchmarks.performance`). To measure your own machine, and to hold it against
-an older measurement:
+Every table is one record, in [results](results), and this page is made of them
+(`python -m benchmarks.performance`). To measure your own machine, and, in a checkout, to hold a
+measurement against an older one:
 
 ```sh
-qurl bench rollout --out runs/bench                   # a table, and runs/bench/rollout.json
-qurl bench rollout --against runs/bench/rollout.json  # exit code 0 not slower, 1 slower, 3 unknown
+qurl bench rollout --out runs/bench         # a table, and runs/bench/rollout.json
+python -m benchmarks.loss --out runs/bench  # likewise publish, quantize
+python -m benchmarks.against OLD NEW        # two such files; 0 not slower, 1 slower, 3 unknown
 ```
 
-`--against` compares only what was measured alike: the same hardware, and cases with the same model,
-tokens, steps and threads. No time is judged where the machine read its memory at rates more than
-15 % apart, as other guests of a host make it: then measure both again, one after the other.
-
-The comparison is unpaired, for two records share no rounds: each repeat is divided by the yardstick
-beside it, and all new ones are set against all old ones, by the rank test of Mann and Whitney.
-Among more figures, of all cases together, more repeats are needed to show that one is worse:
-
-{_NEEDED}
-
-A baseline needs as many as the record that is held against it. Where either has fewer, what is not
-equal gets no verdict, which says how many are enough. The defaults are enough; records below that
-were made with fewer than {REPEATS[0]} repeats cannot be baselines.
-
-Of 20,000 pairs of records of equal speed, with ten repeats of three figures, 25 were false alarms
-where each repeat had a tenth of jitter that no yardstick saw, and none where bursts slowed a few
-repeats (`tests/unit/test_bench_against.py` draws them).
+`against` compares only what was measured alike: the same hardware, and cases with the same
+settings. Each repeat is divided by the yardstick beside it, and all new ones are set against all
+old ones, by the rank test of Mann and Whitney. Where memory was read at rates more than 15 % apart,
+as other guests of a host make it, no time is judged. The more figures there are, the more repeats
+it takes to show that one is worse: {most_figures(6)} figures at most with six repeats in both
+records, {most_figures(8)} with eight, {most_figures(10)} with ten.
 
 A cell is the median, half of the interquartile range after ±, and the share of the limit in
 brackets; the limits stand under each table. Cases marked * cannot be compared with others, for the
-reason given below the table. Some records were made by benchmarks that `qurl bench` no longer has:
-peers, joules, `decode`, `convert`, `scale` and `versions`.
+reason given below the table. Some records were made by benchmarks and with options that are gone:
+peers, vLLM, latencies, joules, `decode`, `convert`, `scale` and `versions`.
 [performance-notes.md](performance-notes.md) sets these figures beside what was aimed at.
 """
 
@@ -142,16 +128,18 @@ def _by_setting(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 def _load(keys: Mapping[str, Any]) -> list[str]:
     """What `qurl bench rollout` asked engines for; nothing of other benchmarks."""
-    if "clients" not in keys:
+    if "samples" not in keys:
         return []
     responses = how_many(keys["prompts"] * keys["samples"], "response")
+    clients = keys.get("clients", "closed")
     asked = [
         f"{responses} to {how_many(keys['prompts'], 'prompt')}",
-        "all at once" if keys["clients"] == "closed" else keys["clients"],
+        "all at once" if clients == "closed" else clients,
     ]
-    if keys["publish"]:
-        at = "at half" if keys["publish"] == "half" else f"every {keys['publish']}"
-        asked.append(f"new weights {at}")
+    if keys["publish"] == "half":
+        asked.append("new weights at half")
+    elif keys["publish"]:
+        asked.append(f"new weights {keys['publish']} times")
     return asked
 
 

@@ -71,7 +71,7 @@ def show(arguments: argparse.Namespace) -> int:
         return _dry_run(arguments)
     if arguments.recipe:
         from qurl_megatron.config import load, to_toml
-        from qurl_megatron.training.footprint import check_layout
+        from qurl_megatron.training.shapes import check_layout
 
         config = load(_recipe(arguments.recipe), arguments.overrides)
         check_layout(config)
@@ -89,7 +89,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     config = load(_recipe(arguments.recipe), arguments.overrides)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
-        from qurl_megatron.training.dry_run import dry_run, render
+        from qurl_megatron.plan.dry_run import dry_run, render
         from qurl_megatron.training.start import look_over
 
         inputs = look_over(config, arguments.config)

@@ -26,28 +26,23 @@ INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and its name
     "sha2": "SHA",
 }
 PACKAGES = ("torch", "megatron-core", "sglang", "vllm", "transformers", "numpy")
-HARDWARE = ("cpu", "cores", "instructions", "gpus")
-"""Keys that two records must share for their times to be compared."""
 
 
-def environment(repository: Path | None = None) -> dict[str, Any]:
-    """All facts but the limits, which need torch.
-
-    Args:
-        repository: whose commit is given; default: the one this file lies in.
-    """
+def environment() -> dict[str, Any]:
+    """Return all facts of this machine and installation."""
     cpuinfo = _cpuinfo()
+    flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": cpuinfo.get("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "all"),
         "memory_gib": round(memory, 1),
-        "instructions": instructions(cpuinfo.get("flags") or cpuinfo.get("Features") or ""),
+        "instructions": [name for flag, name in INSTRUCTIONS.items() if flag in flags],
         "gpus": gpus(),
         "python": platform.python_version(),
-        "versions": {name: number for name in PACKAGES if (number := version(name))},
-        "commit": commit(repository or Path(__file__).parent),
+        "versions": _versions(),
+        "commit": commit(Path(__file__).parent),
         "load_before": load(),
     }
 
@@ -61,17 +56,14 @@ def started() -> str:
     return datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
 
 
-def instructions(flags: str) -> list[str]:
-    """Of ``INSTRUCTIONS``, those that a line of flags names."""
-    have = set(flags.split())
-    return [name for flag, name in INSTRUCTIONS.items() if flag in have]
-
-
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def commit(folder: Path) -> str | None:

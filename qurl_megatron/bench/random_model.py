@@ -2,11 +2,8 @@
 
 ``--model`` is a shape of the table below, a folder of ``launch/models`` or any other folder with a
 config.json. Where no weights are at hand random ones do: their values change no bytes and no times.
-
-    python -m qurl_megatron.bench.random_model 0.5B DIR
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +89,3 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
     specs = [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
     (file,) = plan_files([TensorGroup(spec.name, (spec,)) for spec in specs], 1 << 62)
     write_safetensors(folder / file.name, file.groups, make)
-
-
-if __name__ == "__main__":
-    write_random(config_of(sys.argv[1]), Path(sys.argv[2]))

@@ -1,47 +1,35 @@
-"""Results of a benchmark: figures by case, each beside its limit.
+"""Results of a benchmark: figures by case.
 
-A **figure** is one measured quantity, all its repeats kept. A **case** is one setting (a scheme, a
-batch, an engine) with its figures. A **record** is one run of one benchmark on one machine, and the
-JSON file that it leaves. Repeat i of every case was measured in the same round, beside the
-yardstick's i-th time, so cases of one record can be compared round by round. Two records share no
-rounds: each repeat is divided by its yardstick, and all of one are set against all of the other
-(``bench.against``).
+A **figure** is one measured quantity, all its repeats kept, some beside the limit of the machine. A
+**case** is one setting (a scheme, a layout) with its figures. A **record** is one run of one
+benchmark on one machine, and the JSON file that it leaves. Repeat i of every case was measured in
+the same round, beside the yardstick's i-th time.
 """
 
 import json
+import shlex
 import statistics
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from qurl_megatron.bench.environment import environment, load, started
 from qurl_megatron.kit.disk import write_whole
-from qurl_megatron.kit.errors import ConfigError, reading
 from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.observe.text import NARROW_SPACE, number
 
 SCHEMA = "qurl-bench/1"
 
-REASONS = {
-    "another load": "something else used the machine meanwhile",
-    "not run": "it cannot be run here; its note says why",
-    "failed": "it ended with an error; its note says which",
-    "client-bound": "the load generator was too slow to see what the engine can do",
-    "wrong lengths": "responses came back longer or shorter than was asked for",
-    "cache hits": "prompts that nobody had sent were in the engine's cache",
-    "failed requests": "requests failed; their tokens are not counted, their time is",
-    "preempted requests": "the engine took requests back for lack of room, and computed them again",
-    "requests waited": "the engine had no room for all requests of a batch at once",
-    "identical samples": "samples of one prompt are the same, so the engine did not sample each",
-    "failed publication": "a new version of the weights did not reach the engine",
-    "engine changed": "the engine is not the one that it was at the first repeat",
-}
-"""Why a case cannot be compared. A benchmark with reasons of its own adds rows here."""
+ANOTHER_LOAD = "another load"
+MEANINGS = {ANOTHER_LOAD: "something else used the machine meanwhile"}
+"""Of reasons without a note of their case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One quantity, measured once or more."""
+    """One measured quantity of one case."""
 
     name: str
     unit: str
@@ -79,17 +67,15 @@ class Case:
     """One setting, and its figures."""
 
     name: str
-    keys: Mapping[
-        str, str | int | float | bool | None
-    ]  # all that was set: scheme, batch, steps, ...
+    keys: Mapping[str, str | int | float | bool | None]  # all that was set
     figures: list[Figure] = field(default_factory=list)
     yardsticks: list[float] = field(default_factory=list)  # seconds, beside each repeat
-    reasons: list[str] = field(default_factory=list)  # names from REASONS; empty: it is valid
+    reasons: list[str] = field(default_factory=list)  # not to compare it; empty: it is valid
     notes: dict[str, Any] = field(default_factory=dict)
 
     def why(self, reason: str) -> str:
         """Return a reason with its case's note, or with its meaning."""
-        meaning = self.notes.get(reason, REASONS.get(reason, ""))
+        meaning = self.notes.get(reason, MEANINGS.get(reason, ""))
         return f"{reason}: {meaning}" if meaning else reason
 
     def figure(self, name: str) -> Figure:
@@ -107,15 +93,20 @@ class BenchRecord:
     cases: list[Case]
     schema: str = SCHEMA
 
-    def write(self, path: Path) -> None:
-        """Write it as JSON.
+    def keep(self, folder: Path | None) -> None:
+        """Print the table, and write the record to ``folder``, if there is one.
 
         Raises:
             ConfigError: it cannot be written; an older file stays whole.
         """
+        print(self.table(), end="")
+        if folder is None:
+            return
+        path = folder / f"{self.benchmark}.json"
         with refusing(path, key="--out"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+        print(path)
 
     def table(self) -> str:
         """For a terminal: a line per figure, and the reasons of cases that cannot be compared."""
@@ -129,9 +120,30 @@ class BenchRecord:
                 lines.append((first, case.why(reason)))
                 first = ""
         full = [line for line in lines if len(line) == len(HEADS)]
-        widths = [max(len(line[i]) for line in full) for i in range(len(HEADS))]
+        widths = [max(map(len, column)) for column in zip(*full, strict=True)]
         widths[0] = max(len(line[0]) for line in lines)
         return "".join(_line(line, widths) + "\n" for line in lines)
+
+
+def recorded(
+    benchmark: str,
+    program: str,
+    measure: Callable[[], list[Case]],
+    facts: Callable[[], dict[str, Any]] = dict,
+) -> BenchRecord:
+    """Return the record of the cases that ``measure`` returns.
+
+    Args:
+        program: the words of the command before its options.
+        facts: called afterwards, for more facts of the machine.
+    """
+    begun, before = started(), environment()
+    cases = measure()
+    command = f"{program} {shlex.join(sys.argv[1:])}"
+    machine = {**before, "load_after": load(), **facts()}
+    return BenchRecord(
+        benchmark=benchmark, command=command, started=begun, environment=machine, cases=cases
+    )
 
 
 HEADS = ("case", "figure", "median", "unit", "spread", "limit", "share")
@@ -158,34 +170,7 @@ def percent(share: float) -> str:
 def _line(line: tuple[str, ...], widths: list[int]) -> str:
     if len(line) < len(HEADS):  # a case's reasons take the rest of the line
         return f"{line[0]:<{widths[0]}}  {line[1]}"
-    columns = zip(HEADS, line, widths, strict=True)
-    return "  ".join(f"{text:{'<' if h in LEFT else '>'}{w}}" for h, text, w in columns).rstrip()
-
-
-def read(path: Path) -> BenchRecord:
-    """Read a record back.
-
-    Raises:
-        ConfigError: the file is missing, or is not a record of this schema.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        with reading(path):
-            text = path.read_text(encoding="utf-8")
-        record = json.loads(text)
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; give a file that qurl bench wrote") from None
-    except ValueError:
-        raise ConfigError(f"{path} is not JSON; give a file that qurl bench wrote") from None
-    schema = record.get("schema") if isinstance(record, dict) else None
-    if schema != SCHEMA:
-        raise ConfigError(
-            f"{path} has schema {schema!r}, this version reads {SCHEMA!r}; measure it again"
-        )
-    try:
-        return TypeAdapter(BenchRecord).validate_json(text, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field_path = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {field_path}: {first['msg']}; measure it again") from None
+    columns = []
+    for head, text, width in zip(HEADS, line, widths, strict=True):
+        columns.append(text.ljust(width) if head in LEFT else text.rjust(width))
+    return "  ".join(columns).rstrip()

@@ -11,9 +11,11 @@ import hashlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from qurl_megatron.bench.record import ANOTHER_LOAD
 
 LOADED = 1.25
 """The machine counts as loaded where the median yardstick takes so many times its shortest."""
@@ -34,8 +36,13 @@ class Repeats(Generic[T]):
 
     @property
     def reasons(self) -> list[str]:
-        """Of ``record.REASONS``."""
-        return load_reasons(self.yardsticks)
+        """``ANOTHER_LOAD`` where more than half of the yardsticks are clearly above the shortest
+        that this process has seen."""
+        if not self.yardsticks:
+            return []
+        shortest = min(*self.yardsticks, _Shortest.seconds)
+        loaded = statistics.median(self.yardsticks) > LOADED * shortest
+        return [ANOTHER_LOAD] if loaded else []
 
 
 def interleaved(
@@ -74,15 +81,6 @@ def interleaved(
     return measured
 
 
-def load_reasons(yardsticks: Sequence[float]) -> list[str]:
-    """["another load"] where more than half of the yardsticks are clearly above the shortest that
-    this process has seen; medians take care of a minority."""
-    if not yardsticks:
-        return []
-    shortest = min(*yardsticks, _Shortest.seconds)
-    return ["another load"] if statistics.median(yardsticks) > LOADED * shortest else []
-
-
 class _Shortest:
     """The shortest yardstick of this process: the machine's speed when it is left alone."""
 
@@ -94,19 +92,16 @@ def yardstick() -> float:
 
     It is arithmetic in registers and the first cache, and shows how fast the machine is at all: its
     clock, and its share of the host. Copies in memory, and Python, vary by a quarter from one
-    second to the next on a machine that does nothing else. On all cores at once it would measure
-    earlier threads, which spin for a while. It needs no torch: a parent that measures its
-    children's memory stays small.
+    second to the next on a machine that does nothing else. It needs no torch: a parent that
+    measures its children's memory stays small.
     """
-    seconds = min(_fixed_work() for _ in range(PIECES))
-    _Shortest.seconds = min(_Shortest.seconds, seconds)
-    return seconds
-
-
-def _fixed_work() -> float:
-    start = time.perf_counter()
-    hashlib.sha256(PIECE).digest()
-    return time.perf_counter() - start
+    pieces = []
+    for _ in range(PIECES):
+        start = time.perf_counter()
+        hashlib.sha256(PIECE).digest()
+        pieces.append(time.perf_counter() - start)
+    _Shortest.seconds = min(_Shortest.seconds, *pieces)
+    return min(pieces)
 
 
 def progress(what: str) -> None:

@@ -1,30 +1,22 @@
-"""Engines to put a load on: started here with a model of a scheme, or already there at a URL.
+"""Engines to put a load on, started here with a model of a scheme.
 
-Those started here are a trainer's: one process each, brought to every version by the fleet. A
-version is as the trainer would publish it: quantized, in the engines' own layout, checked and
-named. It is written once and published under ever new numbers, since engines do not care whether
-weights have changed. An engine at a URL keeps its own weights, and is asked as any client asks.
+They are a trainer's: brought to every version by the fleet. A version is as the trainer would
+publish it: quantized, in the engines' own layout, checked and named. It is written once and
+published under ever new numbers, since engines do not care whether weights have changed.
 """
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from qurl_megatron.bench.drive import PROTOCOLS, Looking, Protocol, Publish
 from qurl_megatron.bench.random_model import config_of, write_random
-from qurl_megatron.bench.rollout_load import Look
 from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint, read_tensors
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.engines.embedded.decoder import DTYPES
-from qurl_megatron.engines.kinds import ENGINE_KINDS
-from qurl_megatron.engines.starting import given_key
-from qurl_megatron.fleet.answer import parsed
-from qurl_megatron.fleet.client import EngineClient, EngineError, Session
+from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.update import BlobsFor, Update
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import stored
@@ -35,19 +27,16 @@ from qurl_megatron.wire.message import Blob
 
 BUCKET = 256 << 20  # bytes
 IDENTITY = ("version", "engine", "tp_size", "scheme", "quantization", "dtype", "device", "threads")
-"""Facts in ``/server_info`` that must not change between repeats."""
+"""Facts in ``/server_info`` that a record keeps."""
 
 
 @dataclass(frozen=True)
-class Target:
+class StartedEngine:
     """One engine, as a load needs it."""
 
     client: EngineClient
-    protocol: Protocol
-    model: str  # name that OpenAI's protocol wants
-    look: Looking | None
-    identity: Callable[[], dict[str, object]]  # equal as long as it is the same engine
-    publish: Publish | None = None
+    publish: Callable[[], float]  # one more version; returns for how many seconds it paused
+    identity: dict[str, object]
 
 
 def model_folder(given: str, work: Path) -> Path:
@@ -104,14 +93,11 @@ class Version:
                 for each, value in stored_tensors.items():
                     yield Shard.whole(each, value)
 
-    def publish(self, fleet: Fleet, number: int) -> tuple[str, float]:
-        """Publish as the trainer does; to be called with rising numbers.
-
-        Returns:
-            The engine's name of these weights, and the seconds that it paused.
+    def publish(self, fleet: Fleet, number: int) -> float:
+        """Publish as the trainer does, under rising numbers; return for how long engines paused.
 
         Raises:
-            EngineError: it did not take them.
+            EngineError: an engine did not take it.
         """
         with (
             fleet.publication() as engines,
@@ -119,7 +105,7 @@ class Version:
         ):
             for blob in self.blobs:
                 update.bucket(_to_all(blob))
-            return fleet.names.of(number), update.commit(self.sender.receipts).paused_s
+            return update.commit(self.sender.receipts).paused_s
 
 
 def _to_all(blob: Blob) -> BlobsFor:
@@ -139,44 +125,13 @@ def _buckets(tensors: Iterator[Shard]) -> Iterator[list[Shard]]:
     yield bucket
 
 
-def engine_config(
-    kind: str,
-    *,
-    tensor: int,
-    threads: int,
-    timeout_s: float,
-    cache_gb: float,
-    sglang_python: str = "",
-) -> RolloutConfig:
-    """Return how to start an engine.
-
-    SGLang streams new tokens alone: all tokens so far, with each, would make a response's work
-    on this side grow with the square of its length.
-
-    Args:
-        kind: a name in ``engines.kinds.ENGINE_KINDS``.
-        threads: of each rank; 0 takes the cores of the machine.
-        timeout_s: for a response.
-        cache_gb: for keys and values of an embedded engine; SGLang takes the memory that is free.
-    """
-    settings: dict[str, Any] = {
-        "backend": kind,
-        "engine_tensor": tensor,
-        "engine_threads": threads,
-        "engine_memory_gb": cache_gb,
-        "timeout_s": timeout_s,
-        "sglang_python": sglang_python,
-        "engine_args": ("--incremental-streaming-output",) * ENGINE_KINDS[kind].takes_gpus,
-    }
-    return RolloutConfig(**settings)
-
-
 @contextlib.contextmanager
-def started(config: RolloutConfig, folder: Path, version: Version, logs: Path) -> Iterator[Target]:
+def started(
+    config: RolloutConfig, folder: Path, version: Version, logs: Path
+) -> Iterator[StartedEngine]:
     """An engine of its own, with ``version`` published to it.
 
     Args:
-        config: of ``engine_config``.
         folder: the model's, from which it starts.
         logs: gets engine-0.log.
 
@@ -192,80 +147,11 @@ def started(config: RolloutConfig, folder: Path, version: Version, logs: Path) -
         vocabulary=version.arch.vocab,
     ) as fleet:
         fleet.await_recruits(config.start_limit_s)
-        numbers = iter(range(1, 1 << 30))
+        numbers = itertools.count(1)
         version.publish(fleet, next(numbers))
         (engine,) = fleet.engines()
         client = engine.client  # the fleet forgets a dead engine's
         assert client is not None, "it serves"
-
-        def identity() -> dict[str, object]:
-            process = engine.process and engine.process.popen
-            return {**_identity(client), "process": process and process.pid}
-
-        yield Target(
-            client,
-            PROTOCOLS[config.backend],
-            "",
-            _look_at_server if ENGINE_KINDS[config.backend].says else _look_at_loads,
-            identity,
-            lambda: version.publish(fleet, next(numbers)),
-        )
-
-
-def reached(url: str, protocol: str, *, timeout_s: float) -> Target:
-    """The engine at a URL, with the key in QURL_API_KEY if there is one.
-
-    Raises:
-        ConfigError: it does not answer.
-    """
-    client = EngineClient(url, api_key=given_key(os.environ), timeout_s=timeout_s)
-    try:
-        if protocol == "openai":
-            model = str(_openai_identity(client)["model"])
-            return Target(
-                client, PROTOCOLS[protocol], model, None, lambda: _openai_identity(client)
-            )
-        kind = client.info().kind
-    except (EngineError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"--engine {url} does not answer as --protocol {protocol}: {error}"
-        ) from None
-    look = _look_at_server if kind.says else _look_at_loads
-    return Target(client, PROTOCOLS[kind.name], "", look, lambda: _identity(client))
-
-
-def _identity(client: EngineClient) -> dict[str, object]:
-    info = client.server_info()
-    return {name: info[name] for name in IDENTITY if name in info}
-
-
-def _openai_identity(client: EngineClient) -> dict[str, object]:
-    model = client.get("/v1/models")["data"][0]
-    identity: dict[str, object] = {"model": model["id"]}
-    if "owned_by" in model:  # "vllm", "sglang": the model's owner is who serves it
-        identity["engine"] = model["owned_by"]
-    with contextlib.suppress(EngineError):  # vLLM reports it, others need not
-        identity["version"] = client.get("/version").get("version")
-    return identity
-
-
-async def _look_at_server(session: Session) -> Look:
-    return read_look(parsed(await session.get("/server_info")))
-
-
-async def _look_at_loads(session: Session) -> Look:
-    return read_look(parsed(await session.get("/v1/loads?include=core"))["loads"][0])
-
-
-def read_look(report: Mapping[str, Any]) -> Look:
-    """Read ``/server_info`` (embedded), or a rank in ``/v1/loads`` (SGLang).
-
-    Both use one set of names, but SGLang reports retractions with each answer alone.
-    """
-    used, room = report.get("num_used_tokens"), report.get("max_total_num_tokens")
-    return Look(
-        running=report.get("num_running_reqs"),
-        waiting=report.get("num_waiting_reqs"),
-        occupancy=used / room if used is not None and room else None,
-        preemptions=report.get("num_retractions"),
-    )
+        info = client.server_info()
+        identity = {name: info[name] for name in IDENTITY if name in info}
+        yield StartedEngine(client, lambda: version.publish(fleet, next(numbers)), identity)

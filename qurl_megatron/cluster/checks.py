@@ -18,9 +18,10 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.engines.starting import given_key
 from qurl_megatron.kit.errors import ConfigError, reading
 from qurl_megatron.kit.filesystem import free, refusing
+from qurl_megatron.plan.footprint import footprint
 from qurl_megatron.tensors.arch import Arch, read_arch, read_config
-from qurl_megatron.training.footprint import find_models, footprint
 from qurl_megatron.training.inputs import sources
+from qurl_megatron.training.shapes import find_models
 from qurl_megatron.training.state import latest, refuse_other_run
 
 GIB = 1 << 30

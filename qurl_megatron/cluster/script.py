@@ -113,8 +113,7 @@ def _takes_gpus(kind: str, first: str, options: Sequence[str]) -> bool:
     if kind == "eval":
         return "--url" not in options
     if kind == "bench":
-        on_cuda = any(word.endswith("cuda") for word in options)  # --device cuda, --device=cuda
-        return on_cuda or first in ("loss", "publish", "rollout")
+        return first == "step" or any("sglang" in word for word in options)
     return True  # a study trains
 
 

@@ -14,7 +14,7 @@ import functools
 import os
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -458,34 +458,6 @@ class Session:
             self._http, "GET", endpoint, None, CONTROL_TIMEOUT_S, CONTROL_BYTES
         )
         return answer.whole()
-
-    async def events(self, endpoint: str, body: dict) -> AsyncGenerator[Any, None]:
-        """Yield the events of a server-sent stream up to its ``[DONE]``.
-
-        Raises:
-            EngineError: it was refused, broke off, or took longer than the client's limit.
-        """
-        client, content, unfinished = self._client, orjson.dumps(body), b""
-        try:
-            async with (
-                asyncio.timeout(client.timeout_s),
-                self._http.stream("POST", endpoint, content=content) as response,
-            ):
-                answer = _Body(client, endpoint, response, CONTROL_BYTES)
-                async for chunk in response.aiter_raw():
-                    if response.status_code != 200:
-                        answer.take(chunk)
-                        continue
-                    *finished, unfinished = (unfinished + chunk).split(b"\n\n")
-                    for event in finished:
-                        if (data := event.removeprefix(b"data:").strip()) == b"[DONE]":
-                            return
-                        if event.startswith(b"data:"):  # the rest keeps a connection alive
-                            yield client._parsed(endpoint, data)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise client._silent(endpoint, error, client.timeout_s) from error
-        answer.whole()  # raises the refusal
-        raise EngineError(f"{client.url}{endpoint} ended its stream before [DONE]")
 
 
 def _generation(

@@ -3,21 +3,20 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from statistics import median
+from dataclasses import asdict, replace
 from typing import Any
 
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.sinks import read_metrics
-from qurl_megatron.plan.constants import GB, Constants, Gpu, gpu_of, table
-from qurl_megatron.plan.layouts import check_backend, overrides, own_choice, scaled
+from qurl_megatron.plan.constants import GB, Constants, gpu_of
+from qurl_megatron.plan.layouts import check_backend, overrides
+from qurl_megatron.plan.memory import GIB
 from qurl_megatron.plan.planner import Planner, Prediction
 from qurl_megatron.plan.workload import workload
-from qurl_megatron.training.footprint import GIB, find_models
+from qurl_megatron.training.shapes import find_models
 
 HEAD = ("layout", "GiB", "rollout", "train", "publish", "step s", "tokens/s/GPU", "limited by")
+SCALING_HEAD = ("GPUs", "best layout", "step s", "tokens/s/GPU", "limited by")
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -40,7 +39,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
-    """Return a planner with the constants that the options ask for."""
+    """Return a planner of the recipe on the GPUs that the options name."""
     check_backend(config.rollout)
     node = arguments.gpus_per_node
     for name, value in (("--gpus", arguments.gpus), ("--gpus-per-node", node)):
@@ -56,88 +55,9 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
         gpu = replace(gpu, network=arguments.network_gbps * GB)
     models = find_models(config, arguments.config)
     models.policy.refuse_without_engine(f"model.path={config.model.path}: ")
-    constants, mean = Constants(), arguments.mean_tokens
-    if arguments.measured:
-        constants, measured_mean = corrected_by_run(arguments, gpu)
-        mean = mean or measured_mean
-    work = workload(config, constants, mean, arguments.mean_prompt_tokens)
-    return Planner(config, models, gpu, constants, work, node=node)
-
-
-# A run that was measured
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Medians over the steps of a run: seconds, and the mean length of its responses in tokens."""
-
-    rollout: float
-    training: float
-    publish: float
-    length: float
-
-
-def read_run(run_dir: Path, responses: int) -> Measured:
-    """Read a run's usual step, of ``responses``.
-
-    Raises:
-        ConfigError: the run has no metrics, or none of a step that trained.
-    """
-    speed, length = "throughput/rollout_tokens_per_s", "response/length"
-    needed = ("time/score", "time/train", "time/publish", speed, length)
-    records = read_metrics(run_dir / "metrics.jsonl")
-    steps = [r.metrics for r in records if set(needed) <= set(r.metrics)]
-    if not steps:
-        raise ConfigError(
-            f"--measured {run_dir}: metrics.jsonl has no step with {', '.join(needed)}; name the "
-            "folder of a run that has trained"
-        )
-    steps = steps[1:] or steps  # the first one compiles and allocates
-    return Measured(
-        # Ahead of training, time/rollout is the wait alone; the speed counts the whole rollout.
-        rollout=median(responses * step[length] / step[speed] for step in steps),
-        training=median(step["time/score"] for step in steps)
-        + median(step["time/train"] for step in steps),
-        publish=median(step["time/publish"] for step in steps),
-        length=median(step[length] for step in steps),
-    )
-
-
-def corrected_by_run(arguments: argparse.Namespace, gpu: Gpu) -> tuple[Constants, float]:
-    """Return constants that make the prediction equal a measured run, and its mean length.
-
-    A run tells by how much a phase is off, not which of its parts is: so each phase gets a factor.
-
-    Raises:
-        ConfigError: the folder is not a run's, or the run was on other GPUs.
-    """
-    folder: Path = arguments.measured
-    if not (folder / "config.toml").is_file():
-        raise ConfigError(f"--measured {folder} has no config.toml; name a run's folder")
-    config = load(folder / "config.toml")
-    check_backend(config.rollout)
-    run = read_run(folder, config.responses_per_step)
     constants = Constants()
-    work = workload(config, constants, run.length, arguments.mean_prompt_tokens)
-    models = find_models(config, arguments.config)
-    planner = Planner(config, models, gpu, constants, work, node=arguments.gpus_per_node)
-    choice = own_choice(config)
-    predicted = planner.predict(choice, own=True)
-    if predicted is None:
-        raise ConfigError(
-            f"--measured {folder}: {choice.label()} does not fit on {arguments.gpu}, so the run "
-            "was on other GPUs; name them with --gpu"
-        )
-    factors = replace(
-        constants,
-        rollout_over=constants.rollout_over * run.rollout / predicted.rollout.seconds,
-        training_over=constants.training_over * run.training / predicted.training.seconds,
-        publish_over=constants.publish_over * run.publish / predicted.publish,
-    )
-    return factors, run.length
-
-
-# Output
+    work = workload(config, constants, arguments.mean_tokens, arguments.mean_prompt_tokens)
+    return Planner(config, models, gpu, constants, work, node=node)
 
 
 def best_trainers(layouts: Sequence[Prediction]) -> list[Prediction]:
@@ -160,12 +80,9 @@ def render(
 ) -> str:
     """Return the tables and the sentences below them."""
     work, top = planner.work, arguments.top
-    shown = layouts if arguments.all else best_trainers(layouts)
+    shown = best_trainers(layouts)
     rows = [*shown[:top], *(layout for layout in shown[top:] if layout.own)]
-    hidden = ""
-    if len(shown) < len(layouts):
-        hidden = f"; the best trainer beside each of {len(shown)} sets of engines is shown "
-        hidden += "(--all: all)"
+    settings = overrides(planner.config, layouts[0].config)
     text = [
         f"{arguments.gpus} x {arguments.gpu}, {work.responses} responses a step of {work.mean:.0f} "
         f"tokens (at most {work.longest}) after {work.prompt:.0f}, "
@@ -174,19 +91,18 @@ def render(
         "",
         *_table(HEAD, [_cells(row) for row in rows]),
         "",
-        f"{len(layouts)} layouts fit{hidden}; * is the recipe's own.",
+        f"{len(layouts)} layouts fit; the best trainer beside each of {len(shown)} sets of engines "
+        "is shown (--json: all); * is the recipe's own.",
+        f"Fastest, as overrides: {' '.join(settings) or 'the recipe as it is'}",
     ]
     if not any(layout.own for layout in layouts):
-        text.append(_own_missing(planner, arguments.gpus))
-    settings = overrides(planner.config, layouts[0].config)
-    text.append(f"Fastest, as overrides: {' '.join(settings) or 'the recipe as it is'}")
+        text.insert(-1, f"The recipe's own layout is not among those of {arguments.gpus} GPUs.")
     if curve:
-        head = ("GPUs", "best layout", "step s", "tokens/s/GPU", "limited by")
         scaling = []
         for best in curve:
             speed = (f"{best.step:.1f}", f"{best.speed:.0f}", best.limit)
-            scaling.append([str(best.choice.gpus), best.choice.label(), *speed])
-        text += ["", *_table(head, scaling), stop_sentence(curve, planner.constants.worth)]
+            scaling.append((str(best.choice.gpus), best.choice.label(), *speed))
+        text += ["", *_table(SCALING_HEAD, scaling), stop_sentence(curve, planner.constants.worth)]
     return "\n".join(text) + "\n"
 
 
@@ -204,16 +120,6 @@ def stop_sentence(curve: Sequence[Prediction], worth: float) -> str:
     return f"It scales up to {curve[-1].choice.gpus} GPUs, the most that were simulated."
 
 
-def _own_missing(planner: Planner, gpus: int) -> str:
-    recipe_layout = scaled(own_choice(planner.config), gpus)
-    if recipe_layout is None:
-        return f"The recipe's own layout does not come out whole on {gpus} GPUs."
-    return (
-        f"The recipe's own layout, {recipe_layout.label()}, does not fit or does not divide the "
-        "batch."
-    )
-
-
 def _cells(row: Prediction) -> list[str]:
     return [
         ("* " if row.own else "  ") + row.choice.label(),
@@ -229,15 +135,15 @@ def _cells(row: Prediction) -> list[str]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Align words to the left, numbers to the right."""
-    lines = [head, *rows]
-    text = [""] * len(lines)
-    for column, name in enumerate(head):
-        width = max(len(line[column]) for line in lines)
-        is_text = name in ("layout", "best layout", "limited by")
-        for i, line in enumerate(lines):
-            cell = line[column]
-            text[i] += (cell.ljust(width) if is_text else cell.rjust(width)) + "  "
-    return [line.rstrip() for line in text]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        cells = []
+        for name, cell, width in zip(head, row, widths, strict=True):
+            is_text = name in ("layout", "best layout", "limited by")
+            cells.append(cell.ljust(width) if is_text else cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def as_json(
@@ -249,11 +155,11 @@ def as_json(
     """Return everything, for programs; ``qurl report`` shows ``own`` beside a run."""
     recipe_layout = next((layout for layout in layouts if layout.own), None)
     return {
-        "gpu": arguments.gpu,
+        "gpu": {"name": arguments.gpu, **vars(planner.gpu)},
         "gpus": arguments.gpus,
         "gpus_per_node": arguments.gpus_per_node,
         "work": asdict(planner.work),
-        "constants": table(arguments.gpu, planner.gpu, planner.constants),
+        "constants": asdict(planner.constants),
         "own": recipe_layout and _row(planner, recipe_layout),
         "layouts": [_row(planner, layout) for layout in layouts],
         "scaling": [_row(planner, best) for best in curve],

@@ -5,13 +5,13 @@ them, or have whole machines of their own (on a single machine: GPUs).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from qurl_megatron.config import RolloutConfig, RunConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
-from qurl_megatron.training.footprint import engine_divides
+from qurl_megatron.training.shapes import engine_divides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,23 +175,13 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
     """Return the overrides that turn one into the other, as section.key=value."""
     changed = []
-    for section, keys in CHANGED.items():
-        for key in keys:
-            old = getattr(getattr(before, section), key)
-            new = getattr(getattr(after, section), key)
-            if old != new:
-                changed.append(f"{section}.{key}={_toml(new)}")
+    for section in fields(after):
+        old, new = getattr(before, section.name), getattr(after, section.name)
+        for key in fields(new):
+            value = getattr(new, key.name)
+            if value != getattr(old, key.name):
+                changed.append(f"{section.name}.{key.name}={_toml(value)}")
     return changed
-
-
-CHANGED = {
-    "model": ("recompute",),
-    "parallel": ("tensor", "pipeline", "context", "data"),
-    "rollout": (
-        *("engines", "engine_tensor", "engine_args", "colocate", "max_staleness", "rendezvous"),
-    ),
-    "sync": ("transport",),
-}
 
 
 def _toml(value: object) -> str:

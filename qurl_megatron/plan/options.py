@@ -24,14 +24,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=int, default=12, metavar="N", help="rows of the table")
     parser.add_argument(
-        "--all",
-        action="store_true",
-        help="every layout, not only the best trainer beside each set of engines",
-    )
-    parser.add_argument(
         "--up-to", type=int, default=1024, metavar="N", help="GPUs to simulate; 0: only --gpus"
     )
-    parser.add_argument(
-        "--measured", type=Path, metavar="RUN_DIR", help="correct the prediction by a run of yours"
-    )
-    parser.add_argument("--json", action="store_true", help="everything, constants included")
+    parser.add_argument("--json", action="store_true", help="every layout, and all numbers")

@@ -11,12 +11,13 @@ from functools import cached_property
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan.constants import Constants, Gpu
+from qurl_megatron.plan.footprint import GIB, STATIC, Footprint, footprint
 from qurl_megatron.plan.layouts import Choice, applied, choices, own_choice, scaled
 from qurl_megatron.plan.publish_time import publish_time
-from qurl_megatron.plan.rollout_time import RolloutTime, decode_rank, rollout_time, slots_of
+from qurl_megatron.plan.rollout_time import RolloutTime, decode_rank, rollout_time
 from qurl_megatron.plan.training_time import Trainer, TrainingTime, deal_out, training_time
 from qurl_megatron.plan.workload import Workload
-from qurl_megatron.training.footprint import GIB, STATIC, Footprint, Models, footprint
+from qurl_megatron.training.shapes import Models
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Prediction:
 
 
 class Planner:
-    """Predicts layouts of one recipe on one kind of GPU, and caches their common parts."""
+    """Predicts layouts of one recipe on one kind of GPU."""
 
     def __init__(
         self,
@@ -95,9 +96,6 @@ class Planner:
         self.constants, self.work, self.node = constants, work, node
         self.nearest: tuple[int, Choice, str] | None = None
         """Of the layouts that did not fit, the one that came nearest: bytes, which, phase."""
-        self._rollouts: dict[tuple, RolloutTime] = {}
-        self._trainings: dict[tuple, TrainingTime] = {}
-        self._publications: dict[tuple, float] = {}
 
     def plan(self, gpus: int) -> list[Prediction]:
         """Every layout of ``gpus`` GPUs that fits, fastest first."""
@@ -133,7 +131,7 @@ class Planner:
             phase=phase,
             rollout=self._rollout(config, memory),
             training=self._training(config, memory),
-            publish=self._publish(config),
+            publish=publish_time(config, self.models.policy, self.gpu, self.constants),
             reload=self.constants.reload if choice.colocated else 0.0,
             tokens=self.work.tokens,
         )
@@ -182,79 +180,44 @@ class Planner:
 
     def _rollout(self, config: RunConfig, held: Footprint) -> RolloutTime:
         assert held.engine is not None, "SGLang engines have a footprint"
-        rollout, work, scheme = config.rollout, self.work, config.quant.scheme
-        room, requests = held.engine.tokens(scheme), rollout.requests_per_engine
-        share = -(-work.responses // rollout.engines)
-        key = (rollout.engines, rollout.engine_tensor, slots_of(work, share, room, requests))
-        if key not in self._rollouts:
-            self._rollouts[key] = rollout_time(
-                decode_rank(held.arch, scheme, rollout.engine_tensor, config.model.itemsize),
-                self.gpu,
-                self.constants,
-                work,
-                engines=rollout.engines,
-                room=room,
-                requests=requests,
-            )
-        return self._rollouts[key]
+        rollout, scheme = config.rollout, config.quant.scheme
+        arch, itemsize = self.models.policy, config.model.itemsize
+        return rollout_time(
+            decode_rank(arch, scheme, rollout.engine_tensor, itemsize),
+            self.gpu,
+            self.constants,
+            self.work,
+            engines=rollout.engines,
+            room=held.engine.tokens(scheme),
+            requests=rollout.requests_per_engine,
+        )
 
     def _training(self, config: RunConfig, held: Footprint) -> TrainingTime:
-        key = (config.parallel, config.model.recompute)
-        if key not in self._trainings:
-            train = config.train
-            hand = deal_out(
-                self.work,
-                config.parallel.data,
-                train.max_tokens,
-                train.micro_batch,
-                train.packed,
-            )
-            policy = self._trainer(config, held)
-            critic = None
-            if self.models.critic:
-                critic = replace(
-                    policy,
-                    arch=self.models.critic,
-                    head=False,
-                    parameters=max(s.critic.parameters for s in held.stages if s.critic),
-                )
-            self._trainings[key] = training_time(
-                policy,
-                critic,
-                self.gpu,
-                self.constants,
-                self.work,
-                hand,
-                reference=config.algo.kl_coef > 0,
-            )
-        return self._trainings[key]
-
-    def _trainer(self, config: RunConfig, held: Footprint) -> Trainer:
-        parallel = config.parallel
-        return Trainer(
-            arch=held.arch,
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            context=parallel.context,
-            data=parallel.data,
+        train, data = config.train, config.parallel.data
+        hand = deal_out(self.work, data, train.max_tokens, train.micro_batch, train.packed)
+        policy = Trainer(
+            arch=self.models.policy,
+            parallel=config.parallel,
             node=self.node,
-            sequence=parallel.sequence and parallel.tensor > 1,
             recompute=config.model.recompute,
             distributed=config.optimizer.distributed,
             overlap=config.optimizer.overlap_grad_reduce,
             parameters=max(stage.policy.parameters for stage in held.stages),
             itemsize=config.model.itemsize,
         )
-
-    def _publish(self, config: RunConfig) -> float:
-        rollout = config.rollout
-        transport = config.sync.on_one_machine
-        key = (config.parallel, rollout.engines, rollout.engine_tensor, transport)
-        if key not in self._publications:
-            self._publications[key] = publish_time(
-                config, self.models.policy, self.gpu, self.constants
-            )
-        return self._publications[key]
+        critic = None
+        if self.models.critic:
+            parameters = max(stage.critic.parameters for stage in held.stages if stage.critic)
+            critic = replace(policy, arch=self.models.critic, head=False, parameters=parameters)
+        return training_time(
+            policy,
+            critic,
+            self.gpu,
+            self.constants,
+            self.work,
+            hand,
+            reference=config.algo.kl_coef > 0,
+        )
 
     def nothing_fits(self, gpus: int, kind: str) -> ConfigError:
         """Why ``plan`` found nothing."""

@@ -5,16 +5,17 @@ copies its own. Both go bucket by bucket, one behind the other:
 
     seconds = first bucket made + the longer of making and loading the rest + last bucket loaded
 
-An estimate: ``qurl bench publish`` measures it.
+An estimate: ``python -m benchmarks.publish`` measures it.
 """
 
 import math
+from functools import cache
 
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
+from qurl_megatron.plan import memory
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.tensors.arch import Arch
-from qurl_megatron.training import memory
 
 MIB = 1 << 20
 
@@ -22,6 +23,9 @@ MIB = 1 << 20
 QUANTIZE_TRAFFIC = 29  # per FP32 weight: read twice for amax; then divide, round, cast
 HASH_TRAFFIC = 31  # per byte that is summed: fourteen operators on words of 8 bytes
 COPY_TRAFFIC = 2  # per byte
+
+
+_parameters = cache(parameter_count)
 
 
 def publish_time(config: RunConfig, arch: Arch, gpu: Gpu, constants: Constants) -> float:
@@ -36,7 +40,7 @@ def publish_time(config: RunConfig, arch: Arch, gpu: Gpu, constants: Constants) 
     received = version / rollout.engine_tensor
     # Data-parallel replicas take turns, bucket by bucket.
     quantized = put / parallel.data
-    weights = parameter_count(arch) / (parallel.tensor * parallel.pipeline * parallel.data)
+    weights = _parameters(arch) / (parallel.tensor * parallel.pipeline * parallel.data)
 
     hbm = gpu.hbm * constants.decode_hbm
     making = (weights * QUANTIZE_TRAFFIC + quantized * (HASH_TRAFFIC + COPY_TRAFFIC)) / hbm

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from qurl_megatron.checkpoints.ops import hf_shapes
+from qurl_megatron.plan import memory
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.plan.workload import Workload, in_turn
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.table import is_quantized
-from qurl_megatron.training import memory
 
 LONGEST = "the longest response"
 ROOM, REQUESTS = "room for keys and values", "rollout.requests_per_engine"
@@ -159,24 +159,40 @@ def rollout_time(
         room: tokens in an engine's cache.
         requests: ``rollout.requests_per_engine``.
     """
+    slots = slots_of(work, -(-work.responses // engines), room, requests)
+    return _rollout_time(rank, gpu, constants, work, engines, slots, requests)
+
+
+@cache
+def _rollout_time(
+    rank: DecodeRank,
+    gpu: Gpu,
+    constants: Constants,
+    work: Workload,
+    engines: int,
+    slots: int,
+    requests: int,
+) -> RolloutTime:
     share = -(-work.responses // engines)
-    slots = slots_of(work, share, room, requests)
+
+    def decode(lengths: Sequence[int], slots: int) -> dict[str, float]:
+        parts: dict[str, float] = {}
+        for steps, running, tokens in schedule(lengths, slots):
+            step = decode_step(rank, gpu, constants, running, work.prompt + tokens)
+            for name, seconds in step.items():
+                parts[name] = parts.get(name, 0.0) + steps * seconds
+        return parts
+
     lengths = in_turn(work.lengths(share))
-    parts = _decode(rank, gpu, constants, work.prompt, lengths, slots)
+    parts = decode(lengths, slots)
     parts[PREFILL] = _prefill(rank, gpu, constants, work, engines, share)
-    parts = {name: constants.rollout_over * seconds for name, seconds in parts.items()}
     seconds = sum(parts.values())
     even = [max(1, round(work.mean))] * share
-    if _seconds(rank, gpu, constants, work.prompt, even, slots) < constants.tail * seconds:
+    limit = max(parts, key=lambda name: parts[name])
+    if sum(decode(even, slots).values()) < constants.tail * seconds:
         limit = LONGEST
-    elif (
-        slots < share
-        and _seconds(rank, gpu, constants, work.prompt, lengths, share)
-        < constants.no_room * seconds
-    ):
+    elif slots < share and sum(decode(lengths, share).values()) < constants.no_room * seconds:
         limit = REQUESTS if slots == requests else ROOM
-    else:
-        limit = max(parts, key=lambda name: parts[name])
     return RolloutTime(seconds, parts, slots, limit)
 
 
@@ -194,19 +210,6 @@ def slots_of(work: Workload, share: int, room: int, most: int) -> int:
     lengths = work.lengths(share)
     age = sum(x * x for x in lengths) / (2 * sum(lengths))
     return max(1, min(share, most, int(room / (work.prompt + age))))
-
-
-def _decode(rank, gpu, constants, prompt, lengths, slots) -> dict[str, float]:
-    parts: dict[str, float] = {}
-    for steps, running, tokens in schedule(lengths, slots):
-        for name, seconds in decode_step(rank, gpu, constants, running, prompt + tokens).items():
-            parts[name] = parts.get(name, 0.0) + steps * seconds
-    return parts
-
-
-def _seconds(rank, gpu, constants, prompt, lengths, slots) -> float:
-    parts = _decode(rank, gpu, constants, prompt, lengths, slots)
-    return constants.rollout_over * sum(parts.values())
 
 
 def _prefill(rank, gpu, constants, work: Workload, engines: int, share: int) -> float:

@@ -10,10 +10,10 @@ pipeline of p stages fills and drains, (p - 1) / m of m passes (Narayanan et al.
 arXiv:2104.04473); data ranks add their gradients up once an update.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.dealing import into_microbatches, over_ranks
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.plan.rollout_time import linear_parameters
@@ -60,12 +60,8 @@ class Trainer:
     """A layout of the trainer, and its model."""
 
     arch: Arch
-    tensor: int
-    pipeline: int
-    context: int
-    data: int
+    parallel: ParallelConfig
     node: int  # GPUs of a machine
-    sequence: bool
     recompute: bool
     distributed: bool  # optimizer
     overlap: bool  # of the gradients' sum with the backward pass
@@ -87,11 +83,12 @@ Parts = dict[str, float]
 
 def forward(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Parts:
     """Seconds of the fullest stage for all passes of an update, forward."""
-    arch, t, c = trainer.arch, trainer.tensor, trainer.context
-    layers = arch.num_layers // trainer.pipeline
+    arch, parallel = trainer.arch, trainer.parallel
+    t, c = parallel.tensor, parallel.context
+    layers = arch.num_layers // parallel.pipeline
     peak = gpu.flops["none"]
     # The last stage has the output layer besides.
-    weights = linear_parameters(arch) / trainer.pipeline
+    weights = linear_parameters(arch) / parallel.pipeline
     weights += arch.vocab * arch.hidden if trainer.head else 0
     products = 2 * weights * hand.tokens / (t * c) / (peak * constants.gemm)
     width = arch.heads * arch.head_dim
@@ -109,11 +106,10 @@ def forward(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Par
         # Each block of keys travels while attention to the one before is computed.
         exchange = max(0.0, sent / trainer.link(gpu, constants, t * c) - attention)
     sends = 0.0
-    if trainer.pipeline > 1:
-        split = t if trainer.sequence else 1
-        stride = t * c * trainer.data * trainer.pipeline
+    if parallel.pipeline > 1:
+        split = t if parallel.sequence else 1
         sends = 2 * local * arch.hidden * trainer.itemsize / split
-        sends /= trainer.link(gpu, constants, stride)
+        sends /= trainer.link(gpu, constants, parallel.world_size)
     kernels = products + attention + sums + exchange + sends
     launches = hand.passes * layers * constants.layer_launch
     return {
@@ -137,11 +133,12 @@ def update(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Part
         for name, seconds in ahead.items()
     }
     backward = sum(parts.values()) - sum(ahead.values())
-    parts = _in_pipeline(parts, trainer.pipeline, hand)
-    parameters, copies = trainer.parameters, trainer.data * trainer.context
+    parallel = trainer.parallel
+    parts = _in_pipeline(parts, parallel.pipeline, hand)
+    parameters, copies = trainer.parameters, parallel.data * parallel.context
     if copies > 1:
-        spread = trainer.tensor * copies
-        link = trainer.link(gpu, constants, spread, trainer.node // trainer.tensor)
+        spread = parallel.tensor * copies
+        link = trainer.link(gpu, constants, spread, trainer.node // parallel.tensor)
         moved = (copies - 1) / copies * parameters
         add = moved * 4 * (1 if trainer.distributed else 2) / link
         # Only the last pass of an update sends while it computes.
@@ -165,6 +162,7 @@ class TrainingTime:
         return self.score + self.train
 
 
+@cache
 def training_time(
     policy: Trainer,
     critic: Trainer | None,
@@ -182,24 +180,21 @@ def training_time(
         reference: its log-probs are wanted as well.
     """
     updates = work.minibatches
-    one_pass = _in_pipeline(forward(policy, gpu, constants, hand), policy.pipeline, hand, updates)
-    scores = [_times(one_pass, updates * (2 if reference else 1))]
-    trains = [_times(update(policy, gpu, constants, hand), updates * work.epochs)]
-    if critic:
-        one_pass = _in_pipeline(
-            forward(critic, gpu, constants, hand), critic.pipeline, hand, updates
-        )
-        scores.append(_times(one_pass, updates))
-        trains.append(_times(update(critic, gpu, constants, hand), updates * work.epochs))
-    over = constants.training_over
-    scores, trains = ([_times(p, over) for p in many] for many in (scores, trains))
-    parts = _added([*scores, *trains])
-    return TrainingTime(
-        score=sum(sum(p.values()) for p in scores),
-        train=sum(sum(p.values()) for p in trains),
-        parts=parts,
-        limit=max(parts, key=lambda name: parts[name]),
-    )
+    trainers = [policy] + ([critic] if critic else [])
+    score = train = 0.0
+    parts: Parts = {}
+    for trainer in trainers:
+        ahead = forward(trainer, gpu, constants, hand)
+        times = updates * (2 if reference and trainer is policy else 1)
+        scored = _times(_in_pipeline(ahead, trainer.parallel.pipeline, hand, updates), times)
+        updated = _times(update(trainer, gpu, constants, hand), updates * work.epochs)
+        score += sum(scored.values())
+        train += sum(updated.values())
+        for name in [*scored, *updated]:
+            parts.setdefault(name, 0.0)
+        for name in parts:
+            parts[name] += scored.get(name, 0.0) + updated.get(name, 0.0)
+    return TrainingTime(score, train, parts, limit=max(parts, key=lambda name: parts[name]))
 
 
 def _in_pipeline(parts: Parts, stages: int, hand: Hand, updates: int = 1) -> Parts:
@@ -219,8 +214,3 @@ def _in_pipeline(parts: Parts, stages: int, hand: Hand, updates: int = 1) -> Par
 
 def _times(parts: Parts, factor: float) -> Parts:
     return {name: factor * seconds for name, seconds in parts.items()}
-
-
-def _added(many: Sequence[Parts]) -> Parts:
-    names = dict.fromkeys(name for parts in many for name in parts)
-    return {name: sum(parts.get(name, 0.0) for parts in many) for name in names}

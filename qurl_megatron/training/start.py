@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.config.env import prepare_cuda, use_transformer_engine
 from qurl_megatron.data.questions import training_questions
@@ -31,8 +30,7 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
 from qurl_megatron.rewards.environment import check_environment
 from qurl_megatron.schemes import simulation
-from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
-from qurl_megatron.training.footprint import check_policy_division, find_models
+from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.inputs import (
     check_files,
     check_own_loss,
@@ -41,6 +39,7 @@ from qurl_megatron.training.inputs import (
     refuse_endless_responses,
     refuse_without_tokenizer,
 )
+from qurl_megatron.training.shapes import check_division, find_models
 from qurl_megatron.training.state import TrainState, latest, refuse_other_run, tell_done
 
 
@@ -140,15 +139,9 @@ def _own_checks(config: RunConfig) -> list[Callable[[], object]]:
 
 def _refuse_impossible(config: RunConfig) -> None:
     """Raise ``ConfigError`` where the model, made already or not, cannot run the recipe."""
-    if Path(config.model.path).exists():
-        arch = arch_of(description_of(config.model.path))
-    else:
-        # transformers takes seconds to import
-        from qurl_megatron.training.warmstart import shape_of
-
-        arch = read_arch(shape_of(config.data, config.warmstart))
-    check_policy_division(config, arch)
-    for check in _model_checks(config, arch):
+    models = find_models(config)
+    check_division(config, models)
+    for check in _model_checks(config, models.policy):
         check()
 
 

@@ -88,7 +88,8 @@ def nbytes(codes) -> int:
 
 def counted(config, ranks) -> int:
     """What a dry run says the codes of this rank's stage take."""
-    from qurl_megatron.training.footprint import find_models, footprint
+    from qurl_megatron.plan.footprint import footprint
+    from qurl_megatron.training.shapes import find_models
 
     return footprint(config, find_models(config)).stages[ranks.pipeline.rank].codes
 

@@ -17,7 +17,7 @@ from qurl_megatron.config import (
     TrainConfig,
 )
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.training.dry_run import dry_run
+from qurl_megatron.plan.dry_run import dry_run
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
 

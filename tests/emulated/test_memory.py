@@ -16,8 +16,8 @@ from torch import Tensor
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.training import memory
-from qurl_megatron.training.dry_run import dry_run
+from qurl_megatron.plan import memory
+from qurl_megatron.plan.dry_run import dry_run
 from qurl_megatron.training.state import TrainState
 from tests.distributed.test_dry_run import recipe
 from tests.emulated.test_phases import SLACK, Phases, _build, _save_and_load, _train_and_publish

@@ -16,7 +16,7 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import AlgoConfig, OptimizerConfig, QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
-from qurl_megatron.training.dry_run import dry_run
+from qurl_megatron.plan.dry_run import dry_run
 from qurl_megatron.training.state import TrainState, latest
 from tests.distributed.test_dry_run import recipe
 from tests.support.cases import all_but

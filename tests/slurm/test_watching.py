@@ -46,7 +46,7 @@ def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(
     converted, results, bench, study = (
         user.folder / name for name in ("converted", "results", "bench", "study")
     )
-    short = ("--model", "tiny", "--schemes", "int8", "--dtype", "float32", "--repeats", 1)
+    short = ("--model", "tiny", "--schemes", "int8", "--repeats", 1)
     asked = ("--k", "1", "--max-new-tokens", "4", "--dtype", "float32", "--reward", "exact")
     jobs = [
         _submit(user, "convert", "convert", "--hf", model, "--out", converted),
@@ -54,14 +54,14 @@ def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(
     ]
     array = _submit(user, "study", _study(user.folder, model), study)
     jobs += [f"{array}_{cell}" for cell in (0, 1)]
-    jobs += [_submit(user, "bench", "quantize", *short, "--out", bench)]  # once a node is free
+    jobs += [_submit(user, "bench", "rollout", *short, "--out", bench)]  # once a node is free
     for job in jobs:
         assert user.slurm.ended(job, 120) == "COMPLETED", _logs(user)
     assert list(converted.rglob(".metadata")), _logs(user)
     measured = json.loads((results / "results.json").read_text())["benchmarks"]
     assert measured["sums"]["problems"] == 4
-    (case,) = json.loads((bench / "quantize.json").read_text())["cases"]
-    assert case["name"] == "float32 to int8, torch"
+    (case,) = json.loads((bench / "rollout.json").read_text())["cases"]
+    assert case["name"] == "embedded int8"
     cells = sorted(study.glob("runs/*/metrics.jsonl"))
     assert [max(one.step for one in read_metrics(cell)) for cell in cells] == [2, 2]
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.config import ParallelConfig, RunConfig
+from qurl_megatron.plan.memory import Held
 from qurl_megatron.tensors.arch import Arch
-from qurl_megatron.training.footprint import Models
-from qurl_megatron.training.memory import Held
+from qurl_megatron.training.shapes import Models
 
 META = torch.device("meta")
 

@@ -35,7 +35,7 @@ def test_the_words_of_a_batch_job_too():
 
 def test_what_stands_behind_two_dashes_is_left_as_it_is():
     options = ["slurm", "submit", "--kind", "bench", "--cluster", "C"]
-    words = ["loss", "--dry_run", "--json"]
+    words = ["rollout", "--dry_run", "--json"]
     assert parse(_parser(), [*options, "--", *words]).words == words
 
 
@@ -66,7 +66,7 @@ def test_what_stands_behind_two_dashes_is_left_as_it_is():
         ("serve M --scheme int9", "qurl serve: --scheme cannot be 'int9'; did you mean int8?"),
         ("serve M --scheme INT8", "qurl serve: --scheme cannot be 'INT8'; did you mean int8?"),
         ("train", "qurl train: missing: recipe; `qurl train --help` says what it takes"),
-        ("bench lss", "qurl bench: there is no benchmark 'lss'; did you mean loss?"),
+        ("bench stpe", "qurl bench: there is no benchmark 'stpe'; did you mean step?"),
         ("study S --ouy O", "qurl study: there is no option --ouy; did you mean --out?"),
         (
             "train R --quant.shceme=fp8",

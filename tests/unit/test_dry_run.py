@@ -14,12 +14,13 @@ from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.plan import memory
+from qurl_megatron.plan.dry_run import dry_run, render
+from qurl_megatron.plan.footprint import footprint
+from qurl_megatron.plan.memory import GIB, Pass, lay_out
 from qurl_megatron.tensors.arch import read_arch
-from qurl_megatron.training import memory, start
-from qurl_megatron.training.buffers import lay_out
-from qurl_megatron.training.dry_run import dry_run, render
-from qurl_megatron.training.footprint import find_models, footprint
-from qurl_megatron.training.memory import GIB, Pass
+from qurl_megatron.training import start
+from qurl_megatron.training.shapes import find_models
 from qurl_megatron.training.warmstart import warmstart
 from tests.support.meta_ranks import built
 
@@ -123,7 +124,9 @@ def test_the_distributed_optimizer_divides_masters_and_moments_by_the_data_ranks
 
 def test_the_stages_of_a_pipeline_hold_the_model_once(tmp_path):
     run = dry_run(recipe(tmp_path, "parallel.pipeline=4"))
-    assert sum(stage.policy.parameters for stage in run.stages) == parameter_count(run.arch)
+    assert sum(stage.policy.parameters for stage in run.stages) == parameter_count(
+        run.models.policy
+    )
     assert [stage.layers for stage in run.stages] == [12] * 4
     # 1F1B: the first stage keeps the activations of four passes, the last those of one.
     assert [stage.passes for stage in run.stages] == [4, 3, 2, 1]
@@ -158,7 +161,7 @@ def test_engines_on_the_trainers_gpus_get_what_it_leaves(tmp_path):
     trainer = shared.stages[0].at_rest * (1 + memory.GAPS) + memory.CONTEXT + memory.NCCL
     assert shared.engine.room == pytest.approx((80 * GIB - own - trainer) / 2, abs=1)
     per_token = 2 * 48 * 8 * 128 * 2
-    room = alone.engine.room - 2 * parameter_count(alone.arch)
+    room = alone.engine.room - 2 * parameter_count(alone.models.policy)
     assert alone.engine.tokens("none") == room // per_token
 
 
@@ -316,13 +319,6 @@ def test_show_takes_the_folder_of_a_run(tmp_path, capsys):
     (tmp_path / "config.toml").write_text(resolved)
     assert main(["show", str(tmp_path)]) == 0
     assert capsys.readouterr().out == resolved
-
-
-def test_prompts_and_responses_beyond_the_models_context_get_advice_that_works(tmp_path):
-    small = recipe(tmp_path, "data.max_prompt_tokens=131072", "rollout.max_new_tokens=1024")
-    [note] = [note for note in footprint(small, find_models(small)).notes if "data." in note]
-    assert "lower data.max_prompt_tokens to 130048, which leaves them out, or lower roll" in note
-    assert "config.json" not in note
 
 
 def data_in(folder: Path) -> str:

@@ -127,10 +127,9 @@ def test_a_tool_is_one_command_on_one_node_without_gpus():
     [
         ("convert", "quantize --backend te", True),
         ("convert", "quantize --backend native", False),
-        ("bench", "loss --only ours", True),
-        ("bench", "quantize", False),
-        ("bench", "quantize --device cuda", True),
-        ("bench", "quantize --device=cuda", True),
+        ("bench", "step", True),
+        ("bench", "rollout", False),
+        ("bench", "rollout --engine=embedded,sglang", True),
         ("eval", "aime.jsonl --model m", True),
         ("eval", "aime.jsonl --model m --url http://a:1", False),
     ],

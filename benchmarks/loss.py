@@ -8,12 +8,15 @@ Triton's kernels on a GPU where it is installed; there ``ours_torch`` is the sam
 Seconds are the slowest rank's. Memory is one rank's high-water mark above its logits. The
 limit is one pass that reads the logits and one that writes their gradient. A way that needs more
 memory than is free is not run, and the record says so.
+
+    python -m benchmarks.loss --tensor 1 2 --out DIR
 """
 
 import argparse
 import contextlib
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,11 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.harness import measure as record_of
+from benchmarks.harness import parser_of
+from benchmarks.machine_limits import limits
+from benchmarks.quantize import switched
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.algo import objective, token_log_probs
-from qurl_megatron.bench.machine_limits import limits
-from qurl_megatron.bench.options import chosen
-from qurl_megatron.bench.quantize import switched
+from qurl_megatron.bench.options import count
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress, yardstick
@@ -79,17 +84,30 @@ CANDIDATES = {
 }
 
 
+def parser() -> argparse.ArgumentParser:
+    options = parser_of("loss", __doc__)
+    add = options.add_argument
+    add("--tokens", type=count, default=8192, metavar="N", help="of the batch; default 8192")
+    add("--vocab", type=count, metavar="N", help="default: that of --model")
+    add("--tensor", type=count, nargs="+", default=[1, 2, 4], metavar="N", help="default 1 2 4")
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the logits")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
+    add("--threads", type=int, default=0, metavar="N", help="of a rank; default: its share")
+    add("--only", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    return options
+
+
 def run(options: argparse.Namespace) -> list[Case]:
     """A case per layout and way.
 
     Raises:
-        ConfigError: a way is not known, or a rank failed.
+        ConfigError: a rank failed.
     """
     if options.device is None:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.vocab is None:
         options.vocab = config_of(options.model)["vocab_size"]
-    names = chosen(options.only, CANDIDATES, "--only")
+    names = options.only
     cases = []
     for tensor in options.tensor:
         obstacles = {name: _obstacle(name, tensor, options) for name in names}
@@ -291,3 +309,7 @@ def _now(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+if __name__ == "__main__":
+    sys.exit(record_of("loss", parser().parse_args(), run))

@@ -3,10 +3,13 @@
 Masters are in float32, trained and converted weights in BF16. On a GPU with
 Triton both ways take turns: torch's operations, and the kernels of ``fused``. The limit is a plain
 copy on the same device that reads and writes as many bytes as weights, codes and scales have.
+
+    python -m benchmarks.quantize --device cuda --model 7B --out DIR
 """
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qurl_megatron.bench.machine_limits import fastest
+from benchmarks.harness import measure, parser_of
+from benchmarks.machine_limits import fastest
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import interleaved, progress
@@ -23,7 +27,16 @@ from qurl_megatron.kit.fused import SWITCH, has_kernels_for
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch
 
+DTYPES = ["float32", "bfloat16"]
 WAYS = {"torch": "0", "kernels": "1"}  # and the value of its switch
+
+
+def parser() -> argparse.ArgumentParser:
+    options = parser_of("quantize", __doc__)
+    options.add_argument("--schemes", nargs="+", choices=["int8", "fp8"], default=["int8", "fp8"])
+    options.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
+    options.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
+    return options
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -93,3 +106,7 @@ def switched(value: str) -> Iterator[None]:
             del os.environ[SWITCH]
         else:
             os.environ[SWITCH] = before
+
+
+if __name__ == "__main__":
+    sys.exit(measure("quantize", parser().parse_args(), run))

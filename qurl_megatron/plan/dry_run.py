@@ -5,16 +5,11 @@ from pathlib import Path
 
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
+from qurl_megatron.plan import memory
+from qurl_megatron.plan.footprint import NODE, EngineFootprint, Footprint, footprint
+from qurl_megatron.plan.memory import GIB
 from qurl_megatron.schemes import SERVED
-from qurl_megatron.training import memory
-from qurl_megatron.training.footprint import (
-    NODE,
-    EngineFootprint,
-    Footprint,
-    find_models,
-    footprint,
-)
-from qurl_megatron.training.memory import GIB
+from qurl_megatron.training.shapes import find_models
 
 
 def dry_run(
@@ -35,16 +30,17 @@ def dry_run(
 
 def render(run: Footprint) -> str:
     """The tables, as text."""
-    config, arch, parallel = run.config, run.arch, run.config.parallel
-    to_be_made = "" if run.described_by.is_file() else ", to be made"
+    config, arch, parallel = run.config, run.models.policy, run.config.parallel
+    described_by = run.models.described_by
+    to_be_made = "" if described_by.is_file() else ", to be made"
     lines = [
         f"{arch.family}, {_count(parameter_count(arch))} parameters, {arch.num_layers} layers: "
-        f"{os.path.relpath(run.described_by)}{to_be_made}",
+        f"{os.path.relpath(described_by)}{to_be_made}",
         f"{parallel.world_size} training ranks: tensor {parallel.tensor}, pipeline "
         f"{parallel.pipeline}, context {parallel.context}, data {parallel.data}",
         "",
         f"GiB per rank, passes of {run.tokens} tokens, activations "
-        f"{'recomputed' if run.recompute else 'kept'}",
+        f"{'recomputed' if config.model.recompute else 'kept'}",
     ]
     rows = _stage_rows(run)
     label = max(len(name) for name, _ in rows)
@@ -52,7 +48,7 @@ def render(run: Footprint) -> str:
         lines.append(f"  {name:{label}}" + "".join(f"{cell:>9}" for cell in cells).rstrip())
     lines += ["", *_phase_lines(run)]
     if run.engine:
-        lines += ["", *_engine_lines(config, run.engine)]
+        lines += ["", *_engine_lines(run, run.engine)]
     lines += [f"note: {note}" for note in run.notes]
     return "\n".join(lines) + "\n"
 
@@ -120,11 +116,10 @@ def _phase_lines(run: Footprint) -> list[str]:
     return lines
 
 
-def _engine_lines(config: RunConfig, engine: EngineFootprint) -> list[str]:
-    rollout = config.rollout
+def _engine_lines(run: Footprint, engine: EngineFootprint) -> list[str]:
+    rollout = run.config.rollout
     count = rollout.engines
     placement = "beside a trainer at rest" if engine.colocated else "none of them the trainer's"
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     lines = [
         f"{count} SGLang engine{'s' if count > 1 else ''} of {rollout.engine_tensor} "
         f"GPU{'s' if rollout.engine_tensor > 1 else ''} each, {placement}: "
@@ -136,6 +131,6 @@ def _engine_lines(config: RunConfig, engine: EngineFootprint) -> list[str]:
         tokens = engine.tokens(scheme)
         lines.append(
             f"  {name:5} weights {engine.weights[scheme] / GIB:6.2f} GiB, cache of "
-            f"{tokens / 1000:6.0f} k tokens: {tokens // longest} responses of full length"
+            f"{tokens / 1000:6.0f} k tokens: {tokens // run.longest} responses of full length"
         )
     return lines

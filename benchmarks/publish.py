@@ -4,6 +4,8 @@ Two training ranks (TP2, BF16 weights with FP32 masters) hold a random model; on
 empty per scheme and tensor size, and the transports publish to it in turns. Each is made again for
 each turn, publishes once so that its slots exist, and is timed then. The limit is a plain copy of
 the version's bytes, at the rate that both ranks reach at once.
+
+    python -m benchmarks.publish --out DIR
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -21,8 +24,10 @@ from typing import Any
 
 import psutil
 
-from qurl_megatron.bench.machine_limits import fastest
-from qurl_megatron.bench.options import chosen, quant_scheme
+from benchmarks.harness import measure as record_of
+from benchmarks.harness import parser_of
+from benchmarks.machine_limits import fastest
+from qurl_megatron.bench.options import count
 from qurl_megatron.bench.random_model import config_of, write_random
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress, yardstick
@@ -50,10 +55,18 @@ class PublishPlan:
     model: Path
     work: Path
     memory: Path  # a folder in memory, for transports that write files
-    subjects: tuple[tuple[str, int], ...]  # (scheme as --schemes names it, TP of the engine)
+    subjects: tuple[tuple[str, int], ...]  # (quant.scheme, TP of the engine)
     transports: tuple[str, ...]
     repeats: int
-    bucket_mb: float
+
+
+def parser() -> argparse.ArgumentParser:
+    options = parser_of("publish", __doc__)
+    add = options.add_argument
+    add("--schemes", nargs="+", choices=["int8", "fp8", "none"], default=["int8", "fp8", "none"])
+    add("--engine-tp", type=count, nargs="+", default=[1, 2], metavar="N", help="default 1 2")
+    add("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    return options
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -62,10 +75,9 @@ def run(options: argparse.Namespace) -> list[Case]:
     Raises:
         ConfigError: no SGLang, or not this model.
     """
-    transports = chosen(options.candidates, TRANSPORTS, "--candidates")
     sglang_python(RolloutConfig().sglang_python)  # or names the package to install
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(dir=options.work, prefix="bench-publish-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-publish-") as folder:
         work = Path(folder)
         write_random(config_of(options.model), work / "model")
         memory = Path("/dev/shm") / f"qurl-{work.name}"
@@ -75,9 +87,8 @@ def run(options: argparse.Namespace) -> list[Case]:
             work=work,
             memory=memory,
             subjects=tuple((s, tp) for s in options.schemes for tp in options.engine_tp),
-            transports=tuple(transports),
+            transports=tuple(options.transports),
             repeats=options.repeats,
-            bucket_mb=options.bucket_mb,
         )
         try:
             status = launch(measure, (plan,), TRAINERS)
@@ -93,7 +104,6 @@ def run(options: argparse.Namespace) -> list[Case]:
             transport,
             Repeats(**repeats),
             model=options.model,
-            bucket_mb=options.bucket_mb,
         )
         for scheme, engine_tp, transport, repeats in subjects
     ]
@@ -124,7 +134,7 @@ def measure(plan: PublishPlan) -> int:
                 Fleet(
                     rollout,
                     plan.model,
-                    scheme=quant_scheme(scheme),
+                    scheme=scheme,
                     log_dir=plan.work / f"logs-{scheme}-tp{tp}",
                     vocabulary=policy.arch.vocab,
                 )
@@ -133,7 +143,7 @@ def measure(plan: PublishPlan) -> int:
             )
             with started as fleet:
                 dist.barrier()
-                turns = PublishTurns(plan, policy, rollout, fleet, quant_scheme(scheme))
+                turns = PublishTurns(plan, policy, rollout, fleet, scheme)
                 show = partial(_show, f"{scheme} tp{tp}") if ranks.leads else None
                 measured = interleaved(
                     {transport: partial(turns.turn, transport) for transport in plan.transports},
@@ -176,7 +186,6 @@ class PublishTurns:
         sync = SyncConfig(
             transport=transport,  # type: ignore[arg-type]
             dir=str(self._plan.memory),
-            bucket_mb=self._plan.bucket_mb,
             keep=1,
         )
         sender = make_sender(sync, self._rollout, self._policy, folder)
@@ -225,7 +234,6 @@ def case_of(
     repeats: Repeats[dict[str, float]],
     *,
     model: str,
-    bucket_mb: float,
 ) -> Case:
     """One transport to one engine."""
     turns = repeats.results
@@ -243,7 +251,6 @@ def case_of(
             "scheme": scheme,
             "engine_tp": engine_tp,
             "way": transport,
-            "bucket_mb": bucket_mb,
         },
         figures=[
             figure("seconds", "s", "seconds", limit=copy_s, limit_of="one copy"),
@@ -254,3 +261,7 @@ def case_of(
         reasons=repeats.reasons,
         notes={"bytes": size},
     )
+
+
+if __name__ == "__main__":
+    sys.exit(record_of("publish", parser().parse_args(), run))

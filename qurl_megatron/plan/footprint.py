@@ -1,0 +1,244 @@
+"""Memory that each rank of a run would need, added up from its models' shapes and all else.
+
+A planner asks for hundreds of layouts, so nothing is built and torch is not imported. Tests hold
+the models' part to the byte against ranks that are really built.
+"""
+
+from dataclasses import dataclass
+
+from qurl_megatron.config import RunConfig
+from qurl_megatron.data.dealing import round_up
+from qurl_megatron.plan import memory
+from qurl_megatron.plan.memory import GIB, Held, Pass, held_from_shapes
+from qurl_megatron.schemes import SERVED
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.training.shapes import Models, check_division
+from qurl_megatron.wire import SLOTS
+
+MIB = 1 << 20
+
+NODE = 8
+"""GPUs of a machine, at most."""
+
+STATIC = 0.85
+"""Share of a GPU that SGLang takes for weights and cache without --mem-fraction-static; its own
+default depends on the GPU and is about this."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of a pipeline stage. Sizes are bytes."""
+
+    layers: int
+    policy: Held
+    reference: int
+    codes: int  # and scales, where layers compute with the engines' codes
+    critic: Held | None
+    passes: int  # whose activations are held at once
+    activations: int  # of all of them
+    working: int  # the layer that is being gone through: its activations or their gradients
+    logits: int
+    publishing: int  # for as long as a version is published
+
+    @property
+    def at_rest(self) -> int:
+        """Memory in use between two passes, and while engines generate."""
+        critic = self.critic.total if self.critic else 0
+        return self.policy.total + self.reference + self.codes + critic
+
+    @property
+    def total(self) -> int:
+        return self.at_rest + self.activations + self.working + self.logits
+
+    @property
+    def loading(self) -> int:
+        return memory.loading(self.policy) + (memory.loading(self.critic) if self.critic else 0)
+
+
+@dataclass(frozen=True)
+class EngineFootprint:
+    """One rank of an engine. Sizes are bytes."""
+
+    weights: dict[str, int]  # by scheme
+    token: int  # keys and values of one token
+    room: int  # for weights and cache
+    colocated: bool
+
+    def tokens(self, scheme: str) -> int:
+        """How many tokens' keys and values fit beside the weights."""
+        return max(0, self.room - self.weights[scheme]) // self.token
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory that a recipe would need."""
+
+    config: RunConfig
+    models: Models
+    tokens: int  # of one pass on one rank
+    stages: list[Stage]
+    engine: EngineFootprint | None  # None: not SGLang
+    gpu: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and response."""
+        return self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
+
+    def phases(self, stage: Stage) -> dict[str, dict[str, int]]:
+        """Return the memory in use on a stage's GPU, by phase and by name."""
+        engine = self.engine.room if self.engine and self.engine.colocated else None
+        return memory.phases(
+            stage.at_rest,
+            stage.total,
+            stage.publishing,
+            stage.loading,
+            engine=engine,
+            mapped_by=_mapping_engines(self.config),
+        )
+
+    @property
+    def fullest(self) -> tuple[Stage, str, int]:
+        """The stage and the phase with most on a GPU, and how much that is."""
+        sums = []
+        for stage in self.stages:
+            for name, rows in self.phases(stage).items():
+                sums.append((stage, name, sum(rows.values())))
+        return max(sums, key=lambda stage_and_phase: stage_and_phase[2])
+
+    @property
+    def notes(self) -> list[str]:
+        """What does not fit, and what to do about it."""
+        notes = []
+        _, phase, needed = self.fullest
+        if needed > self.gpu:
+            fix = "raise parallel.tensor, parallel.pipeline or parallel.data"
+            if self.engine and self.engine.colocated and phase in ("publish", "save"):
+                fix = "lower --mem-fraction-static in rollout.engine_args"
+            notes.append(
+                f"{needed / GIB:.1f} GiB do not fit in {self.gpu / GIB:g} in phase {phase}: {fix}"
+            )
+        if self.engine:
+            tokens = self.engine.tokens(self.config.quant.scheme)
+            if tokens < self.longest:
+                notes.append(
+                    f"an engine rank has room for {tokens} tokens, one prompt and response may "
+                    f"take {self.longest}"
+                )
+        return notes
+
+
+def footprint(config: RunConfig, models: Models, *, gpu_gib: float = 80) -> Footprint:
+    """Add up the memory in use on the GPUs of trainer and engines.
+
+    Args:
+        gpu_gib: memory of a GPU, in GiB.
+
+    Raises:
+        ConfigError: the model does not divide over the ranks or engines.
+    """
+    check_division(config, models)
+    passed = _pass(config)
+    stages = [_stage(config, models, passed, index) for index in range(config.parallel.pipeline)]
+    gpu = int(gpu_gib * GIB)
+    engine = None
+    if config.rollout.kind.takes_gpus:
+        engine = _engine(config, models.policy, max(stage.at_rest for stage in stages), gpu)
+    return Footprint(config, models, passed.tokens, stages, engine, gpu)
+
+
+def _pass(config: RunConfig) -> Pass:
+    """The largest pass: responses of full length, or the token budget where that is more."""
+    train, parallel = config.train, config.parallel
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    tokens = max(train.max_tokens, longest) if train.max_tokens else train.micro_batch * longest
+    chunks = 1 if parallel.context == 1 else 2 * parallel.context  # of a sequence
+    return Pass(
+        tokens=round_up(tokens, chunks * parallel.tensor) // parallel.context,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence and parallel.tensor > 1,
+        itemsize=config.model.itemsize,
+        transposed=not train.packed and (train.micro_batch > 1 or train.max_tokens > 0),
+        fp32_output=config.model.fp32_output and config.model.dtype != "float32",
+    )
+
+
+def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage:
+    parallel, arch = config.parallel, models.policy
+    options = dict(
+        distributed=config.optimizer.distributed,
+        overlap=config.optimizer.overlap_grad_reduce,
+        itemsize=config.model.itemsize,
+    )
+    policy = held_from_shapes(arch, parallel, index, **options)
+    critic = None
+    if models.critic:
+        critic = held_from_shapes(models.critic, parallel, index, critic=True, **options)
+    recompute = config.model.recompute
+    layers = arch.num_layers // parallel.pipeline
+    # 1F1B: a stage has as many passes under way as there are stages from it to the end.
+    passes = min(parallel.pipeline - index, _passes_per_update(config))
+    kept = memory.stage_activations(arch, layers, passed, recompute=recompute)
+    one_layer = memory.layer_activations(arch, passed)
+    codes = cast = 0
+    if config.train.align != "none":
+        stage_layers = range(index * layers, (index + 1) * layers)
+        # FP8 codes without FP8 hardware are multiplied in FP32, of which this counts half.
+        codes, cast = memory.aligned(arch, stage_layers, parallel.tensor, passed.itemsize)
+    in_reference = config.algo.kl_coef > 0 and config.algo.reference_memory == "device"
+    return Stage(
+        layers=layers,
+        policy=policy,
+        reference=policy.parameters * passed.itemsize if in_reference else 0,
+        codes=codes,
+        critic=critic,
+        passes=passes,
+        activations=passes * kept,
+        # Made again, and its gradients; without recomputation these alone.
+        working=(2 * one_layer if recompute else one_layer) + cast,
+        logits=memory.logits(arch, passed) if index == parallel.pipeline - 1 else 0,
+        publishing=memory.publishing(
+            policy.largest, round(config.sync.bucket_mb * MIB), slots=SLOTS
+        ),
+    )
+
+
+def _passes_per_update(config: RunConfig) -> int:
+    """Passes of one rank in one update, where all take a fixed number of responses."""
+    if config.train.max_tokens:
+        return config.parallel.pipeline  # unknown; as many as can be under way
+    per_rank = config.responses_per_step // (config.algo.minibatches * config.parallel.data)
+    return per_rank // config.train.micro_batch
+
+
+def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> EngineFootprint:
+    tensor = config.rollout.engine_tensor
+    colocated = config.rollout.colocate
+    free = memory.engine_free(gpu, trainer if colocated else None)
+    itemsize = config.model.itemsize
+    return EngineFootprint(
+        weights={
+            scheme: memory.engine_weights(arch, scheme, tensor, itemsize) for scheme in SERVED
+        },
+        token=memory.cached_token(arch, tensor, itemsize),
+        room=int(free * _static_fraction(config)),
+        colocated=colocated,
+    )
+
+
+def _mapping_engines(config: RunConfig) -> int:
+    """Engine ranks that map, by the memory transport, a trainer's slots on a GPU not their own."""
+    rollout = config.rollout
+    elsewhere = rollout.urls or rollout.rendezvous or not rollout.kind.takes_gpus
+    if elsewhere or config.sync.on_one_machine != "memory":
+        return 0
+    return min(NODE, rollout.engines * rollout.engine_tensor) - rollout.colocate
+
+
+def _static_fraction(config: RunConfig) -> float:
+    """SGLang's share of the memory that it finds free, for weights and cache."""
+    for argument in config.rollout.engine_args:
+        option, _, value = argument.partition("=")
+        if option == "--mem-fraction-static" and value:
+            return float(value)
+    return STATIC

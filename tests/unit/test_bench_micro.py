@@ -1,0 +1,129 @@
+"""The benchmarks of the checkout: the loss, quantizing, publishing."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import loss, machine_limits, publish, quantize
+from benchmarks.harness import measure, read
+from qurl_megatron import quant
+from qurl_megatron.bench.repeats import Repeats
+from qurl_megatron.kit import fused
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    """Its rates come from work that is over at once."""
+    monkeypatch.setattr(machine_limits, "SIZE", 64)
+    monkeypatch.setattr(machine_limits, "READ_MIB", 1)
+    machine_limits.limits.cache_clear()
+    yield
+    machine_limits.limits.cache_clear()
+
+
+def of_loss(*words: str):
+    return loss.parser().parse_args(["--device", "cpu", *words])
+
+
+def test_every_way_has_its_seconds_and_memory_beside_the_limit():
+    given = ["--tokens", "64", "--vocab", "4096", "--tensor", "2", "--repeats", "2"]
+    cases = {case.keys["way"]: case for case in loss.run(of_loss(*given))}
+    for name in ("ours", "ours_entropy_gradient", "megatron"):
+        case = cases[name]
+        seconds, peak = case.figure("seconds"), case.figure("peak")
+        assert len(seconds.repeats) == len(peak.repeats) == len(case.yardsticks) == 2
+        assert seconds.limit > 0 and peak.limit == 1.0 and min(case.yardsticks) > 0
+    assert cases["ours_torch"].why("not run") == "not run: needs CUDA"
+    keys = {"tokens": 64, "vocab": 4096, "dtype": "bfloat16", "threads": 0, "device": "cpu"}
+    assert cases["ours_torch"].keys == {"way": "ours_torch", "tensor": 2, **keys}
+
+
+def test_what_does_not_fit_into_memory_is_not_tried(monkeypatch):
+    free = SimpleNamespace(available=8 << 30)
+    monkeypatch.setattr(loss.psutil, "virtual_memory", lambda: free)
+    given = of_loss("--tokens", "8192", "--vocab", "151936")  # 2.3 GiB of logits
+    assert loss._obstacle("ours", 1, given) == ""
+    assert loss._obstacle("megatron", 1, given) == "needs 14 GiB and 3 to spare, 8 are free"
+
+
+def test_the_high_water_mark_is_of_what_happened_inside():
+    # In a process of its own: threads of other tests give memory back as they please.
+    code = (
+        "import torch\n"
+        "from benchmarks import loss\n"
+        # Above 32 MiB malloc always asks the kernel, whatever was given back before.
+        "with loss.high_water('cpu') as before:\n"
+        "    torch.ones(32 << 20)\n"  # 128 MiB, given back
+        "with loss.high_water('cpu') as after:\n"
+        "    torch.ones(12 << 20)\n"
+        "print(before[0] / loss.MIB, after[0] / loss.MIB)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    before, after = map(float, out.stdout.split())
+    assert 124 < before < 144
+    assert 44 < after < 64
+
+
+def of_quantize(*words: str):
+    small = ["--model", "tiny", "--repeats", "2", "--device", "cpu", "--schemes", "int8"]
+    return quantize.parser().parse_args([*small, *words])
+
+
+def test_quantizing_leaves_a_record_with_a_copy_of_what_it_moves_as_limit(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert measure("quantize", of_quantize("--out", str(tmp_path)), quantize.run) == 0
+    record = read(tmp_path / "quantize.json")
+    # The kernels are left out where there is no GPU.
+    names = [case.name for case in record.cases]
+    assert names == ["float32 to int8, torch", "bfloat16 to int8, torch"]
+    assert record.environment["limits"]["read_gb_s"] > 0
+    case = record.cases[0]
+    keys = {"model": "tiny", "scheme": "int8", "dtype": "float32", "way": "torch"}
+    assert case.keys == keys | {"device": "cpu", "threads": torch.get_num_threads()}
+    (figure,) = case.figures
+    assert len(figure.repeats) == 2 and figure.limit > 0 and figure.unit == "s"
+
+
+def test_the_kernels_are_measured_where_the_environment_turns_them_off_for_all_else(monkeypatch):
+    monkeypatch.setenv(fused.SWITCH, "0")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(fused, "_can_run", lambda interpreted: True)
+    monkeypatch.setattr(quantize, "quantize", on_torch)
+    cases = {case.name: case for case in quantize.run(of_quantize("--dtype", "float32"))}
+    assert cases["float32 to int8, kernels"].figures
+    assert os.environ[fused.SWITCH] == "0"
+
+
+def on_torch(weight, scheme):
+    """In place of kernels that this machine has not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(fused.SWITCH, "0")
+        return quant.quantize(weight, scheme)
+
+
+def test_a_transport_has_every_turn_and_the_limit_of_a_copy():
+    def turn(seconds: float, paused_s: float) -> dict[str, float]:
+        spent = {"seconds": seconds, "paused_s": paused_s, "work_s": 2 * seconds}
+        return {**spent, "bytes": 2e9, "copy_gb_s": 2.0}
+
+    repeats = Repeats(results=[turn(2.0, 0.5), turn(1.0, 0.7)], yardsticks=[0.01, 0.01])
+    case = publish.case_of("int8", 1, "memory", repeats, model="0.5B")
+    assert case.name == "int8, engine TP1, memory"
+    seconds = case.figure("seconds")
+    assert (seconds.repeats, seconds.limit) == ([2.0, 1.0], 1.0)  # 2 GB at 2 GB/s
+    assert case.figure("work").repeats == [4.0, 2.0]
+    assert case.figure("paused").repeats == [0.5, 0.7]
+
+
+def test_without_sglang_publishing_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no .venv-sglang
+    options = publish.parser().parse_args(["--model", "tiny"])
+    assert measure("publish", options, publish.run) == 2
+    error = capsys.readouterr().err
+    assert "make sglang" in error and len(error.splitlines()) == 1
