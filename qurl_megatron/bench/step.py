@@ -30,8 +30,7 @@ from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.history import History
-from qurl_megatron.observe.hours import accepted
-from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
+from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
 from qurl_megatron.observe.timeline import overlap, read_timeline
 
 PHASES = ("rollout", "reward", "score", "train", "publish")
@@ -260,6 +259,29 @@ def read_run(run_dir: Path) -> Usual:
         engines=statistics.median(generating) if generating else 0.0,
         overlap=overlap(spans),
         accepted=accepted(counts, recipe) / len(counts),
+    )
+
+
+def accepted(records: Sequence[Record], recipe: Mapping) -> float:
+    """Samples that the steps of metrics.jsonl trained on: without groups that only filled up the
+    batch, those that the correction rejected, and those cut off, where they are masked.
+
+    The shares of rejected and of cut-off ones are of the whole batch, so each is taken to be the
+    same among what the others leave.
+
+    Args:
+        recipe: config.toml of the run; what it lacks counts as nothing.
+    """
+    group = recipe.get("rollout", {}).get("samples_per_prompt", 0)
+    prompts = recipe.get("data", {}).get("prompts_per_step", 0)
+    masked = recipe.get("algo", {}).get("mask_truncated", False)
+    return sum(
+        group
+        * (prompts - metrics.get("sampling/unfilled", 0.0))
+        * (1 - metrics.get("correction/rejected_responses", 0.0))
+        * (1 - (metrics.get("response/truncated", 0.0) if masked else 0.0))
+        for record in records
+        if "time/step" in (metrics := record.metrics)
     )
 
 
