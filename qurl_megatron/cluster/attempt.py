@@ -31,7 +31,7 @@ from qurl_megatron.cluster.verdict import (
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.kit.muster import forget
+from qurl_megatron.kit.place import forget
 from qurl_megatron.observe import failures
 from qurl_megatron.training.state import TrainState, latest
 
