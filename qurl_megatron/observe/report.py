@@ -3,7 +3,7 @@
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe import drawing, lanes, panels
 from qurl_megatron.observe.catalogue import GROUPS, known
 from qurl_megatron.observe.history import History, unscored, what_acted
-from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.html import page
 from qurl_megatron.observe.panels import Picture
 from qurl_megatron.observe.predicted import compared
@@ -122,7 +121,6 @@ def write_report(run_dir: Path | str) -> Path:
         banners=list(_banners(spans, history.last_step)),
         non_finite=history.non_finite,
         compared=compared(run_dir, history),
-        hours=_hours(hours_of(run_dir)),
         groups=_groups(history),
         last_step=history.last_step,
         recipe=recipe,
@@ -315,24 +313,6 @@ def _quote(what: str, example: Example) -> Quote:
         facts(example),
         [(name, visible(text[:QUOTED]), visible(text[QUOTED:])) for name, text in texts if text],
     )
-
-
-def _hours(found: Hours) -> dict | None:
-    """The table of GPU-hours; None for a run that was not submitted by ``qurl slurm``."""
-    if not found.rows:
-        return None
-    spent = [(f"attempt {row.number}", f"{row.gpus}", row.hours) for row in found.rows]
-    if len(spent) > 1:
-        spent.append(("all", "", found.total))
-    rows = [
-        (name, gpus, [number(value) for value in (*asdict(hours).values(), hours.total)])
-        for name, gpus, hours in spent
-    ]
-    note = ""
-    if found.per_sample is not None:
-        each = number(found.per_sample)
-        note = f"{found.samples:,.0f} samples were trained on: {each} GPU-hours each."
-    return {"heads": [kind.replace("_", " ") for kind in KINDS], "rows": rows, "note": note}
 
 
 def _groups(history: History) -> dict[str, list[MetricRow]]:
