@@ -17,9 +17,7 @@ from qurl_megatron.checkpoints.megatron_reader import CRITIC, MegatronReader, st
 from qurl_megatron.checkpoints.ops import Op, parameter_count
 from qurl_megatron.checkpoints.places import find_torch_dist
 from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
-from qurl_megatron.data.tokenizer import FILES, Tokenizer
 from qurl_megatron.kit.disk import read_json
-from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import QuantizedWeight
 from qurl_megatron.quant.export import loaded, read_quantization, scale_name
 from qurl_megatron.tensors.arch import read_arch, read_config
@@ -115,7 +113,6 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
             if path.is_file()
         },
         "manifest": read_manifest(checkpoint.folder) is not None,
-        "tokenizer": tokenizer(checkpoint.description),
     }
     if found.kind == "quantized":
         facts |= {"scheme": found.scheme, "format": found.fmt}
@@ -131,16 +128,6 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
         state = checkpoint.folder / "state.json"  # of a checkpoint of `qurl train`
         facts["step"] = read_json(state).get("step") if state.is_file() else None
     return facts
-
-
-def tokenizer(folder: Path) -> str | None:
-    """Return a remark on a folder's tokenizer, empty if all is well; None: it has none."""
-    if not any((folder / name).is_file() for name in FILES):
-        return None
-    try:
-        return Tokenizer(folder).disagreement().removeprefix(f"{folder}: ")
-    except ConfigError as error:
-        return str(error)
 
 
 def formats(found: AnyCheckpoint) -> dict[str, int]:
@@ -194,8 +181,6 @@ def text(facts: dict[str, Any], *, files: int = 12) -> str:
         )
     if facts.get("step") is not None:
         rows["step"] = str(facts["step"])
-    if facts["tokenizer"] is not None:
-        rows["tokenizer"] = facts["tokenizer"] or "AutoTokenizer reads it as it is read here"
     sizes = sorted(facts["files"].items(), key=lambda item: -item[1])
     rows["files"] = f"{len(sizes)}, {sum(facts['files'].values()):,} bytes"
     lines = [facts["folder"], *(f"  {name:<11} {value}" for name, value in rows.items())]

@@ -8,10 +8,9 @@ from qurl_megatron.cluster.script import KINDS
 ACTIONS = {
     "render": "Print the job script of a recipe or a command, and check nothing else.",
     "submit": "Check all that can be known before the queue, ask sbatch --test-only, and submit.",
-    "cancel": "Have the jobs of a run save and end.",
+    "cancel": "Have the job of a run save and end.",
     "status": "Show how a run is: queue, steps, time left, newest checkpoint, what to do next.",
     "logs": "Show why a run's newest attempt ended: the first cause, and its consequences.",
-    "hours": "Show where a run's GPU-hours went: trained, set up, saved, stalled, lost.",
     "attempt": "In a job: start the ranks, pass on signals, requeue (called by the job script).",
     "examine": "In a job: measure this node before models load (called by attempt).",
     "task": "In a job: run one training rank (called by attempt).",
@@ -27,11 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
             from qurl_megatron.cluster import submit
 
             return submit.run(arguments)
-        case "status" | "hours":
-            from qurl_megatron.cluster import status
+        case "status":
+            from qurl_megatron.cluster.status import status
 
-            show = status.status if arguments.action == "status" else status.hours
-            return show(arguments.run_dir, as_json=arguments.json)
+            return status(arguments.run_dir, as_json=arguments.json)
         case "logs":
             from qurl_megatron.cluster.logs import logs
 
@@ -45,13 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
 
             return measure_node()
         case "task":
-            from qurl_megatron.cluster.task import task
+            from qurl_megatron.cluster.tasks import task
 
             return task(arguments.run_dir, arguments.engines)
         case _:
-            from qurl_megatron.cluster.offer import offer
+            from qurl_megatron.cluster.tasks import offer
 
-            return offer(arguments.run_dir, arguments.towards)
+            return offer(arguments.run_dir)
 
 
 def add_actions(command: argparse.ArgumentParser) -> None:
@@ -71,15 +69,13 @@ def add_actions(command: argparse.ArgumentParser) -> None:
         parsers[name].add_argument("--cluster", type=Path, required=True, metavar="FILE", help=text)
         text = "default: a training run"
         parsers[name].add_argument("--kind", choices=KINDS, default="train", help=text)
-    for name in ("cancel", "status", "logs", "hours", "attempt", "task", "offer"):
+    for name in ("cancel", "status", "logs", "attempt", "task", "offer"):
         parsers[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
     text = "stop before anything is written or submitted"
     parsers["submit"].add_argument("--dry-run", action="store_true", help=text)
-    for name in ("status", "hours"):
-        parsers[name].add_argument("--json", action="store_true", help="for a program to read")
+    parsers["status"].add_argument("--json", action="store_true", help="for a program to read")
     text = "default: the newest; the first is 1"
     parsers["logs"].add_argument("--attempt", type=int, metavar="N", help=text)
-    parsers["offer"].add_argument("--towards", required=True, help="the trainer's first node")
     parsers["task"].add_argument("--engines", type=int, help="fewer than the recipe has")
     parsers["cell"].add_argument("study", type=Path, help="TOML study file")
     parsers["cell"].add_argument("out", type=Path, help="folder of its runs")

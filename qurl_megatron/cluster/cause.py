@@ -6,22 +6,20 @@ length. Time therefore counts less than whether a failure can be a consequence:
     1  the traceback of a rank that names a reason of its own
     2  a rank that the system killed, or a node that was lost: srun alone says so; or a run that
        hung, which the supervisor says before it ends the ranks itself
-    3  the traceback, or the death, of an engine, of the task that has a rollout node's engines, or
-       of that node, unless Slurm ended the job for it: they may die without ending the run
+    3  the traceback, or the death, of an engine, or of the task that has a rollout node's engines:
+       they may die without ending the run
     4  a rank that found no engine left
     5  a rank that found another one gone
     6  a rank that ended without a word
 
-and within each the earliest. Times are from the nodes' own clocks, or from the file server where a
-log tells none: two failures that are closer than the clocks agree may change places.
+and within each the earliest. Times are from the nodes' own clocks, or from the file server for a
+log: two failures that are closer than the clocks agree may change places.
 """
 
-import contextlib
 import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from qurl_megatron.cluster.layout import ENGINES_PREFIX, EXAMINATION_PREFIX
@@ -77,11 +75,6 @@ KINDS = (
         NO_ENGINE,
     ),
     Kind(
-        "a port is taken",
-        r"EADDRINUSE|[Aa]ddress already in use",
-        "another process on the node listens there, `ss -ltnp` shows which",
-    ),
-    Kind(
         "another rank is gone",
         PEERS,
         "no rank and no engine says what came first: suspect a node or the network. Look for "
@@ -90,26 +83,19 @@ KINDS = (
         NO_PEER,
     ),
     Kind(
-        "a GPU fails",
-        r"CUDA error|CUDA driver|cuda(Error|Runtime)|ECC|Xid|illegal memory access|device-side",
-        'where it comes back on the same node, leave that out: job.extra = ["--exclude=NODE"] in '
-        "the cluster file; where it comes on any, report it with the traceback",
-    ),
-    Kind(
-        "the file system fails",
-        r"Stale file handle|Input/output error|Transport endpoint|Read-only file system",
-        "look whether the shared file system is healthy on that node",
+        "the node fails",
+        r"CUDA (driver )?error|cuda(Error|Runtime)|ECC|Xid|illegal memory access|device-side|"
+        r"Stale file handle|Input/output error|Transport endpoint|Read-only file system|"
+        r"[Nn]ode [Ff]ailure|NODE.FAIL|not responding",
+        "`sinfo -R`, and `dmesg` on the node, say why; where it comes back on the same node, leave "
+        'that out: job.extra = ["--exclude=NODE"] in the cluster file; where it comes on any, '
+        "report it with the traceback",
     ),
     Kind(
         "the environment lacks something",
         r"ModuleNotFoundError|ImportError|cannot open shared object",
         "site.prolog or the container of the cluster file must give each node what the ranks "
         "import; `qurl show --env` lists what it finds",
-    ),
-    Kind(
-        "the node is lost",
-        r"[Nn]ode [Ff]ailure|NODE.FAIL|not responding",
-        "`sinfo -R` says why, once Slurm knows",
     ),
     Kind(
         "the run hung",
@@ -119,21 +105,11 @@ KINDS = (
         "job.hung_s in the cluster file",
     ),
     Kind(
-        "Slurm ended the job",
-        r"DUE TO (TIME LIMIT|PREEMPTION)",
-        "raise job.signal_s in the cluster file, so that saving has time",
-    ),
-    Kind(
         "it was killed",
-        r"killed by SIG(KILL|TERM|INT|HUP)",
-        "somebody, or Linux where memory ran out, has killed it: `dmesg -T | grep -i kill` on the "
-        "node says so",
-    ),
-    Kind(
-        "it crashed",
-        r"killed by SIG|Fatal Python error|terminate called",
-        "a fault of native code, or of the hardware where it comes on one node alone; look at the "
-        "end of its log",
+        r"killed by SIG|DUE TO (TIME LIMIT|PREEMPTION)",
+        "find out what killed it: a person; Linux, where memory ran out (`dmesg -T | grep -i kill` "
+        "on the node); Slurm at the time limit (raise job.signal_s); a crash of native code (the "
+        "end of its log)",
     ),
     Kind(
         "a fault of the program", "", "the traceback, or the end of its log, says where; report it"
@@ -198,9 +174,8 @@ def first_cause(evidence: Evidence) -> Cause | None:
         if log.source not in ranks_heard:
             events += _of_log(log)
     events += _of_supervisor(ranks)
-    job_ended = any("DUE TO NODE FAILURE" in line for line in ranks)  # as a heterogeneous job is
-    events += _of_srun(engines, "rollout node", ENGINE, lost=KILLED if job_ended else ENGINE)
-    events += _of_srun(ranks, "rank", KILLED, lost=KILLED)
+    events += _of_srun(engines, "rollout node", ENGINE)
+    events += _of_srun(ranks, "rank", KILLED)
     if not events:
         events += _silent(ranks)
     unique = {(event.source, event.message): event for event in events}  # logs quote one another
@@ -222,13 +197,12 @@ def _of_failure(failure: Failure) -> Event:
 
 
 def _of_log(log: Log) -> Iterator[Event]:
-    for logged in tracebacks(log.text):
-        kind = kind_of(logged.message)
+    for message, text in tracebacks(log.text):
+        kind = kind_of(message)
         weight = kind.weight or REASON
         if log.engine:
             weight = max(weight, ENGINE)
-        time = logged.time or log.time
-        yield Event(kind, weight, log.source, logged.message, time, traceback=logged.text)
+        yield Event(kind, weight, log.source, message, log.time, traceback=text)
     for line in log.text.splitlines():
         if died := re.match(r"qurl: (engine-\d+) exited with status -(\d+)", line):
             message = f"killed by {_signal_name(int(died[2]))}"
@@ -263,14 +237,13 @@ def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
             yield Event(FULL, REASON, "the supervisor", message)
 
 
-def _of_srun(lines: Sequence[str], task: str, weight: int, *, lost: int) -> Iterator[Event]:
+def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
     """Yield the failures that srun names before it begins to end tasks itself.
 
     Args:
         lines: of one step.
         task: name for one of its tasks.
-        weight: of a task that was killed.
-        lost: weight of a node that was lost.
+        weight: of a task that was killed, or a node that was lost.
     """
     for line in lines:
         if "Terminating StepId" in line or "Job step aborted" in line:
@@ -282,7 +255,7 @@ def _of_srun(lines: Sequence[str], task: str, weight: int, *, lost: int) -> Iter
             for index in tasks:
                 yield Event(kind_of(message), weight, f"{task} {index}", message, node=node)
         elif gone := re.search(r"Node failure on (\S+)", line):
-            yield Event(kind_of(line), lost, f"node {gone[1]}", message)
+            yield Event(kind_of(line), weight, f"node {gone[1]}", message)
         elif re.search(SLURMS, line):
             source = f"{task} {', '.join(tasks)}" if tasks else "srun"
             yield Event(kind_of(line), weight, source, message, node=node)
@@ -327,56 +300,29 @@ def _signal_name(number: int) -> str:
 # ---- tracebacks in logs
 
 HEAD = re.compile(r"Traceback \(most recent call last\):")
-LAST_WORDS = re.compile(r"Fatal Python error: |terminate called after throwing an instance of ")
-TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d")
 RAISED = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 LEAVING = ("KeyboardInterrupt", "SystemExit", "CancelledError")
 """Exceptions of a process that was asked to leave."""
 
 
-@dataclass(frozen=True)
-class LoggedTraceback:
-    """A traceback in a log: Python's, or the last words of the interpreter or of C++."""
+def tracebacks(log: str) -> list[tuple[str, str]]:
+    """Return each traceback's last line, such as "RuntimeError: CUDA out of memory", and its text.
 
-    message: str  # its last line, such as "RuntimeError: CUDA out of memory"
-    text: str
-    time: float | None  # Unix seconds; None where the log does not tell
-
-
-def tracebacks(log: str) -> list[LoggedTraceback]:
-    """Return them in the order of the log, but for processes that were asked to leave.
-
-    A line may begin with a time, as SGLang's do. Of chained exceptions the first comes first.
+    They are in the order of the log, without those of processes that were asked to leave. A line
+    may begin with a time, as SGLang's do. Of chained exceptions the first comes first.
     """
     lines, logged, at = log.splitlines(), [], 0
     while at < len(lines):
-        if HEAD.search(lines[at]) and not SAID.match(lines[at]):  # else a model wrote it
-            end, message = _end_of_indented(lines, at), "cut off"
-            if end < len(lines) and RAISED.match(lines[end]):
-                message = lines[end].strip()
-                end += 1
-        elif LAST_WORDS.match(lines[at]):
-            end = _end_of_indented(lines, at)
-            message = " ".join(line.strip() for line in lines[at:end][:2])
-        else:
-            at += 1
-            continue
-        if not message.rpartition(".")[2].startswith(LEAVING):
-            logged.append(LoggedTraceback(message, "\n".join(lines[at:end]), _time(lines[at])))
-        at = end
-    return logged
-
-
-def _end_of_indented(lines: list[str], at: int) -> int:
-    """Return the first line behind ``at`` that is not indented."""
-    at += 1
-    while at < len(lines) and lines[at][:1] in (" ", "\t"):
+        begin = at
         at += 1
-    return at
-
-
-def _time(line: str) -> float | None:
-    match = TIME.search(line)
-    with contextlib.suppress(ValueError, OverflowError):  # it looks like a time, and is none
-        return datetime.fromisoformat(match[0]).timestamp() if match else None
-    return None
+        if not HEAD.search(lines[begin]) or SAID.match(lines[begin]):  # else a model wrote it
+            continue
+        while at < len(lines) and lines[at][:1] in (" ", "\t"):
+            at += 1
+        message = "cut off"
+        if at < len(lines) and RAISED.match(lines[at]):
+            message = lines[at].strip()
+            at += 1
+        if not message.rpartition(".")[2].startswith(LEAVING):
+            logged.append((message, "\n".join(lines[begin:at])))
+    return logged

@@ -12,7 +12,7 @@ from pathlib import Path
 from qurl_megatron.checkpoints.integrity import FIX, read_record, wrong_size
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist, safetensors_files
-from qurl_megatron.cluster.cluster import ClusterConfig, ContainerConfig, JobConfig, seconds
+from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, seconds
 from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.config import RunConfig
 from qurl_megatron.engines.starting import given_key
@@ -66,18 +66,15 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
             f"the working folder, {Path.cwd()}, lies in none of site.shared: on nodes that lack it "
             "the job starts in /tmp, without the files of relative paths"
         )
-    return lines + unset_keys(config, cluster) + not_mounted(config, cluster.container)
+    return lines
 
 
-def check_limits(job: JobConfig, facts: Mapping[str, str]) -> str:
+def check_limits(job: JobConfig, facts: Mapping[str, str]) -> None:
     """Check that the job fits into its partition's limits.
 
     Args:
         facts: of the partition, as ``commands.partition_facts`` has them; empty where Slurm tells
             nothing.
-
-    Returns:
-        What becomes of the run where a job of higher priority wants the nodes; "" where none can.
     """
     longest = facts.get("MaxTime", "UNLIMITED")
     if longest != "UNLIMITED" and seconds(longest) < job.time_limit_s:
@@ -85,13 +82,6 @@ def check_limits(job: JobConfig, facts: Mapping[str, str]) -> str:
             f"job.time_limit={job.time_limit} is more than MaxTime={longest} of partition "
             f"{facts['PartitionName']}, where the job would wait for ever; lower it"
         )
-    grace = facts.get("GraceTime", "")
-    if facts.get("PreemptMode", "OFF") == "OFF" or not grace.isdecimal():
-        return ""
-    return (
-        f"preemption: partition {facts['PartitionName']} leaves {grace} s to finish a step and "
-        "save (GraceTime); where that is too short, lower checkpoint.every"
-    )
 
 
 def check_container(cluster: ClusterConfig) -> None:
@@ -104,29 +94,6 @@ def check_container(cluster: ClusterConfig) -> None:
             f"container.image={container.image} does not exist or cannot be read; make it, or name "
             "another in the cluster file"
         )
-
-
-def not_mounted(config: RunConfig, container: ContainerConfig) -> list[str]:
-    """Return a line for each path of the recipe that ``container.mounts`` has not under its name.
-
-    No more than lines: a site may mount folders in every container, and apptainer mounts some.
-    """
-    if container.kind == "none":
-        return []
-    mounted = []
-    for mount in container.mounts:
-        outside, *inside = mount.split(":")[:2]
-        if inside in ([], [outside]):
-            mounted.append(outside)
-    paths = {"the working folder": ".", "train.run_dir": config.train.run_dir, **inputs(config)}
-    lines = []
-    for key, path in paths.items():
-        absolute = Path(os.path.abspath(path))
-        if not any(absolute.is_relative_to(folder) for folder in mounted):
-            lines.append(
-                f"{key}, {absolute}, is in none of container.mounts: does this site mount it?"
-            )
-    return lines
 
 
 def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:
@@ -244,19 +211,6 @@ def files(config: RunConfig) -> dict[str, str]:
         paths[f"{key}.function"] = part.file
     paths["rollout.environment"] = config.rollout.environment_file
     return {key: path for key, path in paths.items() if path}
-
-
-def unset_keys(config: RunConfig, cluster: ClusterConfig) -> list[str]:
-    """Return a line for each key of a reward's server that the job's environment seems to lack."""
-    prolog = "\n".join(cluster.site.prolog)
-    lines = []
-    for key, part in config.reward.parts.items():
-        if part.key_env and part.key_env not in prolog:
-            lines.append(
-                f"{key}.key_env={part.key_env}: a job inherits nothing of this shell; have "
-                "site.prolog read it from a file that only you can read"
-            )
-    return lines
 
 
 def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:

@@ -13,9 +13,6 @@ from qurl_megatron.config.load import build, read_tables
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import shipped, shipped_names
 
-SIGNAL_LIMIT_S = 65_535
-"""The most seconds before the time limit that Slurm's --signal takes."""
-
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
 _WORD = re.compile(r"[^\s'\"\\]+")
 
@@ -34,7 +31,7 @@ def seconds(time: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(Section, name="job", on_resume="free"):
-    """Options of every job, and how a run goes on when its time is up."""
+    """Options of every job, and when a run is told to end."""
 
     partition: str = ""
     """Partition of the nodes; empty: the site's default."""
@@ -48,21 +45,9 @@ class JobConfig(Section, name="job", on_resume="free"):
     time_limit: str = "24:00:00"
     """Wall time of one job, as [days-]hours:minutes:seconds; a run may take several jobs."""
 
-    layout: Literal["hetjob", "split"] = "hetjob"
-    """How training nodes and rollout nodes come together where a recipe has both. hetjob: one job
-    of two components; split: one component that is cut in two, for sites that forbid the other, and
-    for runs that are to outlive a rollout node: a hetjob ends with any of its nodes."""
-
-    again: Literal["requeue", "chain"] = "requeue"
-    """How a run goes on whose time is up. requeue: the same job goes back to the queue; chain: jobs
-    of one name are submitted at once and run one after the other, for sites that forbid it."""
-
-    chain: int = key(4, at_least(1))
-    """Jobs of a chain; those behind the end of the run are cancelled."""
-
-    signal_s: int = 900
+    signal_s: int = key(900, at_least(60))
     """Seconds before the time limit in which the run finishes its step and saves. Slurm may be a
-    minute early. Once the run's steps and checkpoints are measured, their time counts instead."""
+    minute early."""
 
     retries: int = key(3, at_least(0))
     """Failures in a row (a rank or a node that dies, a run that hangs) on which a new attempt
@@ -71,13 +56,10 @@ class JobConfig(Section, name="job", on_resume="free"):
 
     hung_s: int = key(1800, at_least(1))
     """Seconds without a new step after which a run counts as hung: its ranks write their stacks and
-    are ended. The longest set-up, evaluation and restart of engines must fit in."""
-
-    hung_steps: float = key(10.0, at_least(1))
-    """The same in median steps of the run; the longer of the two counts."""
+    are ended. The longest set-up, step, evaluation and restart of engines must fit in."""
 
     extra: tuple[str, ...] = ()
-    """Further options of sbatch for every component, e.g. ["--exclusive"]."""
+    """Further options of sbatch, e.g. ["--exclusive"]."""
 
     examine_s: int = key(180, at_least(0))
     """Seconds in which every node must have measured itself before the ranks start, the start of
@@ -94,11 +76,6 @@ class JobConfig(Section, name="job", on_resume="free"):
             _TIME.fullmatch(self.time_limit) is not None,
             "job.time_limit must be like 24:00:00 or 2-00:00:00, [days-]hours:minutes:seconds, "
             f"got {self.time_limit!r}",
-        )
-        require(
-            60 <= self.signal_s <= SIGNAL_LIMIT_S,
-            f"job.signal_s must lie between 60, by which Slurm may be early, and {SIGNAL_LIMIT_S}, "
-            f"got {self.signal_s}",
         )
         require(
             self.signal_s < self.time_limit_s,

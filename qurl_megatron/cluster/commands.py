@@ -4,32 +4,26 @@ Nothing else calls them but ``supervise``, whose ``srun`` is the run itself. A p
 missing or refuses is one sentence for the user, with its own words in it.
 """
 
-import json
 import os
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import datetime
 
 from qurl_megatron.kit.errors import ConfigError
 
 PATIENCE_S = 120.0
 """Seconds that a program may take: controllers of large clusters are slow when they are busy."""
-ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
-    *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
-)
-"""States that squeue --json still shows for some minutes."""
 
 
 @dataclass(frozen=True)
 class Queued:
     """A job as the queue shows it."""
 
-    job: int
     state: str  # such as PENDING, RUNNING, COMPLETING
     reason: str
     nodes: str
-    starts: float = 0.0  # or is expected to, Unix seconds; 0: not known
-    ends: float = 0.0  # at the latest
+    starts: float | None = None  # or is expected to, Unix seconds; None: not known
+    ends: float | None = None  # at the latest
 
 
 def test_only(script: str) -> str:
@@ -43,58 +37,41 @@ def test_only(script: str) -> str:
     return _plain(lines[-1]) if lines else "accepted"
 
 
-def submit(script: str) -> int:
-    """Submit from the working folder.
+def submit(script: str, *, after: int | None = None) -> int:
+    """Submit from the working folder, and return the job's id.
 
-    Returns:
-        The job's id; of the first component of a heterogeneous job, which stands for all.
+    Args:
+        after: a job that must have ended before this one starts.
     """
-    output = _run(["sbatch", "--parsable"], text=script).stdout.strip()
+    argv = ["sbatch", "--parsable"]
+    if after is not None:
+        argv.append(f"--dependency=afterany:{after}")
+    output = _run(argv, text=script).stdout.strip()
     number = output.partition(";")[0]  # the cluster's name may follow
     if not number.isdecimal():
         raise ConfigError(f"sbatch --parsable said {output!r:.200} in place of a job id")
     return int(number)
 
 
-def queued(jobs: list[int]) -> dict[int, Queued]:
-    """Return the jobs of these that are in the queue, pending or running, by id."""
-    if not jobs:
-        return {}
-    # Asked for one by one, an id that the controller has forgotten would be an error.
-    output = _run(["squeue", "--me", "--json"]).stdout
-    by_job: dict[int, Queued] = {}
+def queued(job: int) -> Queued | None:
+    """Return a job that is in the queue, pending or running; None: it is not."""
+    # Asked for by its id, one that the controller has forgotten would be an error.
+    output = _run(["squeue", "--me", "--noheader", "--format=%i|%T|%r|%S|%e|%N"]).stdout
+    for line in output.splitlines():
+        number, *fields = line.strip().split("|")
+        if number == str(job) and len(fields) == 5:
+            state, reason, starts, ends, nodes = fields
+            reason = "" if reason == "None" else reason
+            return Queued(state, reason, nodes, unix_seconds(starts), unix_seconds(ends))
+    return None
+
+
+def unix_seconds(time: str) -> float | None:
+    """Convert a local time as Slurm writes it; None: it is something else, such as Unknown."""
     try:
-        for entry in sorted(json.loads(output)["jobs"], key=lambda entry: int(entry["job_id"])):
-            component, whole_job = _queued(entry), int(_number(entry.get("het_job_id")))
-            if component.job in jobs and component.state not in ENDED:
-                by_job[component.job] = component
-            elif whole_job in by_job:  # a component behind the first, whose id is the job's
-                first = by_job[whole_job]
-                nodes = filter(None, (first.nodes, component.nodes))
-                by_job[whole_job] = replace(first, nodes=",".join(nodes))
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"squeue --json said what cannot be read: {error!r:.200}") from None
-    return by_job
-
-
-def _queued(entry: dict) -> Queued:
-    state = entry["job_state"]  # a word up to Slurm 23.02, a list since
-    reason = str(entry.get("state_reason") or "")
-    return Queued(
-        int(entry["job_id"]),
-        str(state if isinstance(state, str) else state[0]),
-        "" if reason == "None" else reason,
-        str(entry.get("nodes") or ""),
-        _number(entry.get("start_time")),
-        _number(entry.get("end_time")),
-    )
-
-
-def _number(value: object) -> float:
-    """Read a number of squeue's: a number up to Slurm 23.02, an object that holds one since."""
-    if isinstance(value, dict):
-        value = value.get("number") if value.get("set") and not value.get("infinite") else 0
-    return float(value) if isinstance(value, int | float) else 0.0
+        return datetime.fromisoformat(time).timestamp()
+    except ValueError:
+        return None
 
 
 def signal_supervisor(job: int, name: str) -> None:
@@ -102,10 +79,9 @@ def signal_supervisor(job: int, name: str) -> None:
     _run(["scancel", "--batch", f"--signal={name}", str(job)])
 
 
-def cancel(jobs: list[int]) -> None:
-    """Take jobs out of the queue, or end them at once where they run."""
-    if jobs:
-        _run(["scancel", *map(str, jobs)])
+def cancel(job: int) -> None:
+    """Take a job out of the queue, or end it at once where it runs."""
+    _run(["scancel", str(job)])
 
 
 def requeue(job: int) -> None:
@@ -114,13 +90,8 @@ def requeue(job: int) -> None:
 
 
 def exclude(job: int, nodes: list[str]) -> None:
-    """Have a waiting job, or one component of it, start on other nodes than these."""
+    """Have a waiting job start on other nodes than these."""
     _run(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
-
-
-def node_address(node: str) -> str:
-    """Return where the controller reaches a node: an address, or a name that resolves there."""
-    return _facts("node", node)[0].get("NodeAddr", node)
 
 
 def hostnames(nodes: str) -> list[str]:
@@ -134,7 +105,7 @@ def job_facts(job: int) -> dict[str, str]:
 
 
 def partition_facts(name: str) -> dict[str, str]:
-    """Return the controller's facts of a partition, such as MaxTime and GraceTime.
+    """Return the controller's facts of a partition, such as MaxTime.
 
     Args:
         name: "" is the site's default.

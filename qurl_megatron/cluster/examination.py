@@ -12,8 +12,6 @@ would be bad alike, and a person has to look.
 import contextlib
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,9 +21,9 @@ from typing import Any
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
-from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examining_steps
-from qurl_megatron.cluster.offer import own_name
+from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examining_step
 from qurl_megatron.cluster.supervise import SrunStep, say
+from qurl_megatron.cluster.tasks import own_name
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.kit.errors import ConfigError
 
@@ -33,8 +31,6 @@ GIB = 1 << 30
 MOST_USED = 4 * GIB
 """Memory in use on a GPU before the job starts; a driver takes less than 1 GiB for itself."""
 REPEATS = 20
-REDUCE_S = 60.0
-"""Time for the all-reduces, NCCL's start included, before they count as hung."""
 POLL_S = 0.1
 GRACE_S = 10.0
 MOST = 3
@@ -59,14 +55,14 @@ class Report:
     gpus: int = 0  # that the driver shows
     devices: int = 0  # GPUs that torch can use
     product_ms: list[float] = field(default_factory=list)  # of each device
-    reduce_ms: float | None = None  # None: it has no two devices; inf: it hangs or fails
+    reduce_ms: float | None = None  # None: it has no two devices
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 def measure_node() -> int:
-    """Measure this node, and print its report."""
+    """Measure this node, and print its report. One that hangs in doing so gives none."""
     name = own_name()
     try:
         report = _measure(name)
@@ -74,8 +70,6 @@ def measure_node() -> int:
         first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
     print(report.as_json(), flush=True)
-    if report.reduce_ms == float("inf"):
-        os._exit(0)  # a thread that hangs in the driver would keep the process from leaving
     return 0
 
 
@@ -91,7 +85,8 @@ def _measure(name: str) -> Report:
     if torch.cuda.is_available():
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     product_ms = [_product_ms(device) for device in devices]
-    return Report(name, faults, len(indices), len(devices), product_ms, _reduce_ms(devices))
+    reduce_ms = _reduce_ms(devices) if len(devices) > 1 else None
+    return Report(name, faults, len(indices), len(devices), product_ms, reduce_ms)
 
 
 def _nvml() -> Any:
@@ -124,16 +119,15 @@ def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
     used = nvml.nvmlDeviceGetMemoryInfo(handle).used
     if used > MOST_USED:
         yield f"has {used / GIB:.1f} GiB in use already: end what holds them, or reset it"
+    errors = 0
     with contextlib.suppress(nvml.NVMLError_NotSupported):  # some kinds do not count errors
         uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        if nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, nvml.NVML_VOLATILE_ECC):
-            yield "has uncorrected memory errors: reset it"
+        errors += nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, nvml.NVML_VOLATILE_ECC)
     with contextlib.suppress(nvml.NVMLError_NotSupported):
         _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
-        if failed:
-            yield "has no spare rows for bad memory: have it replaced"
-        if pending:
-            yield "waits for a reset to replace a bad row of memory"
+        errors += pending + failed
+    if errors:
+        yield "has uncorrected memory errors: reset it; where they come back, have it replaced"
 
 
 def _product_ms(device) -> float:
@@ -148,27 +142,18 @@ def _product_ms(device) -> float:
     return _shortest_ms(product)
 
 
-def _reduce_ms(devices: list) -> float | None:
-    """Time an all-reduce among the devices; see ``Report.reduce_ms``."""
-    if len(devices) < 2:
-        return None
+def _reduce_ms(devices: list) -> float:
+    """Time an all-reduce among the devices."""
     import torch
 
-    times = []
+    parts = [torch.ones(1 << 26, device=device) for device in devices]
 
     def reduce() -> None:
         torch.cuda.nccl.all_reduce(parts)
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def measure() -> None:
-        times.append(_shortest_ms(reduce))
-
-    parts = [torch.ones(1 << 26, device=device) for device in devices]
-    thread = threading.Thread(target=measure, daemon=True)
-    thread.start()
-    thread.join(REDUCE_S)
-    return times[0] if times else float("inf")
+    return _shortest_ms(reduce)
 
 
 def _shortest_ms(body: Callable[[], None]) -> float:
@@ -204,32 +189,23 @@ def examine(
     """Have every node of the job measure itself, and judge their reports."""
     if not cluster.job.examine_s:
         return Examination({})
-    training, rollout = nodes_of(layout, cluster, os.environ)
-    command = ["qurl", "slurm", "examine"]
-    began = time.monotonic()
-    steps = [
-        SrunStep(step, EXAMINATION_PREFIX, capture=True)
-        for step in examining_steps(layout, cluster, command, workdir=os.getcwd())
-    ]
-    running = steps
-    while running and not cancelled() and time.monotonic() - began < cluster.job.examine_s:
-        running = [step for step in running if step.wait(POLL_S) is None]
-    in_time = time.monotonic() - began < cluster.job.examine_s
-    reports: dict[str, Report] = {}
-    for step in steps:
-        if step in running:
-            step.end_within(GRACE_S)
-        reports |= read_reports(step.output)
+    training, rollout = nodes_of(layout, os.environ)
+    end = time.monotonic() + cluster.job.examine_s
+    command = examining_step(layout, cluster, ["qurl", "slurm", "examine"], workdir=os.getcwd())
+    step = SrunStep(command, EXAMINATION_PREFIX, capture=True)
+    while (code := step.wait(POLL_S)) is None and not cancelled() and time.monotonic() < end:
+        pass
+    if code is None:
+        step.end_within(GRACE_S)
+    reports = read_reports(step.output)
     if cancelled():
         return Examination({})
-    if not reports and in_time:
+    if not reports and code is not None:
         # All have ended without a word: it must be the examination's own fault.
         say("the examination of the nodes failed, as said above; it is left out")
         return Examination({})
-    gpus_by_node = dict.fromkeys(training, layout.training.gpus)
-    if layout.rollout:
-        gpus_by_node |= dict.fromkeys(rollout, layout.rollout.gpus)
-    return tell_apart(judge(reports, gpus_by_node), training, rollout)
+    bad = judge(reports, [*training, *rollout], layout.whole.gpus)
+    return tell_apart(bad, training, rollout)
 
 
 def read_reports(lines: Sequence[str]) -> dict[str, Report]:
@@ -245,27 +221,22 @@ def read_reports(lines: Sequence[str]) -> dict[str, Report]:
     return reports
 
 
-def nodes_of(
-    layout: Allocation, cluster: ClusterConfig, env: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
+def nodes_of(layout: Allocation, env: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the names of the training nodes, and of the rollout nodes."""
-    if len(layout.components(cluster)) == 2:
-        training = commands.hostnames(env["SLURM_JOB_NODELIST_HET_GROUP_0"])
-        return training, commands.hostnames(env["SLURM_JOB_NODELIST_HET_GROUP_1"])
-    all_nodes = commands.hostnames(env["SLURM_JOB_NODELIST"])
-    return all_nodes[: layout.training.nodes], all_nodes[layout.training.nodes :]
+    nodes = commands.hostnames(env["SLURM_JOB_NODELIST"])
+    return nodes[: layout.training.nodes], nodes[layout.training.nodes :]
 
 
-def judge(reports: Mapping[str, Report], gpus_by_node: Mapping[str, int]) -> dict[str, str]:
+def judge(reports: Mapping[str, Report], nodes: Sequence[str], gpus: int) -> dict[str, str]:
     """Return a sentence for each bad node.
 
     Args:
         reports: by node; nodes that did not answer are missing.
-        gpus_by_node: GPUs that the job has on each of its nodes.
+        gpus: that the job has on each of its nodes.
     """
     peers = list(reports.values())
     bad = {}
-    for node, gpus in gpus_by_node.items():
+    for node in nodes:
         if node not in reports:
             bad[node] = "it did not answer within job.examine_s"
         elif faults := [*reports[node].faults, *_beside(reports[node], peers, gpus)]:
@@ -289,18 +260,15 @@ def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
     for index, ms in enumerate(own.product_ms):
         yield from _slow(f"a matrix product on GPU {index}", ms, products, PRODUCT_SLOWER)
     if own.reduce_ms is not None:
-        alike = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
-        reduces = [ms for ms in alike if ms is not None]
+        reduces = [peer.reduce_ms for peer in peers if peer.reduce_ms is not None]
         name = "an all-reduce among its own devices"
         yield from _slow(name, own.reduce_ms, reduces, REDUCE_SLOWER)
 
 
 def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Iterator[str]:
-    """Yield a sentence where a time is ``factor`` times the job's median, or infinite."""
+    """Yield a sentence where a time is ``factor`` times the job's median."""
     usual_ms = median_low(job_ms)
-    if ms == float("inf"):
-        yield f"{name} fails, or does not end"
-    elif ms > factor * usual_ms:
+    if ms > factor * usual_ms:
         yield f"{name} takes {ms:.3g} ms, {usual_ms:.3g} on the job's others"
 
 
@@ -333,36 +301,20 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
         ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough; or
             an attempt's record is damaged.
     """
-    jobs, before = folder.jobs(run_dir), 0
-    for attempt in folder.attempts(run_dir):
-        before += attempt.decision == Decision.WITHOUT and attempt.job in jobs
-    if before >= MOST:
+    attempts = folder.attempts(run_dir)
+    before = [attempt for attempt in attempts if attempt.decision == Decision.WITHOUT]
+    if sum(attempt.job == job for attempt in before) >= MOST:
         raise ConfigError(
-            f"nodes of this run were excluded {before} times already; {run_dir}/slurm/job.log says "
+            f"nodes of this run were excluded {MOST} times already; {run_dir}/slurm/job.log says "
             "which, and why"
         )
-    script = (run_dir / "slurm/job.sbatch").read_text(encoding="utf-8")
-    option = f"#SBATCH --exclude={','.join(_all_excluded(job, names))}\n"
+    option = f"#SBATCH --exclude={','.join(excluding(job, names))}\n"
+    script = folder.script(run_dir)
     commands.test_only(script.replace("#SBATCH --nodes=", f"{option}#SBATCH --nodes="))
 
 
-def exclude(jobs: Sequence[int], names: Sequence[str]) -> None:
-    """Keep waiting jobs off nodes; to those that were excluded before, these are added."""
-    # A requeued job is told to end: not the program that is to change it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for job in jobs:
-        commands.exclude(job, _all_excluded(job, names))
-
-
-def own_parts(env: Mapping[str, str]) -> list[int]:
-    """Return the ids of this job's components; a job of one kind has one."""
-    count = int(env.get("SLURM_HET_SIZE", "1"))
-    if count == 1:
-        return [int(env["SLURM_JOB_ID"])]
-    return [int(env[f"SLURM_JOB_ID_HET_GROUP_{group}"]) for group in range(count)]
-
-
-def _all_excluded(job: int, names: Sequence[str]) -> list[str]:
+def excluding(job: int, names: Sequence[str]) -> list[str]:
+    """Return these nodes and those that a job was kept off before."""
     before = commands.job_facts(job).get("ExcNodeList", "(null)")
     excluded = [] if before == "(null)" else commands.hostnames(before)
     return sorted({*excluded, *names})

@@ -4,41 +4,48 @@
     request.json     its overrides, and the folder it was given in
     cluster.toml     the cluster file, resolved
     job.sbatch       the script
-    job.json         ids of the jobs and when they were submitted; the last to be written
+    job.json         the job's id and when it was submitted; the last to be written
     job.log          what the supervisor says, of all attempts
-    attempts/1/      an attempt: train-RANK.log, failure-RANK.json of a rank that failed,
-                     stack-RANK.txt if it hung, and the records of observe.attempts
+    attempts/1/      an attempt: attempt.json, train-RANK.log, failure-RANK.json of a rank that
+                     failed, stack-RANK.txt if it hung
     latest           link to the newest of them
 
 Each file appears whole.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 
 from qurl_megatron.cluster.cluster import ClusterConfig, load_cluster
 from qurl_megatron.config import RunConfig, from_elsewhere, load, to_toml
 from qurl_megatron.kit.clock import now
-from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusing
-from qurl_megatron.observe.attempts import (
-    BEGAN,
-    ENDED,
-    STEPS,
-    Attempt,
-    Began,
-    read_attempt,
-    read_began,
-    read_record,
-    steps_since,
-)
+from qurl_megatron.kit.record import Malformed, Value, convert
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """attempt.json: one start of the ranks. Without a decision it runs, or nobody saw its end."""
+
+    number: int
+    job: int
+    began_at: float  # Unix seconds, by the supervisor's node
+    step_before: int  # of the newest checkpoint when it began
+    step_after: int = 0
+    signal: str = ""  # why its ranks were told to end, such as USR1 or preempted; "": they were not
+    code: int = 0  # exit code of the training step
+    decision: str = ""
+    ended_at: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.decision)
 
 
 def write(
@@ -65,10 +72,7 @@ def recipe(run_dir: Path) -> RunConfig:
     Raises:
         ConfigError: nothing was submitted there, or a file is damaged.
     """
-    overrides = read_record(
-        run_dir / "slurm/request.json",
-        lambda value: [str(override) for override in value["overrides"]],
-    )
+    overrides = _field(run_dir / "slurm/request.json", "overrides", list[str])
     overrides.append(f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}")
     return load(run_dir / "slurm/recipe.toml", overrides)
 
@@ -77,69 +81,66 @@ def cluster(run_dir: Path) -> ClusterConfig:
     return load_cluster(run_dir / "slurm/cluster.toml")
 
 
-def jobs(run_dir: Path) -> list[int]:
-    """Return the ids of the jobs of the last submission, of a chain in their order; [] for none."""
+def script(run_dir: Path) -> str:
+    return (run_dir / "slurm/job.sbatch").read_text(encoding="utf-8")
+
+
+def job(run_dir: Path) -> int:
+    """Return the id of the job that was submitted last.
+
+    Raises:
+        ConfigError: none was, or its record is damaged.
+    """
     path = run_dir / "slurm/job.json"
     if not path.exists():
-        return []
-    return read_record(path, lambda value: [int(job) for job in value["jobs"]])
+        raise ConfigError(
+            f"{run_dir}: no job was submitted for this folder; name the run's, train.run_dir of "
+            "its recipe; of a run without Slurm, `qurl report RUN_DIR` shows how it went"
+        )
+    return _field(path, "job", int)
 
 
-def write_jobs(run_dir: Path, jobs: Sequence[int]) -> None:
-    """Record the jobs that were submitted, and when."""
+def write_job(run_dir: Path, job: int) -> None:
+    """Record the job that was submitted, and when."""
     at = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
-    record = {"jobs": jobs, "submitted_at": at}
+    record = {"job": job, "submitted_at": at}
     put(run_dir / "slurm/job.json", json.dumps(record, indent=1) + "\n")
 
 
-def no_job(run_dir: Path) -> ConfigError:
-    """Return the error that a folder has no job of ours."""
-    return ConfigError(
-        f"{run_dir}: no job was submitted for this folder; name the run's, train.run_dir of its "
-        "recipe; of a run without Slurm, `qurl report RUN_DIR` shows how it went"
-    )
+# ---- attempts
 
 
-def no_attempt(run_dir: Path) -> ConfigError:
-    """Return the error that a folder has no attempts."""
-    if not jobs(run_dir):
-        return no_job(run_dir)
-    return ConfigError(
-        f"{run_dir} has no attempt yet; `qurl slurm status {run_dir}` says what it waits for"
-    )
-
-
-def open_attempt(run_dir: Path, *, gpus: int = 0, step: int = 0) -> int:
+def open_attempt(run_dir: Path, *, job: int, step: int = 0) -> Attempt:
     """Make the folder of the next attempt, and have ``latest`` lead there.
 
-    The steps of the attempt before are kept with it: its metrics are about to be written again.
-
     Args:
-        gpus: that the job holds, of all nodes.
         step: of the newest checkpoint.
-
-    Returns:
-        Its number; the first is 1.
     """
-    attempts = run_dir / "slurm/attempts"
-    with refusing(attempts, key="train.run_dir"):
-        attempts.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            with contextlib.suppress(FileExistsError):
-                (attempts / str(number)).mkdir()
-                break
-        before = attempts / str(number - 1)
-        if (before / BEGAN).exists():
-            done = steps_since(run_dir, before)
-            rows = [[past.step, past.ended_at, past.seconds] for past in done]
-            put(before / STEPS, json.dumps(rows) + "\n")
-        put(attempts / str(number) / BEGAN, _text(Began(now(), gpus, step)))
-        link = run_dir / "slurm/latest"
+    number = 1 + max([attempt.number for attempt in attempts(run_dir)], default=0)
+    attempt = Attempt(number, job, now(), step)
+    write_attempt(run_dir, attempt)
+    link = run_dir / "slurm/latest"
+    with refusing(link, key="train.run_dir"):
         aside = link.with_name(".latest")
         aside.unlink(missing_ok=True)
         aside.symlink_to(f"attempts/{number}")
         os.replace(aside, link)
-    return number
+    return attempt
+
+
+def write_attempt(run_dir: Path, attempt: Attempt) -> None:
+    path = attempt_folder(run_dir, attempt.number) / "attempt.json"
+    put(path, json.dumps(asdict(attempt), indent=1) + "\n")
+
+
+def attempts(run_dir: Path) -> Sequence[Attempt]:
+    """Return all attempts, oldest first.
+
+    Raises:
+        ConfigError: a record is damaged.
+    """
+    files = (run_dir / "slurm/attempts").glob("*/attempt.json")
+    return sorted(map(_read_attempt, files), key=lambda attempt: attempt.number)
 
 
 def attempt_folder(run_dir: Path, number: int) -> Path:
@@ -151,19 +152,26 @@ def stack_file(attempt: Path, rank: int) -> Path:
     return attempt / f"stack-{rank}.txt"
 
 
-def close_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Record its end, by default now, beside its beginning."""
-    path = attempt_folder(run_dir, attempt.number)
-    began = asdict(read_began(path))
-    ended_at = attempt.ended_at or now()
-    put(path / ENDED, _text(replace(attempt, ended_at=ended_at, **began)))
+def _read_attempt(path: Path) -> Attempt:
+    try:
+        return convert(Attempt, read_json(path))
+    except (ConfigError, Malformed) as error:
+        raise _damaged(path, error) from None
 
 
-def attempts(run_dir: Path) -> list[Attempt]:
-    """Return the attempts that have ended, oldest first."""
-    files = (run_dir / "slurm/attempts").glob(f"*/{ENDED}")
-    return sorted(map(read_attempt, files), key=lambda attempt: attempt.number)
+def _field(path: Path, name: str, kind: type[Value]) -> Value:
+    """Read one field of a record."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist; `qurl slurm submit` makes it, and RUN_DIR is train.run_dir"
+        )
+    try:
+        return convert(kind, read_json(path).get(name))
+    except (ConfigError, Malformed) as error:
+        raise _damaged(path, error) from None
 
 
-def _text(record: Attempt | Began) -> str:
-    return json.dumps(asdict(record), indent=1) + "\n"
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path} is damaged ({error}); submit the run again with `qurl slurm submit`"
+    )

@@ -1,8 +1,8 @@
 """Who runs where: nodes, tasks and GPUs of ranks and engines, and the ``srun`` that starts them.
 
-A training rank is a task with a GPU of its own. Engines on nodes of their own are a second
-component with one task per node, which starts that node's engines. Engines that take turns with the
-trainer on its GPUs, and embedded ones, are started by the leading rank: they need no component.
+A training rank is a task with a GPU of its own. Engines on nodes of their own take the last nodes
+of the job, with one task per node, which starts that node's engines. Engines that take turns with
+the trainer on its GPUs, and embedded ones, are started by the leading rank: they need no nodes.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Allocation:
 
     @property
     def whole(self) -> Component:
-        """One component with room for both, which is cut in two."""
+        """All nodes, each with room for either."""
         if self.rollout is None:
             return self.training
         return Component(
@@ -58,12 +58,6 @@ class Allocation:
             self.training.tasks,
             max(self.training.gpus, self.rollout.gpus),
         )
-
-    def components(self, cluster: ClusterConfig) -> tuple[Component, ...]:
-        """The components that the job asks for; two make a heterogeneous job."""
-        if self.rollout is not None and cluster.job.layout == "hetjob":
-            return self.training, self.rollout
-        return (self.whole,)
 
 
 def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) -> Allocation:
@@ -130,16 +124,14 @@ def _with_own_engines(training: Component, rollout: RolloutConfig, node: NodeCon
 def training_step(
     layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, folder: str, workdir: str
 ) -> list[str]:
-    """Return the ``srun`` of the ranks, a task per GPU of the training component.
+    """Return the ``srun`` of the ranks, a task per GPU of the training nodes.
 
     Args:
         folder: gets train-RANK.log.
         workdir: where the command starts.
     """
     srun = _srun("train", layout.training, cluster, folder)
-    if len(layout.components(cluster)) == 2:
-        srun.append("--het-group=0")
-    elif layout.rollout:
+    if layout.rollout:
         srun.append("--relative=0")
     return [*srun, *inside(cluster, command, workdir)]
 
@@ -153,40 +145,27 @@ def rollout_step(
     workdir: str,
     nodes: Sequence[str] | None = None,
 ) -> list[str]:
-    """Return the ``srun`` of the engines, a task per node of the rollout component.
+    """Return the ``srun`` of the engines, a task per rollout node.
 
     A node that is lost ends its own task alone: the run goes on with the other engines.
 
     Args:
-        nodes: names of the component's nodes to take; None takes all.
+        nodes: names of the rollout nodes to take; None takes all.
     """
     assert layout.rollout is not None
-    component = layout.rollout
+    component, where = layout.rollout, f"--relative={layout.training.nodes}"
     if nodes is not None:
-        component = replace(component, nodes=len(nodes))
+        component, where = replace(component, nodes=len(nodes)), f"--nodelist={','.join(nodes)}"
     srun = _srun("engines", component, cluster, folder, together=False)
-    hetjob = cluster.job.layout == "hetjob"
-    if hetjob:
-        srun.append("--het-group=1")
-    if nodes is not None:
-        srun.append(f"--nodelist={','.join(nodes)}")
-    elif not hetjob:
-        srun.append(f"--relative={layout.training.nodes}")
-    return [*srun, *inside(cluster, command, workdir)]
+    return [*srun, where, *inside(cluster, command, workdir)]
 
 
-def examining_steps(
+def examining_step(
     layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, workdir: str
-) -> list[list[str]]:
-    """Return an ``srun`` per component, with one task on every node; they print through it."""
-    components = layout.components(cluster)
-    steps = []
-    for group, component in enumerate(components):
-        srun = _srun("examine", replace(component, tasks=1), cluster, together=False)
-        if len(components) > 1:
-            srun.append(f"--het-group={group}")
-        steps.append([*srun, *inside(cluster, command, workdir)])
-    return steps
+) -> list[str]:
+    """Return an ``srun`` with one task on every node; they print through it."""
+    srun = _srun("examine", replace(layout.whole, tasks=1), cluster, together=False)
+    return [*srun, *inside(cluster, command, workdir)]
 
 
 def _srun(

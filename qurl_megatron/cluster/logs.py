@@ -9,9 +9,9 @@ from pathlib import Path
 
 from qurl_megatron.cluster import folder
 from qurl_megatron.cluster.cause import Cause, Event, Evidence, Log, first_cause
+from qurl_megatron.cluster.folder import Attempt
 from qurl_megatron.cluster.verdict import GOES_ON, Decision
 from qurl_megatron.kit.errors import ConfigError, printable
-from qurl_megatron.observe.attempts import Tried, tried
 from qurl_megatron.observe.failures import read_failures
 
 TAIL = 4 << 20
@@ -29,19 +29,21 @@ def logs(run_dir: Path, number: int | None) -> int:
     Raises:
         ConfigError: there is no such attempt.
     """
-    by_number = {attempt.number: attempt for attempt in tried(run_dir)}
-    if not by_number:
-        raise folder.no_attempt(run_dir)
-    number = max(by_number) if number is None else number
-    if number not in by_number:
-        raise ConfigError(f"--attempt {number}: {run_dir} has attempts 1 to {max(by_number)}")
-    attempt = by_number[number]
+    attempts = folder.attempts(run_dir)
+    if not attempts:
+        job = folder.job(run_dir)
+        raise ConfigError(f"{run_dir} has no attempt yet; `squeue --jobs={job}` says why it waits")
+    last = len(attempts)
+    number = last if number is None else number
+    if not 1 <= number <= last:
+        raise ConfigError(f"--attempt {number}: {run_dir} has attempts 1 to {last}")
+    attempt = attempts[number - 1]
     evidence = gather(run_dir, attempt)
     print(printable(render(run_dir, attempt, evidence, first_cause(evidence))))
     return 0
 
 
-def gather(run_dir: Path, attempt: Tried) -> Evidence:
+def gather(run_dir: Path, attempt: Attempt) -> Evidence:
     """Read all evidence on an attempt."""
     logs_folder = folder.attempt_folder(run_dir, attempt.number)
     logs = []
@@ -49,10 +51,10 @@ def gather(run_dir: Path, attempt: Tried) -> Evidence:
         name, number = _by_number(path)
         source = {"train": f"rank {number}", "engines": f"rollout node {number}"}
         logs.append(_log(path, source.get(name, path.stem)))
-    end = attempt.ended.ended_at if attempt.ended else float("inf")
+    end = attempt.ended_at if attempt.ended else float("inf")
     for path in sorted((run_dir / "logs").rglob("engine-*.log")):
         # An engine's log is begun again by each attempt.
-        if attempt.began.began_at - 1 <= path.stat().st_mtime <= end + LATE_S:
+        if attempt.began_at - 1 <= path.stat().st_mtime <= end + LATE_S:
             node = path.parent.relative_to(run_dir / "logs")
             name = path.stem if node == Path() else f"{path.stem} on {node}"
             logs.append(_log(path, name, engine=True))
@@ -98,19 +100,19 @@ def section(text: str, number: int) -> list[str]:
     return lines
 
 
-def render(run_dir: Path, attempt: Tried, evidence: Evidence, cause: Cause | None) -> str:
+def render(run_dir: Path, attempt: Attempt, evidence: Evidence, cause: Cause | None) -> str:
     """Return the lines for an operator."""
-    number, ended = attempt.number, attempt.ended
-    if ended is None:
-        lines = [f"{run_dir}, attempt {number}: it runs, or its supervisor was killed"]
-    else:
+    number = attempt.number
+    if attempt.ended:
         lines = [
-            f"{run_dir}, attempt {number}, job {ended.job}: ended with {ended.code} "
-            f"({ended.decision}); steps {ended.step_before} to {ended.step_after} are saved"
+            f"{run_dir}, attempt {number}, job {attempt.job}: ended with {attempt.code} "
+            f"({attempt.decision}); steps {attempt.step_before} to {attempt.step_after} are saved"
         ]
+    else:
+        lines = [f"{run_dir}, attempt {number}: it runs, or its supervisor was killed"]
     if verdict := verdict_in(evidence.srun, number):
         lines.append(f"The supervisor says: {verdict}")
-    if cause is None or (ended and ended.decision == Decision.DONE):
+    if cause is None or attempt.decision == Decision.DONE:
         lines.append("no rank and no engine has failed")
     else:
         lines += _cause(cause, attempt)
@@ -125,14 +127,14 @@ def render(run_dir: Path, attempt: Tried, evidence: Evidence, cause: Cause | Non
     return "\n".join(lines)
 
 
-def _cause(cause: Cause, attempt: Tried) -> Iterator[str]:
+def _cause(cause: Cause, attempt: Attempt) -> Iterator[str]:
     first = cause.first
     yield ""
     yield f"{_title(attempt)}: {first.kind.name}: {_place(first, cause.followed)}"
     yield f"  {first.message}"
     yield f"What to do: {first.kind.advice}"
     if attempt.ended:
-        goes_on = attempt.ended.decision in GOES_ON
+        goes_on = attempt.decision in GOES_ON
         again = "`qurl slurm submit`, as before, goes on from the newest checkpoint"
         yield f"  {'the run goes on by itself' if goes_on else again}"
     if first.traceback.strip():
@@ -144,11 +146,11 @@ def _cause(cause: Cause, attempt: Tried) -> Iterator[str]:
             yield f"  {_place(event)}: {event.kind.name}: {line:.120}"
 
 
-def _title(attempt: Tried) -> str:
-    if attempt.ended is None:
+def _title(attempt: Attempt) -> str:
+    if not attempt.ended:
         return "Failed so far"
     # Told by Slurm to end, the run goes on: engines that Slurm has ended before the ranks, say.
-    again = attempt.ended.decision == Decision.AGAIN
+    again = attempt.decision == Decision.AGAIN
     return "Failed while it ended" if again else "First cause"
 
 

@@ -5,7 +5,6 @@ shell: ``qurl slurm attempt`` decides in the job. A training run has that
 supervisor; every other kind of job is one command on one node.
 """
 
-import hashlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -43,30 +42,24 @@ class Script:
 
     name: str
     output: str  # file of its output; may hold Slurm's patterns such as %j
-    components: tuple[Component, ...]  # two make a heterogeneous job
+    nodes: Component
     command: tuple[str, ...]
     tasks: int = 1  # of an array; 1 is no array
-    saves: bool = False  # it wants a signal before its time is up, and goes on in another job
+    saves: bool = False  # it wants a signal before its time is up
     outlives: bool = False  # it goes on when a node fails
 
 
 def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
     """Describe the job of a training run."""
     layout = lay_out(config.parallel, config.rollout, cluster.node)
-    components = layout.components(cluster)
     run_dir = Path(config.train.run_dir)
-    name = run_dir.name
-    if cluster.job.again == "chain":
-        # Jobs of a chain wait for every job of their name: folders of two runs may be called alike.
-        name += f"-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]}"
     return Script(
-        name=name,
+        name=run_dir.name,
         output=f"{run_dir}/slurm/job.log".replace("%", "%%"),
-        components=components,
+        nodes=layout.whole,
         command=("qurl", "slurm", "attempt", str(run_dir)),
         saves=True,
-        # Slurm ends a heterogeneous job with any of its nodes, whatever it is asked.
-        outlives=layout.rollout is not None and len(components) == 1,
+        outlives=layout.rollout is not None,
     )
 
 
@@ -92,7 +85,7 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     return Script(
         name=first if kind == "convert" else f"{kind}-{Path(first).stem}",
         output=f"{LOGS}/%x-{'%A_%a' if tasks > 1 else '%j'}.log",
-        components=(component,),
+        nodes=component,
         command=(*step, *inside(cluster, command, HERE)),
         tasks=tasks,
     )
@@ -124,12 +117,8 @@ def render(job: Script, cluster: ClusterConfig) -> str:
         f"train.run_dir: Slurm takes no log at {job.output!r}; use no white space, quotes or \\",
     )
     lines = ["#!/bin/bash", HEADER]
-    options = _job_options(job, cluster)
-    for component in job.components:
-        lines += [f"#SBATCH {option}" for option in options + _node_options(component, cluster)]
-        lines.append("#SBATCH hetjob")
-        options = []
-    lines[-1] = ""
+    lines += [f"#SBATCH {option}" for option in _options(job, cluster)]
+    lines.append("")
     body = []
     for name, value in variables(cluster).items():
         body.append(f"export {name}={shlex.quote(value)}")
@@ -142,43 +131,35 @@ def render(job: Script, cluster: ClusterConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _job_options(job: Script, cluster: ClusterConfig) -> list[str]:
-    """Return the options that stand once, whatever the number of components."""
-    chained = job.saves and cluster.job.again == "chain"
+def _options(job: Script, cluster: ClusterConfig) -> list[str]:
+    """Return the options of sbatch."""
+    site, nodes = cluster.job, job.nodes
     options = [
         f"--job-name={job.name}",
         f"--output={job.output}",
         "--open-mode=append",
         # The submitter's shell stays out: its modules, and whatever secrets it has.
         "--export=NONE",
-        "--no-requeue" if chained else "--requeue",
+        "--requeue",
     ]
-    if chained:
-        options.append("--dependency=singleton")
     if job.saves:
-        options.append(f"--signal=B:USR1@{cluster.job.signal_s}")
+        options.append(f"--signal=B:USR1@{site.signal_s}")
     if job.outlives:
         options.append("--no-kill")
     if job.tasks > 1:
         options.append(f"--array=0-{job.tasks - 1}")
-    return options
-
-
-def _node_options(component: Component, cluster: ClusterConfig) -> list[str]:
-    """Return one component's options; it inherits little from the first."""
-    site, node = cluster.job, cluster.node
     named = {"partition": site.partition, "account": site.account, "qos": site.qos}
-    options = [f"--{key}={value}" for key, value in named.items() if value]
-    memory = component.memory_gib(node)
+    options += [f"--{key}={value}" for key, value in named.items() if value]
+    memory = nodes.memory_gib(cluster.node)
     options += [
         f"--time={site.time_limit}",
-        f"--nodes={component.nodes}",
-        f"--ntasks-per-node={component.tasks}",
-        f"--cpus-per-task={component.cpus_per_task(node)}",
+        f"--nodes={nodes.nodes}",
+        f"--ntasks-per-node={nodes.tasks}",
+        f"--cpus-per-task={nodes.cpus_per_task(cluster.node)}",
         f"--mem={memory}G" if memory else "--mem=0",
     ]
-    if component.gpus:
-        options.append(f"--gpus-per-node={gpus(component, cluster)}")
+    if nodes.gpus:
+        options.append(f"--gpus-per-node={gpus(nodes, cluster)}")
     return [*options, *site.extra]
 
 

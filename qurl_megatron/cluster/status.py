@@ -1,28 +1,25 @@
-"""``qurl slurm status`` and ``hours``: how a run is, and where its GPU-hours went.
+"""``qurl slurm status``: how a run is.
 
 ``describe`` is a function of the folder, the metrics, the queue and the time. The queue may be out
 of reach, as on a machine without Slurm: the folder tells the rest.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
 from qurl_megatron.cluster import commands, folder
-from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.commands import Queued
+from qurl_megatron.cluster.folder import Attempt
 from qurl_megatron.cluster.logs import job_log, section, verdict_in
 from qurl_megatron.cluster.verdict import BAD_NODE, GOES_ON, Decision
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError, printable
-from qurl_megatron.observe.attempts import Attempt, Step, Tried, run_metrics, steps_of, tried
-from qurl_megatron.observe.hours import KINDS, Hours, Spent, hours_of
-from qurl_megatron.observe.sinks import Record
-from qurl_megatron.observe.text import duration, how_many, percent
+from qurl_megatron.observe.sinks import Record, read_metrics
+from qurl_megatron.observe.text import duration, percent
 from qurl_megatron.training.state import latest
 
 RECENT = 20
@@ -43,11 +40,10 @@ class Facts:
 
     run_dir: Path
     config: RunConfig
-    cluster: ClusterConfig
-    jobs: Sequence[int]  # that were submitted last
-    queue: dict[int, Queued] | None  # None: it cannot be asked
-    queue_error: str = ""
-    attempts: Sequence[Tried] = ()
+    job: int  # that was submitted last
+    queued: Queued | None = None  # None: it is not in the queue, or that cannot be asked
+    queue_error: str = ""  # why the queue cannot be asked
+    attempts: Sequence[Attempt] = ()
     verdict: str = ""  # the supervisor's, on how the newest attempt ended
     records: Sequence[Record] = ()
     checkpoint: tuple[int, float] | None = None  # step of the newest, and when it was written
@@ -60,21 +56,20 @@ class Status:
     run_dir: str
     state: str  # waiting, running, ended, unknown
     what: str  # the same as a sentence
+    next: str
+    job: int
+    attempt: int | None
     step: int
     steps: int
-    next: str
-    job: int | None = None
-    attempt: int | None = None
-    reward: float | None = None
-    accuracy: float | None = None
-    held_out_reward: float | None = None
+    reward: float | None
+    accuracy: float | None
+    held_out_reward: float | None
     phases: dict[str, float] = field(default_factory=dict)
     step_s: float | None = None
     last_step_s: float | None = None  # since the last step ended
     serving: int | None = None
     engines: int = 0
     job_left_s: float | None = None
-    steps_fit: int | None = None  # in the job's remaining time
     checkpoint: int | None = None
     checkpoint_s: float | None = None  # its age
 
@@ -91,27 +86,29 @@ def status(run_dir: Path, *, as_json: bool = False) -> int:
 
 
 def gather(run_dir: Path) -> Facts:
-    jobs = folder.jobs(run_dir)
-    if not jobs:
-        raise folder.no_job(run_dir)
-    queue, queue_error = None, ""
+    """Read what the folder and the queue tell."""
+    job, queued, queue_error = folder.job(run_dir), None, ""
     try:
-        queue = commands.queued(jobs)
+        queued = commands.queued(job)
     except ConfigError as error:  # the folder tells the rest
         queue_error = str(error)
-    newest, attempts = latest(run_dir), tried(run_dir)
-    number = attempts[-1].number if attempts else 0
+    attempts = folder.attempts(run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    # A file that has only been begun holds no line, which is no mistake here.
+    has_lines = metrics.is_file() and b"\n" in metrics.read_bytes()
+    checkpoint = None
+    if newest := latest(run_dir):
+        checkpoint = int(newest.name.removeprefix("step_")), newest.stat().st_mtime
     return Facts(
         run_dir,
         folder.recipe(run_dir),
-        folder.cluster(run_dir),
-        jobs,
-        queue,
+        job,
+        queued,
         queue_error,
         attempts,
-        verdict_in(section(job_log(run_dir), number), number),
-        run_metrics(run_dir),
-        (int(newest.name.removeprefix("step_")), newest.stat().st_mtime) if newest else None,
+        verdict_in(section(job_log(run_dir), len(attempts)), len(attempts)),
+        read_metrics(metrics) if has_lines else [],
+        checkpoint,
     )
 
 
@@ -121,49 +118,35 @@ def describe(facts: Facts, at: float) -> Status:
     Args:
         at: now, Unix seconds.
     """
-    job = _job(facts)
     newest = facts.attempts[-1] if facts.attempts else None
-    state, sentence = _state(facts, job, newest, at)
-    values: dict = {"step": 0}
-    steps = steps_of(facts.records)
+    state, sentence = _state(facts, newest, at)
+    steps = [record for record in facts.records if "time/step" in record.metrics]
+    values: dict = {}
     if steps:
-        step_s = median(step.seconds for step in steps[-RECENT:])
-        values.update(step=steps[-1].step, step_s=step_s, last_step_s=at - steps[-1].ended_at)
-    if newest:
-        values.update(attempt=newest.number, job=newest.ended.job if newest.ended else None)
-    if job:
-        values["job"] = job.job
+        values["phases"] = _phases(steps[-RECENT:])
+        values["step_s"] = median(record.metrics["time/step"] for record in steps[-RECENT:])
+        values["last_step_s"] = at - steps[-1].time
     if facts.checkpoint:
         values.update(checkpoint=facts.checkpoint[0], checkpoint_s=at - facts.checkpoint[1])
-    if state == "running" and job and job.ends:
-        left_s = job.ends - at
-        values["job_left_s"] = left_s
-        if newest and (step_s := _seconds_per_step(newest.steps)):
-            fit = max(0, math.floor((left_s - facts.cluster.job.signal_s) / step_s))
-            values["steps_fit"] = min(fit, facts.config.train.steps - values["step"])
+    if state == "running" and facts.queued and facts.queued.ends:
+        values["job_left_s"] = facts.queued.ends - at
     serving = _last(facts.records, "fleet/serving")
     return Status(
         run_dir=str(facts.run_dir),
         state=state,
         what=sentence,
+        next=_next(facts, state, newest),
+        job=facts.job,
+        attempt=newest.number if newest else None,
+        step=steps[-1].step if steps else 0,
         steps=facts.config.train.steps,
-        next=_next(facts, state, newest, job),
         reward=_last(facts.records, "reward/mean"),
         accuracy=_last(facts.records, "eval/accuracy"),
         held_out_reward=_last(facts.records, "eval/reward"),
-        phases=_phases(facts.records),
         serving=None if serving is None else int(serving),
         engines=facts.config.rollout.engines or len(facts.config.rollout.urls),
         **values,
     )
-
-
-def _seconds_per_step(steps: Sequence[Step]) -> float:
-    """Return the mean time from step to step of one attempt, saving and evaluating included."""
-    recent = steps[-RECENT:]
-    if len(recent) < 2:
-        return 0.0
-    return (recent[-1].ended_at - recent[0].ended_at) / (len(recent) - 1)
 
 
 def render(status: Status) -> str:
@@ -186,7 +169,7 @@ def render(status: Status) -> str:
     if status.serving is not None and running:
         lines.append(_row("engines", f"{status.serving} of {status.engines} serve"))
     if status.job_left_s is not None:
-        lines.append(_row("this job", _left(status, status.job_left_s)))
+        lines.append(_row("this job", f"{duration(max(status.job_left_s, 0.0))} left"))
     if status.checkpoint is not None and status.checkpoint_s is not None:
         age = duration(max(status.checkpoint_s, 0.0))
         lines.append(_row("checkpoint", f"of step {status.checkpoint}, {age} old"))
@@ -198,51 +181,26 @@ def _row(name: str, text: str) -> str:
     return f"  {name:<11} {text}"
 
 
-def _left(status: Status, seconds: float) -> str:
-    text = f"{duration(max(seconds, 0.0))} left"
-    missing = status.steps - status.step
-    if missing <= 0:
-        return f"{text}; all steps are done"
-    if status.steps_fit is None:
-        return text
-    text += f", room for {how_many(status.steps_fit, 'more step')}"
-    if status.steps_fit == missing:
-        return f"{text}: enough for the {missing} that are missing"
-    return f"{text}, of {missing} that are missing"
-
-
-def _job(facts: Facts) -> Queued | None:
-    """Return the job to look at: the one that runs, else the first of the queue."""
-    queue = facts.queue or {}
-    queued = [queue[job] for job in facts.jobs if job in queue]
-    for entry in queued:
-        if entry.state != "PENDING":
-            return entry
-    return queued[0] if queued else None
-
-
-def _state(facts: Facts, job: Queued | None, newest: Tried | None, at: float) -> tuple[str, str]:
+def _state(facts: Facts, newest: Attempt | None, at: float) -> tuple[str, str]:
     """Return the state, and the same as a sentence."""
     attempt = f", attempt {newest.number}" if newest else ""
-    if job and job.state == "PENDING":
-        reason = f" ({job.reason})" if job.reason else ""
-        starts = f", expected to start in {duration(job.starts - at)}" if job.starts > at else ""
-        return "waiting", f"waiting, job {job.job}{reason}{starts}{attempt}"
-    if job:
-        return "running", f"{job.state.lower()}, job {job.job} on {job.nodes}{attempt}"
-    if newest and newest.ended:
-        ended = newest.ended
-        if facts.queue is not None or ended.decision not in GOES_ON:
-            return "ended", f"ended, job {ended.job}{attempt}: {_ending(ended, facts.verdict)}"
-    if facts.queue is None:
-        circumstances = (
-            f"{attempt} of this folder has not ended" if newest else ", no attempt has begun"
-        )
-        return "unknown", f"the queue cannot be asked ({facts.queue_error}){circumstances}"
-    ids = ", ".join(map(str, facts.jobs))
+    queued = facts.queued
+    if queued and queued.state == "PENDING":
+        reason = f" ({queued.reason})" if queued.reason else ""
+        starts = ""
+        if queued.starts and queued.starts > at:
+            starts = f", expected to start in {duration(queued.starts - at)}"
+        return "waiting", f"waiting, job {facts.job}{reason}{starts}{attempt}"
+    if queued:
+        return "running", f"{queued.state.lower()}, job {facts.job} on {queued.nodes}{attempt}"
+    if newest and newest.ended and not (facts.queue_error and newest.decision in GOES_ON):
+        return "ended", f"ended, job {newest.job}{attempt}: {_ending(newest, facts.verdict)}"
+    if facts.queue_error:
+        last = f"{attempt} of this folder has not ended" if newest else ", no attempt has begun"
+        return "unknown", f"the queue cannot be asked ({facts.queue_error}){last}"
     if newest is None:
-        return "ended", f"job {ids} has left the queue without an attempt"
-    return "ended", f"job {ids} has left the queue in attempt {newest.number}, without a last word"
+        return "ended", f"job {facts.job} has left the queue without an attempt"
+    return "ended", f"job {facts.job} has left the queue{attempt}, without a last word"
 
 
 def _ending(ended: Attempt, verdict: str) -> str:
@@ -253,31 +211,29 @@ def _ending(ended: Attempt, verdict: str) -> str:
     return f"{verdict} ({meaning})" if verdict else meaning
 
 
-def _next(facts: Facts, state: str, newest: Tried | None, job: Queued | None) -> str:
+def _next(facts: Facts, state: str, newest: Attempt | None) -> str:
     """Return the next thing to do."""
     run_dir = facts.run_dir
-    if state == "waiting" and job is not None:
-        return f"squeue --start --jobs={job.job}; or `qurl slurm cancel {run_dir}`"
+    if state == "waiting":
+        return f"squeue --start --jobs={facts.job}; or `qurl slurm cancel {run_dir}`"
     if state == "running":
         return f"tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log"
     if state == "unknown":
         return f"`qurl slurm status {run_dir}` on a login node of the cluster"
+    if newest and newest.decision == Decision.DONE:
+        return f"{run_dir}/report.html"
+    sources = f"`qurl slurm logs {run_dir}` says why"
     if newest is None:
-        sources = f"{run_dir}/slurm/job.log, or `sacct -j {facts.jobs[0]}`, says why"
-    elif newest.ended and newest.ended.decision == Decision.DONE:
-        return f"{run_dir}/report.html; `qurl slurm hours {run_dir}`"
-    else:
-        sources = f"`qurl slurm logs {run_dir}` says why"
+        sources = f"{run_dir}/slurm/job.log, or `sacct -j {facts.job}`, says why"
     return f"{sources}; `qurl slurm submit`, as before, goes on"
 
 
-def _phases(records: Sequence[Record]) -> dict[str, float]:
+def _phases(steps: Sequence[Record]) -> dict[str, float]:
     """Return the median seconds of each phase that matters, the longest first."""
-    timed = [record.metrics for record in records if "time/step" in record.metrics][-RECENT:]
-    names = {name for metrics in timed for name in metrics if name.startswith("time/")}
+    names = {name for step in steps for name in step.metrics if name.startswith("time/")}
     medians = {}
     for name in sorted(names - {"time/step"}):
-        medians[name.removeprefix("time/")] = median(m.get(name, 0.0) for m in timed)
+        medians[name.removeprefix("time/")] = median(s.metrics.get(name, 0.0) for s in steps)
     threshold = 0.01 * max(medians.values(), default=0.0)
     longest = sorted(medians.items(), key=lambda item: -item[1])
     return {name: seconds for name, seconds in longest if seconds > threshold}
@@ -288,59 +244,3 @@ def _last(records: Sequence[Record], name: str) -> float | None:
         if name in record.metrics:
             return record.metrics[name]
     return None
-
-
-# ---- GPU-hours
-
-
-def hours(run_dir: Path, *, as_json: bool = False) -> int:
-    """Print where the GPU-hours of a run went.
-
-    Raises:
-        ConfigError: no attempt has begun, or a record is damaged.
-    """
-    table = hours_of(run_dir)
-    if not table.rows:
-        raise folder.no_attempt(run_dir)
-    print(json.dumps(hours_as_data(table), indent=1) if as_json else render_hours(table))
-    return 0
-
-
-def hours_as_data(table: Hours) -> dict:
-    """Return GPU-hours, by attempt and of all."""
-    rows = []
-    for row in table.rows:
-        rows.append({"attempt": row.number, "gpus": row.gpus, **_rounded(row.hours)})
-    return {
-        "attempts": rows,
-        "all": _rounded(table.total),
-        "samples": table.samples,
-        "per_sample": table.per_sample,
-    }
-
-
-def render_hours(table: Hours) -> str:
-    names = ["GPUs", *(kind.replace("_", " ") for kind in KINDS), "all"]
-    lines = ["GPU-hours" + "".join(f"{name:>10}" for name in names)]
-    for row in table.rows:
-        lines.append(_hours_row(f"attempt {row.number}", str(row.gpus), row.hours))
-    total = table.total
-    lines.append(_hours_row("all", "", total))
-    if total.total:
-        shares = [f"{getattr(total, kind) / total.total:10.1%}" for kind in KINDS]
-        lines.append(f"{'':19}{''.join(shares)}")
-    if table.per_sample is not None:
-        lines.append(
-            f"{table.samples:,.0f} samples were trained on: {table.per_sample:.3g} GPU-hours each"
-        )
-    return "\n".join(lines)
-
-
-def _hours_row(name: str, gpus: str, spent: Spent) -> str:
-    values = (*asdict(spent).values(), spent.total)
-    return f"{name:<9}{gpus:>10}" + "".join(f"{value:10.4f}" for value in values)
-
-
-def _rounded(spent: Spent) -> dict[str, float]:
-    rounded = {kind: round(value, 6) for kind, value in asdict(spent).items()}
-    return {**rounded, "all": round(spent.total, 6)}

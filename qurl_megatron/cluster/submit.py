@@ -51,27 +51,24 @@ def submit_training(
 
     config = load(recipe, overrides)
     run_dir = Path(config.train.run_dir)
-    for job, entry in commands.queued(folder.jobs(run_dir)).items():
-        raise ConfigError(
-            f"{run_dir} has job {job} in the queue ({entry.state}); let it end, or "
-            f"`qurl slurm cancel {run_dir}`"
-        )
+    if (run_dir / "slurm/job.json").exists():
+        job = folder.job(run_dir)
+        if entry := commands.queued(job):
+            raise ConfigError(
+                f"{run_dir} has job {job} in the queue ({entry.state}); let it end, or "
+                f"`qurl slurm cancel {run_dir}`"
+            )
     for line in check(config, cluster):
         print(line)
     script = render(training_job(config, cluster), cluster)
     print(f"Slurm: {commands.test_only(script)}")
-    partition = commands.partition_facts(cluster.job.partition.partition(",")[0])
-    if line := check_limits(cluster.job, partition):
-        print(line)
+    check_limits(cluster.job, commands.partition_facts(cluster.job.partition.partition(",")[0]))
     if dry_run:
         return
     folder.write(run_dir, recipe, overrides, cluster, script)
-    jobs: list[int] = []
-    for _ in range(cluster.job.chain if cluster.job.again == "chain" else 1):
-        # Each is noted before the next, so that none is unknown where Slurm refuses.
-        jobs.append(commands.submit(script))
-        folder.write_jobs(run_dir, jobs)
-    print(f"job {', '.join(map(str, jobs))}; run folder {run_dir}")
+    job = commands.submit(script)
+    folder.write_job(run_dir, job)
+    print(f"job {job}; run folder {run_dir}")
     print(f"follow it: tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log")
 
 
@@ -101,22 +98,17 @@ def command_job(kind: str, words: Sequence[str], cluster: ClusterConfig) -> Scri
 
 
 def cancel(run_dir: Path) -> None:
-    """Have the jobs of a run save and end; jobs that wait leave the queue."""
-    jobs = folder.jobs(run_dir)
-    if not jobs:
-        raise folder.no_job(run_dir)
-    queued = commands.queued(jobs)
-    running = [job for job, entry in queued.items() if entry.state == "RUNNING"]
-    waiting = [job for job in queued if job not in running]
-    # The waiting first: the end of a running one lets the next of its chain begin.
-    commands.cancel(waiting)
-    for job in waiting:
-        print(f"job {job} has left the queue")
-    for job in running:
+    """Have the job of a run save and end; one that waits leaves the queue."""
+    job = folder.job(run_dir)
+    queued = commands.queued(job)
+    if queued is None:
+        print(f"{run_dir}: its job {job} is not in the queue")
+    elif queued.state == "RUNNING":
         commands.signal_supervisor(job, "TERM")
         print(f"job {job} saves and ends; `scancel {job}` ends it without a checkpoint")
-    if not queued:
-        print(f"{run_dir}: none of its jobs is in the queue")
+    else:
+        commands.cancel(job)
+        print(f"job {job} has left the queue")
 
 
 def run_cell(study_file: Path, out: Path) -> int:

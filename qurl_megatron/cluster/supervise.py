@@ -1,8 +1,8 @@
 """The training step while it runs: tell its ranks when to end, and end those that never will.
 
-Whatever signal Slurm sends, the ranks get SIGUSR1 through ``srun`` (``task`` says why): they finish
-or drop their step, save, and end. Slurm's own signal comes at ``job.signal_s``, which is a guess;
-once the run has shown how long its steps and checkpoints take, ranks are told just in time.
+Whatever signal Slurm sends, the ranks get SIGUSR1 through ``srun`` (``tasks`` says why): they
+finish or drop their step, save, and end. Whether they move is read from the run's folder, without
+asking them.
 """
 
 import contextlib
@@ -14,33 +14,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import IO
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import JobConfig
 from qurl_megatron.cluster.layout import ENGINES_PREFIX
-from qurl_megatron.cluster.pace import Pace, Stillness, due, measured, progress_mark
-from qurl_megatron.cluster.verdict import FINAL, PERSONS, PREEMPTED, TAKEN, WALL_TIME
+from qurl_megatron.cluster.verdict import FINAL, PERSONS, PREEMPTED, TAKEN, WALL_TIME, Ending
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.training.state import latest
 
 POLL_S = 0.5
 WATCH_S = 2.0
 """Between looks at the run's files."""
-LAST_S = 20.0
-"""Before the time limit in which ranks that have not ended are ended: a job that runs into its
-limit is not requeued."""
+GLANCE_S = 10.0
+"""The most that one look at the clock adds to a run's stillness. Looks are ``WATCH_S`` apart: a
+longer gap is a supervisor that was suspended together with its job."""
 LISTEN_S = 5.0
 """For the last lines of a step that has ended; a process that it left may hold its output open."""
 STACKS_S = 5.0
 """Time for ranks to write their stacks."""
-ENGINES_S = 30.0
+LAST_S = 35.0
+"""Before the time limit in which ranks that have not ended are killed, and then the engines: a job
+that runs into its limit is not requeued."""
+ENGINES_S = 15.0
 """Time for engines on nodes of their own to leave."""
-REQUEUE_S = 10.0
-"""Before the time limit by which all of a job has ended or been killed, to have it requeued."""
+KILL_S = 5.0
+"""Time for ``srun`` to kill its tasks."""
 
 
 class Received:
@@ -149,81 +150,62 @@ def final_code(line: str) -> int:
 
 
 @contextlib.contextmanager
-def beside(argv: list[str], patience_s: Callable[[], float]) -> Iterator[None]:
-    """Run the engines' step while the ranks run. Its end is no reason to end: engines may go.
-
-    Args:
-        patience_s: asked once the ranks have ended: seconds in which the engines must leave.
-    """
+def beside(argv: list[str]) -> Iterator[None]:
+    """Run the engines' step while the ranks run. Its end is no reason to end: engines may go."""
     step = SrunStep(argv, ENGINES_PREFIX)
     try:
         yield
     finally:
         step.signal(signal.SIGUSR1)
-        if step.wait(patience_s()) is None:
-            step.end_within(REQUEUE_S)
+        if step.wait(ENGINES_S) is None:
+            step.end_within(KILL_S)
 
 
 # ---- when to end
 
 
-def spare_s(end: float | None, at: float) -> float:
-    """Return the seconds in which engines must leave.
-
-    Args:
-        end: when the job's time is up, Unix seconds; None: not known.
-        at: now.
-    """
-    if end is None:
-        return ENGINES_S
-    return max(0.0, min(ENGINES_S, end - at - REQUEUE_S))
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the training step ended."""
-
-    code: int
-    stop_reason: str = ""  # why its ranks were told to end; see ``verdict.decide``
-    failure: str = ""  # why the supervisor ended it
-    at: float = 0.0  # when, Unix seconds; 0: now
-
-
-@dataclass
 class StepSupervisor:
-    """Watches over one training step."""
+    """Watches over the training step of one attempt."""
 
-    run_dir: Path
-    logs: Path  # of the attempt
-    job: int
-    ranks: int
-    limits: JobConfig
-    received: Received
-    _stop_reason: str = ""
-    _heard: str = ""
-
-    def __post_init__(self) -> None:
-        self._began, self._still = now(), Stillness()
-        self._mark, self._pace = progress_mark(self.run_dir), self._measured()
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: folder.Attempt,
+        ranks: int,
+        limits: JobConfig,
+        received: Received,
+    ) -> None:
+        """
+        Args:
+            attempt: whose folder the ranks write their stacks into.
+            ranks: how many have been started.
+        """
+        self.run_dir, self.job, self.ranks = run_dir, attempt.job, ranks
+        self.logs = folder.attempt_folder(run_dir, attempt.number)
+        self.limits, self.received = limits, received
+        self._stop_reason = ""
+        self._mark, self._stillness = progress_mark(run_dir), Stillness()
         self._end = end_of(facts_of(self.job))
 
     def watch(self, argv: list[str]) -> Ending:
         """Run the step to its end."""
         step, looked_at, failure = SrunStep(argv), time.monotonic(), ""
         while (code := step.wait(POLL_S)) is None:
-            still_s = self._still.seconds()
-            if not failure and time.monotonic() - looked_at > WATCH_S:
-                looked_at = time.monotonic()
-                failure = self._stuck(step, still_s)
-                if failure:
-                    step.end()
-            if not self._stop_reason and (reason := self._due()):
+            if self.received.newest and not self._stop_reason:
+                reason = self.received.newest
+                if preempted(facts_of(self.job)):
+                    reason = PREEMPTED
                 self._stop_reason = reason
                 say(f"{TAKEN.get(reason, f'SIG{reason}')}: the ranks save and end")
                 step.signal(signal.SIGUSR1)
-        return Ending(code, self._reason_at_end(code, failure), failure)
+            if not failure and time.monotonic() - looked_at > WATCH_S:
+                looked_at = time.monotonic()
+                failure = self._stuck(step)
+                if failure:
+                    step.end()
+        return Ending(code, self._reason_at_end(failure), failure)
 
-    def _reason_at_end(self, code: int, failure: str) -> str:
+    def _reason_at_end(self, failure: str) -> str:
         """Return why the ranks were told to end, by us or by somebody else."""
         newest = self.received.newest
         if self._stop_reason == WALL_TIME and newest in PERSONS:
@@ -232,74 +214,56 @@ class StepSupervisor:
             return newest if early else WALL_TIME
         if self._stop_reason or failure:
             return self._stop_reason
-        if preempted(facts_of(self.job)):  # Slurm tells the ranks alone
-            return PREEMPTED
-        # Slurm's signal that was put off is no reason for a failure.
-        return "" if code and newest == WALL_TIME else newest
-
-    def _due(self) -> str:
-        """Return why the ranks are to be told now.
-
-        Operators raise limits, and preemption cuts them short: Slurm is asked when it matters.
-        """
-        heard = self.received.newest
-        if heard == self._heard and not self._due_now(heard):
-            return ""
-        facts = facts_of(self.job)
-        self._end = end_of(facts) or self._end
-        reason = self._due_now(heard, preempted=bool(heard) and preempted(facts))
-        if heard != self._heard and not reason:
-            assert self._end is not None and self._pace.stop_s is not None, "else it is heeded"
-            left_s, needed_s = self._end - now(), self._pace.stop_s
-            say(f"SIG{heard} {left_s:.0f} s before the end; {needed_s:.0f} are needed, it goes on")
-        self._heard = heard
-        return reason
-
-    def _due_now(self, received: str, *, preempted: bool = False) -> str:
-        stop_s, signal_s = self._pace.stop_s, self.limits.signal_s
-        return due(
-            now(), received, end=self._end, stop_s=stop_s, signal_s=signal_s, preempted=preempted
-        )
-
-    def spare_s(self) -> float:
-        """Return ``spare_s`` of this job."""
-        self._ask_for_end()
-        return spare_s(self._end, now())
+        return PREEMPTED if preempted(facts_of(self.job)) else newest  # Slurm tells ranks alone
 
     def _over(self) -> bool:
-        """The job is about to run into its limit, which moves while a job is suspended."""
+        """The job is about to run into its limit, which operators move."""
         if self._end is None or now() <= self._end - LAST_S:
             return False
-        self._ask_for_end()
+        self._end = end_of(facts_of(self.job)) or self._end
         return now() > self._end - LAST_S
 
-    def _ask_for_end(self) -> None:
-        self._end = end_of(facts_of(self.job)) or self._end
-
-    def _measured(self) -> Pace:
-        return measured(self.run_dir, self._began).without_pauses(self.limits)
-
-    def _stuck(self, step: SrunStep, still_s: float) -> str:
-        """Return why the step has to be ended; "" where it need not.
-
-        Args:
-            still_s: seconds since the run has moved, by the last look.
-        """
+    def _stuck(self, step: SrunStep) -> str:
+        """Return why the step has to be ended; "" where it need not."""
         if self._stop_reason == WALL_TIME and self._over():
             return f"the ranks had not ended {LAST_S:.0f} s before the time limit"
+        still_s = self._stillness.seconds()
         if (newest_mark := progress_mark(self.run_dir)) != self._mark:
-            self._mark, self._pace = newest_mark, self._measured()
-            self._still.moved()
+            self._mark = newest_mark
+            self._stillness.moved()
             return ""
-        patience_s = self._pace.patience_s(self.limits)
-        if still_s <= patience_s:
+        if still_s <= self.limits.hung_s:
             return ""
-        say(f"no new step for {still_s:.0f} s, where {patience_s:.0f} are allowed (job.hung_s)")
+        say(f"no new step for {still_s:.0f} s, where job.hung_s={self.limits.hung_s} are allowed")
         silent_ranks = ask_for_stacks(step, self.logs, self.ranks)
         say(f"the stacks of the ranks are in {self.logs}/stack-RANK.txt")
         for rank in silent_ranks:
             say(f"rank {rank} did not answer: it is stopped, or stuck in the kernel")
         return f"hung: no new step for {still_s:.0f} s"
+
+
+def progress_mark(run_dir: Path) -> tuple[int, str]:
+    """Return a value that changes with every step and with every checkpoint."""
+    metrics, newest = run_dir / "metrics.jsonl", latest(run_dir)
+    size = metrics.stat().st_size if metrics.exists() else 0
+    return size, newest.name if newest else ""
+
+
+class Stillness:
+    """For how long a run has not moved, while its supervisor could have seen it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._at, self._seconds = clock, clock(), 0.0
+
+    def seconds(self) -> float:
+        """Count up to now; to be called more often than every ``GLANCE_S``."""
+        before, self._at = self._at, self._clock()
+        self._seconds += min(self._at - before, GLANCE_S)
+        return self._seconds
+
+    def moved(self) -> None:
+        """Begin again at the last look."""
+        self._seconds = 0.0
 
 
 def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
@@ -312,7 +276,8 @@ def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
     silent, end = list(range(ranks)), time.monotonic() + STACKS_S
     while silent and time.monotonic() < end:
         time.sleep(POLL_S)
-        silent = [rank for rank in silent if not _has_text(folder.stack_file(logs, rank))]
+        files = {rank: folder.stack_file(logs, rank) for rank in silent}
+        silent = [rank for rank, file in files.items() if not _has_text(file)]
     time.sleep(POLL_S)  # the last one may be in the middle of it
     return silent
 
@@ -326,9 +291,7 @@ def _has_text(file: Path) -> bool:
 
 def end_of(facts: Mapping[str, str]) -> float | None:
     """Return when a job's time is up, in Unix seconds; None where Slurm does not say."""
-    with contextlib.suppress(KeyError, ValueError):  # Unknown, or no answer
-        return datetime.fromisoformat(facts["EndTime"]).timestamp()  # local time, as Slurm writes
-    return None
+    return commands.unix_seconds(facts.get("EndTime", ""))
 
 
 def preempted(facts: Mapping[str, str]) -> bool:

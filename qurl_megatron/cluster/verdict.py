@@ -37,6 +37,15 @@ GOES_ON = (Decision.AGAIN, Decision.RETRY, Decision.WITHOUT)
 
 
 @dataclass(frozen=True)
+class Ending:
+    """How the training step ended."""
+
+    code: int  # exit code; 0 after a clean stop, too
+    stop_reason: str = ""  # WALL_TIME, PREEMPTED or the name of a signal; "": not told to end
+    failure: str = ""  # how it failed, where the exit code does not tell
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The decision after an attempt."""
 
@@ -46,69 +55,29 @@ class Outcome:
     excluded_nodes: tuple[str, ...] = ()  # the next job must not have them
 
 
-@dataclass(frozen=True)
-class History:
-    """How the attempts before this one ended."""
-
-    failures: int = 0  # the last ones in a row
-    idle: bool = False  # the last one was to be followed by another, and saved no new step
-
-
-def history(attempts: Sequence[Attempt]) -> History:
-    """
-    Args:
-        attempts: all that have ended, oldest first. One that a person stopped, or that had to
-            stop, begins the count again: somebody has looked since.
-    """
-    failures = 0
-    for attempt in reversed(attempts):
-        if attempt.decision != Decision.RETRY:
-            break
-        failures += 1
-    if not attempts or attempts[-1].decision not in (Decision.RETRY, Decision.AGAIN):
-        return History(failures, False)
-    return History(failures, attempts[-1].step_after <= attempts[-1].step_before)
-
-
 def decide(
-    code: int,
-    stop_reason: str,
+    ending: Ending,
     step_before: int,
     step_after: int,
-    earlier: History,
+    earlier: Sequence[Attempt],
     *,
     steps: int,
     retries: int,
-    failure: str = "",
-    late: bool = False,
 ) -> Outcome:
     """Decide whether the run goes on after an attempt.
 
     Args:
-        code: exit code of the training step; 0 after a clean stop, too.
-        stop_reason: why the ranks were told to end: WALL_TIME, PREEMPTED or the name of a signal;
-            "": they were not.
         step_before: step of the newest checkpoint when the attempt began.
         step_after: step of the newest checkpoint at its end.
+        earlier: the attempts before it, oldest first.
         steps: all that the recipe asks for.
         retries: failures in a row on which another attempt follows.
-        failure: how it failed, where the exit code does not tell.
-        late: the attempt followed on another in the same job, and had only the rest of its time.
     """
+    code, stop_reason, failure = ending.code, ending.stop_reason, ending.failure
     if code not in FINAL and step_after >= steps:
         return Outcome(Decision.DONE, 0, f"all {steps} steps are done")
     saved = f"step {step_after} is saved"
-    idle = step_after <= step_before
     taken = stop_reason in TAKEN
-    if stop_reason == WALL_TIME and code not in FINAL:
-        if not idle:
-            return Outcome(Decision.AGAIN, 0, f"time is up; {saved}")
-        if not late:
-            reason = (
-                f"time was up before a step after {step_before} was saved, and another attempt "
-                "would end likewise; raise job.time_limit or job.signal_s in the cluster file"
-            )
-            return Outcome(Decision.STOP, NO_PROGRESS, reason)
     if code == 0 and not taken:
         source = f"SIG{stop_reason}" if stop_reason else "a signal to the ranks"
         return Outcome(Decision.STOP, STOPPED, f"stopped by {source}; {saved}")
@@ -118,16 +87,36 @@ def decide(
         failure = f"the training step ended with {code}"
     if code in FINAL or (stop_reason and not taken):
         return Outcome(Decision.STOP, code, f"{failure}; {saved}")
-    if idle and earlier.idle:
+    if step_after <= step_before and earlier and _was_idle(earlier[-1]):
+        mend = "fix the cause"
+        if stop_reason == WALL_TIME:
+            mend = "raise job.time_limit or job.signal_s in the cluster file"
         reason = (
-            f"{failure}, the second attempt in a row without a new checkpoint; {saved}; fix the "
-            "cause, then `qurl slurm submit`, as before, goes on"
+            f"{failure}, the second attempt in a row without a new checkpoint; {saved}; {mend}, "
+            "then `qurl slurm submit`, as before, goes on"
         )
         return Outcome(Decision.STOP, NO_PROGRESS, reason)
     if taken:
         return Outcome(Decision.AGAIN, 0, f"{failure}; {saved}")
-    count = f"failure {earlier.failures + 1} in a row"
-    if earlier.failures >= retries:
+    failures = 1 + _failures_in_a_row(earlier)
+    count = f"failure {failures} in a row"
+    if failures > retries:
         reason = f"{failure}, {count}, and job.retries={retries} allows no further attempt; {saved}"
         return Outcome(Decision.STOP, code, reason)
     return Outcome(Decision.RETRY, code, f"{failure}; {saved}; {count}")
+
+
+def _was_idle(attempt: Attempt) -> bool:
+    """Return whether an attempt was to be followed by another, and saved no new step."""
+    followed = attempt.decision in (Decision.RETRY, Decision.AGAIN)
+    return followed and attempt.step_after <= attempt.step_before
+
+
+def _failures_in_a_row(attempts: Sequence[Attempt]) -> int:
+    """Count the last failures. An attempt that ended otherwise begins the count again."""
+    failures = 0
+    for attempt in reversed(attempts):
+        if attempt.decision != Decision.RETRY:
+            break
+        failures += 1
+    return failures

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import NoReturn
 
 from qurl_megatron.kit.errors import printable
@@ -26,31 +27,34 @@ class Parser(argparse.ArgumentParser):
         end = args.index("--") if "--" in args else len(args)
         self._given = args[:end] = [self._with_dashes(word) for word in args[:end]]
         parsed, unparsed = super().parse_known_args(args, namespace)
-        if unknown := next((word for word in unparsed if word.startswith("-")), None):
-            self.error(self._unknown(unknown))
+        for word in unparsed:
+            if word.startswith("-"):
+                self.error(self._unknown(word))
         return parsed, unparsed
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.match(
-            r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message
-        ):
+        wrong = re.match(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        missing = re.match(r"the following arguments are required: (.*)", message)
+        if wrong:
             argument, value, valid = wrong.groups()
             choices = re.findall(r"[^', ]+", valid)
-            close = get_close_matches(value.lower(), choices, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(choices)}"
-            command = f"there is no {argument.lower()} {value!r}"
-            is_metavar = argument.isupper()  # stands for a command
-            message = f"{command if is_metavar else f'{argument} cannot be {value!r}'}; {hint}"
-        elif missing := re.match(r"the following arguments are required: (.*)", message):
+            subject = f"{argument} cannot be {value!r}"
+            if argument.isupper():  # a metavar, which stands for a command
+                subject = f"there is no {argument.lower()} {value!r}"
+            message = f"{subject}; there are {', '.join(choices)}"
+            if close := get_close_matches(value.lower(), choices, n=1):
+                message = f"{subject}; did you mean {close[0]}?"
+        elif missing:
             message = f"missing: {missing[1]}; `{self.prog} --help` says what it takes"
-            if unknown := next((word for word in self._given if self._is_unknown(word)), None):
-                message = self._unknown(unknown)  # the missing one may be there, misspelt
+            for word in self._given:
+                if self._is_unknown(word):  # the missing one, misspelt
+                    message = self._unknown(word)
         self.exit(2, printable(f"{self.prog}: {message}\n"))
 
     def _with_dashes(self, word: str) -> str:
-        name, *value = re.split("(=)", word, maxsplit=1)
+        name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
-        return "".join([dashed, *value]) if dashed in self._option_string_actions else word
+        return f"{dashed}{equals}{value}" if dashed in self._option_string_actions else word
 
     def _is_unknown(self, word: str) -> bool:
         name = word.partition("=")[0]
@@ -58,22 +62,24 @@ class Parser(argparse.ArgumentParser):
         return re.match("--?[a-zA-Z]", name) is not None and not is_option
 
     def _unknown(self, option: str) -> str:
+        """Return the sentence for an option that this command does not have."""
         name, equals, value = option.partition("=")
         if not equals:
-            behind = self._given[self._given.index(option) + 1 :] if option in self._given else []
-            value = behind[0] if behind and not behind[0].startswith("-") else "VALUE"
-        from qurl_megatron.config.load import keys_like  # only for a mistake
+            value = "VALUE"
+            for word, follower in pairwise(self._given):
+                if word == option and not follower.startswith("-"):
+                    value = follower
+        if any(action.dest in TAKERS for action in self._actions):
+            from qurl_megatron.config.load import keys_like  # only for a mistake
 
-        takes = {action.dest for action in self._actions} & {*TAKERS}
-        command = "words" in takes and any(word.startswith("--kind") for word in self._given)
-        keys = keys_like(name.lstrip("-").replace("-", "_")) if takes and not command else []
-        if keys:
-            meant = " or ".join(f"{key}={value}" for key in keys)
-            return f"there is no option {name}; a setting has no dashes: {meant}"
+            if keys := keys_like(name.lstrip("-").replace("-", "_")):
+                meant = " or ".join(f"{key}={value}" for key in keys)
+                return f"there is no option {name}; a setting has no dashes: {meant}"
         options = re.findall(r"--[\w-]+", self.format_usage())
-        close = get_close_matches(name, options, n=1, cutoff=0.8 if command else 0.6)
-        hint = f"did you mean {close[0]}?" if close else f"`{self.prog} --help` lists them"
-        if "words" in takes and not close:
+        if close := get_close_matches(name, options, n=1):
+            return f"there is no option {name}; did you mean {close[0]}?"
+        hint = f"`{self.prog} --help` lists them"
+        if any(action.dest == "words" for action in self._actions):
             hint = "if it belongs to the command of a --kind, write `--` before that command"
         return f"there is no option {name}; {hint}"
 
@@ -86,10 +92,9 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, unparsed = parser.parse_known_args(argv)
     if not unparsed:
         return arguments
-    # Where settings of the recipe go, for commands that take some.
-    taker = next((name for name in TAKERS if hasattr(arguments, name)), None)
-    if taker is None:
-        command = f"{parser.prog} {arguments.command}" if "command" in arguments else parser.prog
-        parser.error(f"unexpected: {' '.join(unparsed)}; `{command} --help` says what it takes")
-    setattr(arguments, taker, [*getattr(arguments, taker), *unparsed])
-    return arguments
+    for name in TAKERS:
+        if hasattr(arguments, name):
+            setattr(arguments, name, [*getattr(arguments, name), *unparsed])
+            return arguments
+    command = f"{parser.prog} {getattr(arguments, 'command', '')}".strip()
+    parser.error(f"unexpected: {' '.join(unparsed)}; `{command} --help` says what it takes")

@@ -95,7 +95,6 @@ def key(
     *,
     on_resume: OnResume | None = None,
     not_a_list: str = "",
-    elsewhere: str = "",
 ) -> Value:
     """A field of a section.
 
@@ -103,13 +102,11 @@ def key(
         allowed: which values of its type it may have; None: all.
         on_resume: None takes the section's rule.
         not_a_list: advice for a value that is a list, where one might be expected to work.
-        elsewhere: the key's name in other programs.
     """
     facts = {
         "allowed": allowed,
         "on_resume": on_resume,
         "not_a_list": not_a_list,
-        "elsewhere": elsewhere,
     }
     definition: Any = (
         field(default_factory=default.copy, metadata=facts)

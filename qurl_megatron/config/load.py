@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from qurl_megatron.config import sections
 from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.keys import Section, did_you_mean, require, rules_of
-from qurl_megatron.kit.errors import ConfigError, unprintable
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import shipped, shipped_names
 from qurl_megatron.schemes import SCHEMES
 
@@ -429,8 +428,7 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
         if name not in fields:
             if removed := REMOVED.get(f"{prefix}{name}"):
                 raise ConfigError(f"{prefix}{name} no longer exists: {removed}")
-            close = [key for key, f in fields.items() if f.metadata.get("elsewhere") == name]
-            close = close or get_close_matches(name, fields, n=1)
+            close = get_close_matches(name, fields, n=1)
             hint = f"known: {', '.join(fields)}"
             if close:
                 hint = f"did you mean {prefix}{close[0]}?"
@@ -446,36 +444,12 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
             arguments[name] = build(hint, table, f"{prefix}{name}.")
         elif name in values:
             value, facts = values[name], fields[name].metadata
-            for text in _texts(value):
-                _refuse_unprintable(f"{prefix}{name}", text)
             if (reason := facts.get("not_a_list")) and isinstance(value, list):
                 raise ConfigError(f"{prefix}{name} must be one path, got {value!r}; {reason}")
             if hint is str and type(value) is not str and (allowed := facts.get("allowed")):
                 allowed.refuse(f"{prefix}{name}", value)  # says more than its type would
             arguments[name] = _convert(value, hint, f"{prefix}{name}")
     return cls(**arguments)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value of a recipe, with the names of its tables."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from value
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts(inner)
-
-
-def _refuse_unprintable(key: str, text: str) -> None:
-    """Raise ``ConfigError`` for a text that no file's name, terminal or page could take."""
-    if odd := unprintable(text):
-        raise ConfigError(
-            f"{key} has the character U+{ord(odd):04X}, which terminals obey and no file can keep; "
-            f"leave it out of {text!r}"
-        )
 
 
 def _convert(value: Any, hint: Any, key: str) -> Any:

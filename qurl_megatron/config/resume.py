@@ -90,25 +90,6 @@ def rules() -> dict[str, dict[str, OnResume]]:
     return {name: rules_of(section) for name, section in SECTIONS.items()}
 
 
-def page_table() -> str:
-    """The rules by section, as the table of docs/recipes.md."""
-    rows = [
-        "| section | may change, and computes the same | may change | only in a fork | never |",
-        "|---|---|---|---|---|",
-    ]
-    for section, keys in rules().items():
-        cells = [_named(rule, list(keys.values()), keys) for rule in RULES]
-        rows.append(f"| `{section}` | {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def _named(rule: OnResume, all_rules: list[OnResume], keys: dict[str, OnResume]) -> str:
-    """The keys of a rule; of the rule that most keys of the section have, no names."""
-    if rule == max(RULES, key=all_rules.count):
-        return "all" if len(set(all_rules)) == 1 else "all others"
-    return " ".join(f"`{key}`" for key, key_rule in keys.items() if key_rule == rule)
-
-
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         parts = (

@@ -162,7 +162,7 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     ``name`` fills in the settings of its paper; every key that the recipe sets itself wins.
     """
 
-    name: str = key("grpo", one_of(*ALGORITHMS), elsewhere="algorithm")
+    name: str = key("grpo", one_of(*ALGORITHMS))
     """A preset of config.algorithms: other defaults for the keys below."""
 
     objective: Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"] = "acr"

@@ -13,7 +13,7 @@ from typing import Any
 from qurl_megatron.config import DataConfig
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.rows import DataFile, Question
-from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
+from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.types import Prompt
@@ -48,7 +48,7 @@ class PromptStream:
             files = data_files(config, held_out=bool(held_out), answers=answers)
         self.files = files
         self.questions, eval_questions = self._questions(held_out)
-        self._unknown: list[tuple[str, Question]] = []  # words that the model cannot see, and where
+        self._unseen: list[tuple[str, Question]] = []  # text without a token, and where
         self._lengths = [len(ids) for _, ids in self._read(self.questions)]  # tokens
         self.longest = max(self._lengths)
         limit = config.max_prompt_tokens
@@ -107,17 +107,14 @@ class PromptStream:
                 f"{self.held_out_too_long} of {total} held-out prompts are {limit} and left out: "
                 "held-out accuracy is that of the others"
             )
-        if self._unknown:
+        if self._unseen:
             total = len(self.questions) + len(self.held_out) + self.held_out_too_long
-            part, question = self._unknown[0]
+            part, question = self._unseen[0]
             sentences.append(
-                f"{len(self._unknown)} of {how_many(total, 'prompt')} have text that the tokenizer "
+                f"{len(self._unseen)} of {how_many(total, 'prompt')} have text that the tokenizer "
                 f"has no token for, which the model cannot see: first {part[:20]!r} in "
                 f"{question.place or repr(question.text[:40])}"
             )
-        first = [question.prompt for question in self.questions[:COMPARED]]
-        if other := self.tokenizer.disagreement(first, chat=self.config.chat):
-            sentences.append(other)
         return sentences
 
     def refuse_longer(self, limit: int) -> None:
@@ -211,9 +208,9 @@ class PromptStream:
     def _read(self, questions: Sequence[Question]) -> Iterator[tuple[Question, tuple[int, ...]]]:
         """Each question with its prompt's ids; notes text without a token."""
         read = self.tokenizer.read(questions, chat=self.config.chat)
-        for question, (ids, unknown) in zip(questions, read, strict=True):
-            if unknown:
-                self._unknown.append((unknown, question))
+        for question, (ids, unseen) in zip(questions, read, strict=True):
+            if unseen:
+                self._unseen.append((unseen, question))
             yield question, ids
 
     def _all_too_long(self, kind: str) -> ConfigError:

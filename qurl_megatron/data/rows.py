@@ -26,10 +26,6 @@ PROMPT_KEYS = ("prompt", "problem", "question", "messages")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "label")
 """Where prompts and answers usually are; the first that a row has is taken."""
 
-LAYOUTS = {"reward_model.ground_truth": "verl's layout", "label": "slime's layout"}
-"""By where the answer is."""
-
-DEEPEST = 100
 EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
 _MISSING = object()
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -77,17 +73,11 @@ class DataFile:
         """The keys found, and where, for a person."""
         first = self.questions[0]
         chats = " (chats)" if first.turns else ""
-        layout = f", {LAYOUTS[self.answer_key]}" if self.answer_key in LAYOUTS else ""
         kept = f"; kept as metadata: {_names(first.metadata)}" if first.metadata else ""
-        if any("metadata" in question.metadata for question in self.questions):
-            kept += (
-                "; the column metadata holds no objects, so rewards get it whole, as "
-                "metadata['metadata']"
-            )
         answers = f"answers in {self.answer_key}" if self.answer_key else "no answers"
         return (
             f"{self.name}: {how_many(len(self.questions), 'prompt')} in {self.prompt_key}{chats}, "
-            f"{answers}{layout}{kept}"
+            f"{answers}{kept}"
         )
 
 
@@ -110,18 +100,9 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
     checksum = checksum_of(path)
     questions: list[Question] = []
     keys = ("", "")
-    objects: dict[bool, str] = {}  # where the column metadata first held one, and something else
     for position, row in READERS[path.suffix](path, name):
         question, used_keys = _question(row, f"{name} {position}", columns)
         keys = keys if questions else used_keys
-        if row.get("metadata") is not None and "metadata" not in used_keys:
-            objects.setdefault(isinstance(row["metadata"], dict), position)
-            if len(objects) > 1:
-                raise ConfigError(
-                    f"{name}: the column metadata holds an object in {objects[True]} and something "
-                    f"else in {objects[False]}, so rewards would find its entries in some rows "
-                    "alone; write objects in all rows or in none"
-                )
         questions.append(question)
     if not questions:
         raise ConfigError(f"{name} holds no prompts")
@@ -129,12 +110,9 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
 
 
 def _way_out(path: Path) -> str:
-    """Return advice where a path is written as one of several files, or a part of one."""
-    if re.search(r"@\[-?\d*:-?\d*\]$", str(path)):
-        return "; a part of a file cannot be named: write its rows to a file of their own"
-    if path.is_dir() or any(mark in str(path) for mark in ",*"):
-        return f"; {ONE_FILE}"
-    return ""
+    """Return advice where a path is written as one of several files."""
+    several = path.is_dir() or any(mark in str(path) for mark in ",*")
+    return f"; {ONE_FILE}" if several else ""
 
 
 def checksum_of(path: Path) -> str:
@@ -205,23 +183,14 @@ def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
                 )
             first = False
             try:
-                # Without its end: a column behind that would be one of the next line.
                 row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
-            except json.JSONDecodeError as error:
-                # Its own line number is always 1.
-                reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-                if error.pos == len(error.doc) or error.msg.startswith("Unterminated"):
-                    reason += ", where the line ends; write each object on one line"
-            except UnicodeDecodeError as error:
-                reason = f"byte {error.start + 1} is not UTF-8"
-            except RecursionError:
-                reason = "its brackets nest too deeply"
-            except ValueError as error:  # a number of too many digits
-                reason = str(error)
-            else:
-                yield f"line {number}", row
-                continue
-            raise ConfigError(f"{name} line {number} is not valid JSON: {reason}")
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", error)  # its own line number is always 1
+                raise ConfigError(
+                    f"{name} line {number} is not valid JSON: {reason}; write each object on one "
+                    "line"
+                ) from None
+            yield f"line {number}", row
 
 
 def _parquet_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
@@ -251,8 +220,6 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
     """The question of a row, and where prompt and answer were."""
     if not isinstance(row, dict):
         raise ConfigError(f"{place} must be an object with prompt and answer, got {row!r:.80}")
-    if _nests_deeper(row, DEEPEST):
-        raise ConfigError(f"{place} nests deeper than {DEEPEST} levels; flatten its columns")
     by_prompt, by_answer = columns.settings
     prompt_key = _key(row, columns.prompt, PROMPT_KEYS, by_prompt, place)
     answer_key, answer = "", ""
@@ -274,15 +241,6 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
         metadata.pop("metadata", None)
         metadata = {**(inner or {}), **metadata}
     return Question(text, answer, metadata, turns, place), (prompt_key, answer_key)
-
-
-def _nests_deeper(value: Any, levels: int) -> bool:
-    """Whatever writes or copies a row, in this process or a worker, walks down into it."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return False
-    return levels == 0 or any(_nests_deeper(inner, levels - 1) for inner in value)
 
 
 def _key(row: dict, configured: str, usual: Sequence[str], setting: str, place: str) -> str:

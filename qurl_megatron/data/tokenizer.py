@@ -1,10 +1,11 @@
 """Text to token ids and back: the tokenizer in the model's own folder."""
 
 import math
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import groupby, zip_longest
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,8 @@ from qurl_megatron.types import Sample
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them defines the tokens
 BATCH = 1024  # prompts that are split at once
-COMPARED = 8  # prompts that are enough to tell two tokenizers apart
 ENVIRONMENT = "> "  # before an environment's words, for a reader
 SAID = "~what the policy said~"  # in a template's output: where its turn ends
-# Where rules of splitting part: blanks, digits, capitals, contractions, accents, other scripts.
-PROBES = (
-    "Hello, world! I'll see what you've DONE.",
-    "12345 + 678.9 = ?",
-    "  two  blanks\n\n\tdef f(x_1):\n    return x_1**2\n",
-    "Stra\u00dfe, caf\u00e9, cafe\u0301, \u4e2d\u6587 \u0440\u0443\u0441 \U0001f642",
-)
 
 
 class Tokenizer:
@@ -82,7 +75,7 @@ class Tokenizer:
     def read(
         self, questions: Sequence[Question], *, chat: bool
     ) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yield each question's prompt ids, and its first word with a part without token.
+        """Yield each question's prompt ids, and the first word with a part without token.
 
         The part becomes the unknown token, or nothing: the model does not see it either way.
 
@@ -107,7 +100,7 @@ class Tokenizer:
                         raise self._all_unknown(question)
                     if max(ids) >= self._model_vocabulary:
                         raise self._of_another_model(question, max(ids))
-                    yield tuple(ids), self._unknown(text, encoding) if encoding else ""
+                    yield tuple(ids), self._unseen(text, encoding) if encoding else ""
 
     def _rendered_of(self, question: Question, chat: bool) -> tuple[str, bool]:
         """Return ``_rendered``; an error in a chat names its line."""
@@ -153,33 +146,19 @@ class Tokenizer:
                 f"{need}, but the tokenizer in {self.path} has no chat template; {fix} or take an "
                 "instruction-tuned checkpoint"
             )
-        from jinja2 import TemplateError, TemplateSyntaxError
-
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
             # The template writes the special tokens itself.
             text = self._wrapped.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True
             )
-        except TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the chat template in {self._template_file} is malformed in its line "
-                f"{error.lineno}: {error.message}; copy it from the original checkpoint"
-            ) from None
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-        ) as error:
+        except Exception as error:  # of any kind: a template is a program of the model's maker
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-            line_note = f", line {lines[-1]}," if lines else ""
+            line = getattr(error, "lineno", lines[-1] if lines else None)
             raise ConfigError(
-                f"the chat template in {self._template_file}{line_note} refuses the prompt's "
-                f"turns: {error}"
+                f"the chat template in {self._template_file}, line {line}, refuses the prompt's "
+                f"turns ({error}); write other turns, or copy it from the original checkpoint"
             ) from None
         return text, False
 
@@ -188,23 +167,21 @@ class Tokenizer:
         template_file = self.path / "chat_template.jinja"
         return template_file if template_file.is_file() else self.path / "tokenizer_config.json"
 
-    def _unknown(self, text: str, encoding: Any) -> str:
-        """The first word of a text that has a part without a token."""
+    def _unseen(self, text: str, encoding: Any) -> str:
+        """Return the first word of a text that has a part without token; empty if all have one."""
         token, unknown, done = self._wrapped.unk_token, self._wrapped.unk_token_id, 0
         for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if start > done and text[done:start].strip():
-                return _word(text, done)
+                break
             # Some write the unknown token where a text begins or ends; that covers nothing.
             if id == unknown and text[start:end].strip() not in ("", token):
-                return _word(text, start)
+                done = start
+                break
             done = max(done, end)
-        return _word(text, done) if text[done:].strip() else ""
-
-    def unread(self, text: str) -> str:
-        """The first word of a text that has a part without a token, which the model does not see;
-        empty where there is none."""
-        encodings = self._wrapped(text, add_special_tokens=False).encodings  # slow ones tell none
-        return self._unknown(text, encodings[0]) if encodings else ""
+        if not (unseen := text[done:].strip()):
+            return ""
+        before = text[: text.index(unseen, done)]
+        return (re.split(r"\s", before)[-1] + unseen).split()[0]
 
     def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
         """Return the ids of a message after the policy's turn, up to where its next turn begins.
@@ -245,55 +222,6 @@ class Tokenizer:
         ids = tuple(self._wrapped(after_marker, add_special_tokens=False)["input_ids"])
         return ids[1:] if ids[:1] == (last,) else ids
 
-    def disagreement(
-        self, prompts: Sequence[str | Sequence[Turn]] = (), *, chat: bool = False
-    ) -> str:
-        """Return a remark on texts that ``AutoTokenizer`` splits otherwise; empty if all agree.
-
-        Costs loading a second tokenizer.
-
-        Args:
-            prompts: asked about before texts that tell most tokenizers apart.
-        """
-        if not (self.path / "tokenizer.json").is_file():
-            return ""  # AutoTokenizer is used
-        from transformers import AutoTokenizer
-
-        texts = [self._rendered(prompt, chat) for prompt in prompts]
-        texts += [(probe, True) for probe in PROBES]
-
-        def ids_by(tokenizer: Any) -> list[list[int]]:
-            return [
-                tokenizer(text, add_special_tokens=special)["input_ids"] for text, special in texts
-            ]
-
-        try:
-            theirs = ids_by(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False))
-        except Exception as error:  # of any kind: it may run into whatever the folder holds
-            return (
-                f"{self.path}: AutoTokenizer, which other tools use, cannot load the tokenizer "
-                f"({str(error).partition(chr(10))[0]:.200}); here, tokenizer.json is used"
-            )
-        differences = [
-            (text, our_ids, their_ids)
-            for (text, _), our_ids, their_ids in zip(
-                texts, ids_by(self._wrapped), theirs, strict=True
-            )
-            if our_ids != their_ids
-        ]
-        if not differences:
-            return ""
-        text, our_ids, their_ids = differences[0]
-        at = next(at for at, pair in enumerate(zip_longest(our_ids, their_ids)) if len({*pair}) > 1)
-        around = slice(max(0, at - 2), at + 4)
-        return (
-            f"{self.path}: tokenizer.json, which is used here, and AutoTokenizer, which other "
-            f"tools use, give {len(differences)} of {len(texts)} texts different ids: of "
-            f"{text!r:.80}, {our_ids[around]} and {their_ids[around]} from position {around.start} "
-            "on; copy tokenizer.json and tokenizer_config.json from the original checkpoint, or "
-            "load what is trained here with PreTrainedTokenizerFast"
-        )
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
         return self._wrapped.decode(
@@ -314,13 +242,6 @@ class Tokenizer:
             text = self.decode([id for id, _ in part])
             lines.append(text if written else f"{ENVIRONMENT}{text.strip()}")
         return "\n".join(lines), "\n".join(self.decode(turn.tolist()) for turn in sample.turns)
-
-
-def _word(text: str, at: int) -> str:
-    """Return the word at a position or behind it, from blank to blank."""
-    at += len(text[at:]) - len(text[at:].lstrip())
-    start = max(text.rfind(blank, 0, at) for blank in " \n\t") + 1
-    return text[start:].split()[0]
 
 
 def ids_of(question: Question, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:

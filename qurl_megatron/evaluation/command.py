@@ -15,7 +15,7 @@ from typing import Any
 from qurl_megatron import __version__
 from qurl_megatron.checkpoints.integrity import refuse_damaged
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist
-from qurl_megatron.data.tokenizer import COMPARED, Tokenizer
+from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.engines.starting import refuse_not_installed
 from qurl_megatron.evaluation import results
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, tally_of
@@ -129,9 +129,6 @@ def _tokenizer(plan: EvaluationPlan, first: ProblemSet) -> Tokenizer:
         print(f"comparing the checksums of {checkpoint}", flush=True)
         refuse_damaged(checkpoint)  # once, where each engine would for itself
     tokenizer = Tokenizer(description_of(plan.model))
-    questions = [problem.question.prompt for problem in first.problems[:COMPARED]]
-    if disagreement := tokenizer.disagreement(questions, chat=plan.chat):
-        print(disagreement, flush=True)
     return tokenizer
 
 

@@ -16,7 +16,6 @@ from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.fleet.answer import Part
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import Unscored, unscored
-from qurl_megatron.observe.samples import say
 from qurl_megatron.rewards.environment import EnvironmentPool, Message
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
@@ -38,7 +37,6 @@ class Turns:
     pool: EnvironmentPool
     tokenizer: Tokenizer
     chat: bool  # prompts that are text are user turns of the chat template
-    unread: int = 0  # messages so far with text that the tokenizer has no token for
 
     @property
     def most(self) -> int:
@@ -73,13 +71,6 @@ class Turns:
                 f"the tokenizer in {self.tokenizer.path} has no token for any part of its message "
                 f"{reply['content']!r:.80}",
             )
-        if word := self.tokenizer.unread(reply["content"]):
-            self.unread += 1
-            if self.unread == 1:
-                say(
-                    "rollout.environment says text that the tokenizer has no token for, which the "
-                    f"model cannot see: first {word[:20]!r} in {reply['content'][:40]!r}"
-                )
         return Said(({"role": "assistant", "content": response}, reply), ids)
 
 

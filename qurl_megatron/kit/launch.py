@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
@@ -69,74 +69,22 @@ def launch(
     # Every rank would take all cores for itself.
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-    with _store(context) as port:
-        return _ranks(context, target, args, world_size, port, lost)
-
-
-def _ranks(
-    context: Context,
-    target: Callable[..., int],
-    args: tuple,
-    world_size: int,
-    port: int,
-    lost: Callable[[str], str],
-) -> int:
-    """Start them, and see them to their end; their exit code."""
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-    ranks = [
-        context.Process(
-            target=_run,
-            args=(target, args, rank, world_size, port, told),
-            name=f"rank {rank}",
-        )
-        for rank, (_, told) in enumerate(pipes)
-    ]
+    # Where the ranks meet. torch itself would listen on all addresses, for other users of the
+    # network to change keys; and the launcher need not import it.
+    listener = socket.create_server(("127.0.0.1", 0))
+    ranks = []
+    for rank, (_, told) in enumerate(pipes):
+        arguments = (target, args, rank, world_size, listener.getsockname(), told)
+        if rank == 0:
+            arguments += (listener,)
+        ranks.append(context.Process(target=_run, args=arguments, name=f"rank {rank}"))
     for rank, (_, told) in zip(ranks, pipes, strict=True):
         rank.start()
         told.close()  # the rank's own is the only one
+    listener.close()
     with _forwarded(ranks) as forwarded:
         return _join(ranks, [reader for reader, _ in pipes], forwarded, lost)
-
-
-@contextlib.contextmanager
-def _store(context: Context) -> Iterator[int]:
-    """Inside, a store of torch's listens on this port, where the ranks meet.
-
-    A process of its own keeps it, which has torch from where the ranks have it: the launcher need
-    not import any, and the store outlives each rank.
-    """
-    ours, theirs = context.Pipe()
-    keeper = context.Process(target=_keep_store, args=(theirs,), name="store")
-    keeper.start()
-    theirs.close()
-    with ours:
-        try:
-            port = ours.recv()
-        except EOFError:  # it has said why
-            sys.exit(1)
-        yield port
-    keeper.join()
-
-
-def _keep_store(launcher: Connection) -> None:
-    """Keep it until the launcher hangs up, however it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # batch systems send them to all
-        signal.signal(number, signal.SIG_IGN)
-    from torch.distributed import TCPStore
-
-    # torch itself would listen on all addresses, for other users of the network to change keys.
-    listener = socket.create_server(("127.0.0.1", 0))
-    host, port = listener.getsockname()
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    with contextlib.suppress(EOFError, ConnectionError):  # it may be gone before there is a store
-        launcher.send(store.port)  # which listens by now
-        launcher.recv()
 
 
 def _run(
@@ -144,9 +92,17 @@ def _run(
     args: tuple,
     rank: int,
     world_size: int,
-    port: int,
+    at: tuple[str, int],
     launcher: Connection,
+    listener: socket.socket | None = None,
 ) -> None:
+    """Be a rank.
+
+    Args:
+        at: host and port where the ranks meet.
+        launcher: for ``tell``.
+        listener: given to rank 0, which keeps the store.
+    """
     global _launcher
     _launcher = launcher
     os.setpgrp()
@@ -161,11 +117,24 @@ def _run(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 need not open one
+        MASTER_ADDR=at[0],
+        MASTER_PORT=str(at[1]),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # torch need not open a store
     )
-    sys.exit(target(*args))
+    store = None if listener is None else _listen(listener)
+    code = target(*args)
+    del store
+    sys.exit(code)
+
+
+def _listen(listener: socket.socket):
+    """Return a store of torch's for the ranks to meet; it lasts as long as whoever holds it."""
+    from torch.distributed import TCPStore
+
+    host, port = listener.getsockname()
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 _launcher: Connection | None = None

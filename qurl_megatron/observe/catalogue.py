@@ -86,7 +86,6 @@ GROUPS: dict[str, MetricGroup] = {
             "turns": Known("mean turns of a response"),
             "tokens": Known("mean tokens of a response that the environment wrote"),
             "left_out": _share("responses that ended as the environment's words had no room"),
-            "unread": Known("messages so far with text that the model cannot see"),
             "failed_fraction": _share("responses whose environment failed"),
             "timeouts": Known("calls that took too long"),
             "crashes": Known("calls that ended the worker"),

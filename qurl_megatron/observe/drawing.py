@@ -1,14 +1,12 @@
-"""Drawing the pictures of a run: ``picture_svg`` draws one for the report, where title, legend and
+"""Drawing the pictures of a run: ``picture_url`` draws one for the report, where title, legend and
 caption are HTML around it; ``render_figure`` draws several into one image that stands alone.
 
-Figures are made without pyplot, so nothing here is global. SVG text stays text, and colours become
-CSS variables: the page decides on font and theme.
+Figures are made without pyplot, so nothing here is global.
 """
 
-import html
+import base64
 import io
 import math
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +21,17 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.history import History, Series
 from qurl_megatron.observe.panels import COLORS, Line, Picture
-from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten, reading
+from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten
 
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType  # older releases have none
 
-MAX_POINTS = 160  # a longer series is thinned; keeps the page small and the picture clear
-MAX_BARS = 60
+MAX_POINTS = 160  # of a line; keeps the page small
 MEASURED = 8  # points that are drawn as they are; more are smoothed
 STYLE: "dict[RcKeyType, Any]" = {
-    "svg.fonttype": "none",
+    "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "qurl",  # the same run gives the same bytes
-    "font.family": "DejaVu Sans",  # laid out with it; wider than what the page substitutes
+    "font.family": ["DejaVu Sans", "sans-serif"],
     "font.size": 11,
     "axes.unicode_minus": True,
     "axes.edgecolor": COLORS["rule"],
@@ -74,64 +71,25 @@ def render_figure(chosen: Sequence[Picture], history: History, *, columns: int =
     return figure
 
 
-def picture_svg(picture: Picture, history: History, *, wide: bool = False) -> str:
-    """An ``<svg>`` element to be put into a page that defines ``COLORS`` as CSS variables."""
-    width, height = (1094, 280) if wide else (518, 250)
+def picture_url(picture: Picture, history: History) -> str:
+    """Return a picture as the ``data:`` URL of an SVG file."""
+    width, height = (1094, 280) if picture.wide else (518, 250)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-        figure.patch.set_visible(False)
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor=COLORS["paper"])
         # Equal margins line the frames up in the page; an automatic layout is also half the time.
         rectangle = (52 / width, 26 / height, 1 - 56 / width, 1 - 34 / height)
         _draw(figure.add_axes(rectangle), picture, history)
-        file = io.StringIO()
+        file = io.BytesIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    key = f"{picture.key}-wide" if wide else picture.key  # both may stand in one page
-    name = f"{picture.title}. {describe(picture, history)}"
-    return for_html(file.getvalue(), key, name)
-
-
-def describe(picture: Picture, history: History) -> str:
-    """What the picture shows, in words, for those who do not see it."""
-    parts = []
-    for line in picture.present(history):
-        steps, values = drawn(picture, line, history)
-        first, last = reading(line.metric, values[0]), reading(line.metric, values[-1])
-        largest = reading(line.metric, history.newest(line.metric)[1].max())
-        parts.append(
-            f"{line.label}{history.since(line.metric)}: {first} at step {steps[0]:.0f}, "
-            f"{last} at step {steps[-1]:.0f}, largest measured {largest}"
-        )
-    return "; ".join(parts)
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def drawn(picture: Picture, line: Line, history: History) -> Series:
-    """The newest stretch of a line as the picture draws it, so that text can quote its ends."""
+    """Return the newest stretch of a line as it is drawn, so that text can quote its ends."""
     steps, values = history.newest(line.metric)
     if picture.log and (values > 0).any():
         steps, values = steps[values > 0], values[values > 0]
-    if picture.stacked and len(steps) > MAX_BARS:
-        starts = _stretches(len(steps), MAX_BARS)
-        return _means(steps, starts), _means(values, starts)
-    return steps, _course(picture, line, values)
-
-
-def _course(picture: Picture, line: Line, values: np.ndarray) -> np.ndarray:
-    """What a line goes through."""
-    as_measured = line.rings or picture.stacked
-    return values if as_measured else smooth(values, log=picture.log)
-
-
-def how_drawn(picture: Picture, history: History) -> str:
-    """A few words on what was done to the measured values, "" where they are drawn as they are."""
-    lengths = [
-        len(history.newest(line.metric)[0]) for line in picture.present(history) if not line.rings
-    ]
-    longest = max(lengths, default=0)
-    if picture.stacked:
-        return "means of neighbouring steps" if longest > MAX_BARS else ""
-    if longest <= MEASURED:
-        return ""
-    return "line smoothed, " + ("dots as measured" if longest <= MAX_POINTS else "band as measured")
+    return steps, values if line.rings else smooth(values, log=picture.log)
 
 
 def draw_lines(axes: Axes, picture: Picture, history: History) -> None:
@@ -141,73 +99,40 @@ def draw_lines(axes: Axes, picture: Picture, history: History) -> None:
             if picture.log:
                 steps, values = steps[values > 0], values[values > 0]
             if len(steps):
-                _draw_line(axes, line, steps, values, _course(picture, line, values))
+                _draw_line(axes, line, steps, values, log=picture.log)
     axes.margins(y=0.1)
     if picture.from_zero and not picture.log:
         low, high = axes.dataLim.intervaly
         axes.set_ylim(min(0.0, 1.12 * low), 1.12 * high if high > 0 else 0.01)
 
 
-def _draw_line(
-    axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, course: np.ndarray
-) -> None:
+def _draw_line(axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *, log: bool) -> None:
     color = COLORS[line.color]
     if line.rings:
         style: dict[str, Any] = dict(marker="o", ms=6.5, mfc=COLORS["paper"])
         axes.plot(steps, values, color=color, lw=1.2, mew=1.8, zorder=4, **style)
         return
-    if course is not values:
+    if len(values) > MEASURED:
         _draw_measured(axes, steps, values, color)
     dot = "o" if len(steps) == 1 else None
-    axes.plot(*thin(steps, course), color=color, lw=1.9, marker=dot, zorder=3)
+    axes.plot(*thin(steps, smooth(values, log=log)), color=color, lw=1.9, marker=dot, zorder=3)
 
 
 def _draw_measured(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str) -> None:
-    """Points; in a long run, the band from the lowest to the highest of each stretch."""
+    """Draw a thin line; of a long run, the band from the lowest to the highest of each stretch."""
     if len(steps) <= MAX_POINTS:
-        style: dict[str, Any] = dict(marker="o", ms=4.4, mew=0, ls="none")
-        axes.plot(steps, values, color=color, alpha=0.75, zorder=2, **style)
+        axes.plot(steps, values, color=color, lw=0.8, alpha=0.35, zorder=2)
         return
-    starts = _stretches(len(steps), MAX_POINTS)
+    starts = np.unique(np.linspace(0, len(steps), MAX_POINTS + 1)[:-1].round().astype(int))
     low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    centers = _means(steps, starts)
-    axes.fill_between(centers, low, high, color=color, alpha=0.16, linewidth=0, zorder=2)
-
-
-def _draw_phases(axes: Axes, picture: Picture, history: History) -> None:
-    """The seconds of each phase stacked up to those of the step; what is in no phase is on top."""
-    lines = picture.present(history)
-    steps = np.unique(np.concatenate([history.series(line.metric)[0] for line in lines]))
-    stack = np.zeros((len(lines), len(steps)))
-    for row, line in zip(stack, lines, strict=True):
-        at, values = history.series(line.metric)
-        row[np.searchsorted(steps, at)] = values
-    colors = [COLORS[line.color] for line in lines]
-    if "time/step" in history:
-        at, step_seconds = history.series("time/step")
-        inside = np.isin(at, steps)
-        other = np.zeros(len(steps))
-        other[np.searchsorted(steps, at[inside])] = step_seconds[inside]
-        stack = np.vstack([stack, np.maximum(other - stack.sum(axis=0), 0.0)])
-        colors.append(COLORS["other"])
-    if len(steps) <= MAX_BARS:
-        base = np.zeros(len(steps))
-        for heights, color in zip(stack, colors, strict=True):
-            axes.bar(steps, heights, 0.8, bottom=base, color=color, linewidth=0, zorder=2)
-            base += heights
-    else:
-        starts = _stretches(len(steps), MAX_BARS)
-        means = [_means(row, starts) for row in stack]
-        axes.stackplot(_means(steps, starts), means, colors=colors, linewidth=0, zorder=2)
-    axes.set_ylim(0, axes.dataLim.y1 * 1.1 or 1)
+    axes.fill_between(steps[starts], low, high, color=color, alpha=0.16, linewidth=0, zorder=2)
 
 
 def sparkline(values: np.ndarray, width: int = 96, height: int = 20) -> str:
     """Points of an SVG polyline that shows the course of ``values``, or "" for less than two."""
     if len(values) < 2:
         return ""
-    y = smooth(values)
-    x, y = thin(np.arange(len(y)), y)
+    x, y = thin(np.arange(len(values)), smooth(values))
     low, high = y.min(), y.max()
     # What smoothing leaves of a constant is rounding noise, not a course.
     flat = high - low <= 1e-9 * max(abs(low), abs(high))
@@ -236,20 +161,11 @@ def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
 
 
 def thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most about ``MAX_POINTS`` points of a smooth curve, both ends among them."""
+    """Return at most ``MAX_POINTS`` points of a smooth curve, both ends among them."""
     if len(values) <= MAX_POINTS:
         return steps, values
     chosen = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).round().astype(int))
     return steps[chosen], values[chosen]
-
-
-def _stretches(length: int, at_most: int) -> np.ndarray:
-    """Where each of ``at_most`` about equally long stretches begins."""
-    return np.unique(np.linspace(0, length, min(length, at_most) + 1)[:-1].round().astype(int))
-
-
-def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    return np.add.reduceat(values.astype(float), starts) / np.diff(np.append(starts, len(values)))
 
 
 def _draw(axes: Axes, picture: Picture, history: History) -> None:
@@ -257,7 +173,7 @@ def _draw(axes: Axes, picture: Picture, history: History) -> None:
     axes.set_facecolor("none")
     if picture.log:
         axes.set_yscale("log")
-    (_draw_phases if picture.stacked else draw_lines)(axes, picture, history)
+    draw_lines(axes, picture, history)
     shares = all(unit(line.metric) == "share" for line in picture.lines)
     frame(axes, history.first_step, history.last_step, shares=shares)
 
@@ -316,34 +232,3 @@ def _tick(value: float, _position: int) -> str:
 
 def _share_tick(value: float, position: int) -> str:
     return _tick(100 * value, position) + NARROW_SPACE + "%"
-
-
-def for_html(svg: str, key: str, name: str) -> str:
-    """Strip what only a stand-alone file needs, and hand fonts and colours over to the page."""
-    svg = svg[svg.index("<svg") :]
-    # matplotlib's <style> would apply to the whole page.
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
-    svg = re.sub(r"<!--.*?-->|font-family: [^;\"]*;? ?", "", svg, flags=re.S)
-    svg = re.sub(r' transform="rotate\(-0 [^"]*"', "", svg)
-    # Hundredths of a pixel are enough; only within attributes, since tick labels are text.
-    svg = re.sub(r'"[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
-    svg = re.sub(r"\s*\n\s*", "\n", svg)
-    # One style for all points of a series instead of one each.
-    svg = re.sub(r'(<g clip-path="[^"]*")>(\s*<use [^>]*?)( style="[^"]*")', r"\1\3>\2", svg)
-    svg = re.sub(r'(<use [^>]*?) style="[^"]*"', r"\1", svg)
-    # Several drawings share a page: ids in use get a prefix, the others go.
-    used = set(re.findall(r"#([\w.-]+)", svg))
-    svg = re.sub(
-        r' id="([\w.-]+)"',
-        lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "",
-        svg,
-    )
-    svg = re.sub(r'url\(#|(?:xlink:)?href="#', rf"\g<0>{key}-", svg)
-    svg = svg.replace("xlink:href", "href")
-    for color, value in COLORS.items():
-        svg = svg.replace(value, f"var(--{color})")
-    box = re.search(r'viewBox="[^"]*"', svg)
-    assert box is not None, "matplotlib says how large its drawing is"
-    opening = f'<svg {box[0]} role="img" aria-labelledby="{key}-name">'
-    title = f'<title id="{key}-name">{html.escape(name)}</title>'
-    return opening + title + svg[svg.index(">") + 1 :]

@@ -18,7 +18,7 @@ COLORS = {  # Okabe and Ito's palette, which colour-blind readers tell apart, da
     "other": "#c6cad1",
     "paper": "#fdfdfc",
 }
-"""Light theme; ``report.css`` has the same names with a dark variant each."""
+"""``report.css`` has the same names, with a dark variant each for the page around pictures."""
 
 PHASES = {  # in the order in which a step runs through them
     "rollout": "blue",
@@ -55,9 +55,6 @@ class Picture:
     from_zero: bool = True
     wide: bool = False
     """Spans both columns of the report."""
-
-    stacked: bool = False
-    """The seconds of phases, stacked up to the step's."""
 
     def present(self, history: History) -> list[Line]:
         """The lines that this run has something to show for."""
@@ -268,9 +265,8 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "phases",
             "Seconds per step",
             tuple(Line(f"time/{name}", name, color) for name, color in PHASES.items()),
-            "Where a step spends its time; grey is in no phase. Publishing is the price of fresh "
-            "weights, scoring that of the correction; both should stay thin beside the rollout.",
-            stacked=True,
+            "Where a step spends its time. Publishing is the price of fresh weights, scoring the "
+            "price of the correction; both should stay small beside the rollout.",
         ),
         Picture(
             "throughput",

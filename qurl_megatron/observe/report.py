@@ -3,16 +3,15 @@
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe import drawing, lanes, panels
+from qurl_megatron.observe import drawing, panels
 from qurl_megatron.observe.catalogue import GROUPS, known
 from qurl_megatron.observe.history import History, unscored, what_acted
-from qurl_megatron.observe.hours import KINDS, Hours, hours_of
 from qurl_megatron.observe.html import page
 from qurl_megatron.observe.panels import Picture
 from qurl_megatron.observe.predicted import compared
@@ -53,10 +52,9 @@ class Drawing:
     """One picture, drawn, with what the page writes around it."""
 
     picture: Picture
-    svg: str
-    wide_svg: str  # for two columns' width, or "" where one is enough
+    url: str
     legend: list[tuple[str, str, str, bool]]  # label, colour, value at its end, drawn as rings
-    how: str  # how lines follow from what was measured
+    smoothed: bool  # a thin line shows the values as measured
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,6 @@ def write_report(run_dir: Path | str) -> Path:
     spans = read_timeline(run_dir / TIMELINE_FILE)
     if spans:
         write_trace(spans, run_dir / TRACE_FILE)
-    shown = lanes.recent(spans)
     text = page(
         Path(__file__).with_name("report.html"),
         name=run_dir.resolve().name,
@@ -116,13 +113,10 @@ def write_report(run_dir: Path | str) -> Path:
             title: _section(chosen, history) for title, chosen in panels.pictures(history).items()
         },
         quotes=_quotes(read_samples(run_dir)),
-        timeline=lanes.lanes_svg(shown) if shown else "",
-        timeline_caption=lanes.CAPTION,
         events=_events(spans),
         banners=list(_banners(spans, history.last_step)),
         non_finite=history.non_finite,
         compared=compared(run_dir, history),
-        hours=_hours(hours_of(run_dir)),
         groups=_groups(history),
         last_step=history.last_step,
         recipe=recipe,
@@ -269,23 +263,16 @@ def _section(chosen: Sequence[Picture], history: History) -> PictureSection:
 
 
 def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
-    drawings, column = [], 0
-    for index, picture in enumerate(chosen):
-        # The last one takes the whole row where it would else leave a hole.
-        wide = picture.wide or (index == len(chosen) - 1 and column % 2 == 0)
-        column += 2 if wide else 1
-        legend = [
-            (
-                line.label,
-                line.color,
-                reading(line.metric, drawing.drawn(picture, line, history)[1][-1]),
-                line.rings,
-            )
-            for line in picture.present(history)
-        ]
-        wide_svg = drawing.picture_svg(picture, history, wide=True) if wide else ""
-        svg, how = drawing.picture_svg(picture, history), drawing.how_drawn(picture, history)
-        drawings.append(Drawing(picture, svg, wide_svg, legend, how))
+    drawings = []
+    for picture in chosen:
+        legend = []
+        smoothed = False
+        for line in picture.present(history):
+            _, values = drawing.drawn(picture, line, history)
+            legend.append((line.label, line.color, reading(line.metric, values[-1]), line.rings))
+            smoothed |= len(values) > drawing.MEASURED and not line.rings
+        url = drawing.picture_url(picture, history)
+        drawings.append(Drawing(picture, url, legend, smoothed))
     return drawings
 
 
@@ -315,24 +302,6 @@ def _quote(what: str, example: Example) -> Quote:
         facts(example),
         [(name, visible(text[:QUOTED]), visible(text[QUOTED:])) for name, text in texts if text],
     )
-
-
-def _hours(found: Hours) -> dict | None:
-    """The table of GPU-hours; None for a run that was not submitted by ``qurl slurm``."""
-    if not found.rows:
-        return None
-    spent = [(f"attempt {row.number}", f"{row.gpus}", row.hours) for row in found.rows]
-    if len(spent) > 1:
-        spent.append(("all", "", found.total))
-    rows = [
-        (name, gpus, [number(value) for value in (*asdict(hours).values(), hours.total)])
-        for name, gpus, hours in spent
-    ]
-    note = ""
-    if found.per_sample is not None:
-        each = number(found.per_sample)
-        note = f"{found.samples:,.0f} samples were trained on: {each} GPU-hours each."
-    return {"heads": [kind.replace("_", " ") for kind in KINDS], "rows": rows, "note": note}
 
 
 def _groups(history: History) -> dict[str, list[MetricRow]]:

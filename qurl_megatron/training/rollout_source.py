@@ -260,7 +260,6 @@ class RolloutSource:
         assert metrics["sync/staleness"].value <= rollout.max_staleness
         if self._turns:
             metrics |= conversation_metrics(samples)
-            metrics["environment/unread"] = Max(self._turns.unread)
         quantized = from_quantized(samples, config.quant.scheme, self._unquantized_since)
         metrics["rollout/quantized"] = Max(float(quantized))
         metrics |= draft.graded.metrics()

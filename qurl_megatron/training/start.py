@@ -20,8 +20,7 @@ from qurl_megatron.engines.starting import given_key, refuse_not_installed
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.kit.launch import launch, tell
-from qurl_megatron.kit.muster import mustered
-from qurl_megatron.kit.place import end_with_launcher, place_under_launcher
+from qurl_megatron.kit.place import end_with_launcher, mustered, place_under_launcher
 from qurl_megatron.kit.stop import StopRequest
 from qurl_megatron.kit.terminal import terminal
 from qurl_megatron.observe import failures

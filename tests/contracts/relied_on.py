@@ -7,6 +7,7 @@ or fields: endpoints, options.
 import inspect
 from dataclasses import dataclass
 
+from tests.contracts.source import Gone, Sources
 from tests.support.transformer_engine import MODULES
 
 
@@ -466,3 +467,17 @@ MODELOPT = [
 ]
 
 ROWS = [*MEGATRON, *TRANSFORMER_ENGINE, *SGLANG, *MODELOPT]
+
+
+def missing(row: Row, found: Sources) -> str:
+    """What a release lacks of a row; empty where it has all."""
+    try:
+        if row.says:
+            lacking = set(row.says) - found.says(row.path)
+        else:
+            where = found.find(row.path)
+            taken = found.arguments(where) if row.takes else set()
+            lacking = set() if "**" in taken else set(row.takes) - taken
+    except Gone as gone:
+        return str(gone)
+    return f"{row.path} has no {', '.join(sorted(lacking))}" if lacking else ""

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from tests.contracts.relied_on import ROWS, Row
-from tests.contracts.source import Gone, Sources
+from tests.contracts.relied_on import ROWS, missing
+from tests.contracts.source import Sources
 from tests.contracts.wheels import RELEASES, Release
 
 # Not in Python sources: Transformer Engine compiles them, and re-exports them from there.
@@ -18,20 +18,6 @@ def sources(release: Release) -> Sources:
     if wheel is None:
         pytest.skip(f"{release} is not in .contracts: `make contracts` downloads it")
     return Sources(wheel)
-
-
-def missing(row: Row, found: Sources) -> str:
-    """What a release lacks of a row; empty where it has all."""
-    try:
-        if row.says:
-            lacking = set(row.says) - found.says(row.path)
-        else:
-            where = found.find(row.path)
-            taken = found.arguments(where) if row.takes else set()
-            lacking = set() if "**" in taken else set(row.takes) - taken
-    except Gone as gone:
-        return str(gone)
-    return f"{row.path} has no {', '.join(sorted(lacking))}" if lacking else ""
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=str)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.relied_on import Row
+from tests.contracts.relied_on import Row, missing
 from tests.contracts.source import Gone, Sources
-from tests.contracts.test_contracts import missing
 
 FILES = {
     "p/__init__.py": "from .a import *\nfrom .b import Renamed as Known\nimport torch\n",

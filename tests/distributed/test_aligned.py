@@ -17,7 +17,6 @@ from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.types import Prompt, Sample
-from tests.distributed.test_transformer_engine import run_with_stand_in
 from tests.support.cases import all_but
 from tests.support.engine_models import decoding_by, engine_for, finish, sequence
 from tests.support.models import as_stored, random_samples, tiny_checkpoint
@@ -36,7 +35,7 @@ from tests.support.policies import (
     scores,
     whole,
 )
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks, run_with_stand_in
 
 LAYOUTS = {
     "alone": {},

@@ -1,7 +1,5 @@
 """Converted checkpoints are what megatron-core itself writes and reads, in every layout."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,41 +8,18 @@ from qurl_megatron.checkpoints import HfReader, open_checkpoint
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 from qurl_megatron.checkpoints.to_megatron import to_megatron
-from qurl_megatron.config import ModelConfig, ParallelConfig
+from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
-from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.training.state import TrainState, latest
-from tests.distributed.test_model import LAYOUTS, forward, hf_logits
 from tests.support.cases import all_but
+from tests.support.logits import LAYOUTS, check_converted_logits, hf_logits
 from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
 from tests.support.policies import build, recipe, whole
 from tests.support.ranks import run_on_ranks
 
 IDS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
-
-
-def check_logits(
-    device, hf: Path, converted: Path, parallel: ParallelConfig, ids, expected
-) -> None:
-    """Load ``converted`` as any user of megatron-core does, knowing nothing of this package."""
-    from megatron.core import dist_checkpointing
-
-    from qurl_megatron.actor.build import build_model, transformer_config
-
-    with megatron_runtime(parallel) as ranks:
-        arch = read_arch(read_config(hf))
-        config = transformer_config(arch, ModelConfig(path=str(hf), dtype="float32"), parallel)
-        model = build_model(arch, config, ranks)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(torch.nan)
-        state = model.sharded_state_dict(metadata={"singleton_local_shards": False})
-        loaded = dist_checkpointing.load({"model": state}, str(converted))
-        model.load_state_dict(loaded["model"])
-        logits = forward(model, arch, ranks, ids.to(device))
-        if logits is not None:
-            assert (logits - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("family", all_but(FAMILIES, nccl=["qwen3_moe"]))
@@ -61,7 +36,7 @@ def test_megatron_core_loads_a_conversion_in_every_layout(family, backend, tmp_p
     for tensor, pipeline in LAYOUTS:
         parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
         run_on_ranks(
-            check_logits,
+            check_converted_logits,
             parallel.world_size,
             backend,
             tmp_path,

@@ -1,10 +1,7 @@
 """The Megatron model is the Hugging Face model, however it is split."""
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.checkpoints import HfReader
@@ -12,61 +9,9 @@ from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.support.cases import all_but
+from tests.support.logits import LAYOUTS, check_logits, hf_logits
 from tests.support.models import FAMILIES, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
-
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-
-
-def hf_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-
-
-def megatron_logits(device, folder, parallel, uaq_scale, ids) -> torch.Tensor | None:
-    from qurl_megatron.actor.build import build_model, load_weights, transformer_config
-
-    with megatron_runtime(parallel) as ranks:
-        arch = read_arch(read_config(folder))
-        config = transformer_config(arch, ModelConfig(path=str(folder), dtype="float32"), parallel)
-        model = build_model(arch, config, ranks)
-        load_weights(model, arch, ranks, HfReader(folder), uaq_scale)
-        return forward(model, arch, ranks, ids.to(device))
-
-
-def forward(model, arch, ranks, ids) -> torch.Tensor | None:
-    """Whole logits [B, S, V] on the last pipeline stage, None on the others."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-
-    def step(_, model):
-        return model(ids, positions, None), lambda logits, non_loss_data: logits
-
-    with torch.no_grad():
-        (logits,) = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=None,
-            model=model,
-            num_microbatches=1,
-            seq_length=ids.shape[1],
-            micro_batch_size=ids.shape[0],
-            forward_only=True,
-            collect_non_loss_data=True,
-        ) or (None,)
-    if logits is None:
-        return None
-    shards = [torch.empty_like(logits) for _ in range(ranks.tensor.size)]
-    dist.all_gather(shards, logits.contiguous(), group=ranks.tensor.group)
-    return torch.cat(shards, -1)[..., : arch.vocab].cpu()
-
-
-def check_logits(device, folder, parallel, uaq_scale, ids, expected) -> None:
-    logits = megatron_logits(device, folder, parallel, uaq_scale, ids)
-    if logits is not None:
-        assert (logits - expected).abs().max() < 1e-4
 
 
 @pytest.mark.crossed

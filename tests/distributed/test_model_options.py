@@ -12,7 +12,7 @@ from qurl_megatron.checkpoints import HfReader
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.tensors.arch import read_arch, read_config
-from tests.distributed.test_model import forward
+from tests.support.logits import forward
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.policies import (
     ALGO,

@@ -6,10 +6,10 @@ import pytest
 
 from qurl_megatron.config import TrainConfig
 from tests.support.cases import all_but
-from tests.support.policies import ALGO, assert_same_training, recipe, run
+from tests.support.policies import ALGO, PACKED, assert_same_training, recipe, run
 
 # Small enough for several passes of several shapes; the layouts are crossed with the families.
-DYNAMIC, PACKED = dict(max_tokens=30), dict(max_tokens=48, packed=True)
+DYNAMIC = dict(max_tokens=30)
 CASES = {
     "dynamic": ("qwen2", {}, DYNAMIC),
     "dynamic, TP2 x PP2": ("qwen3", dict(tensor=2, pipeline=2), DYNAMIC),

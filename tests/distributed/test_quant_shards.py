@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant import quantize, rounding_of
+from qurl_megatron.quant import quantize
 from tests.support.ranks import run_on_ranks
+from tests.support.shards import check_nan, check_scheme
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -27,47 +28,6 @@ def check_every_scheme(device):
     check_misaligned_blocks(device)
 
 
-def check_scheme(whole, scheme):
-    for kind in ("nearest", "stochastic"):
-        check_shards(whole, scheme, kind)
-
-
-def check_shards(whole, scheme, kind):
-    rank, world = dist.get_rank(), dist.get_world_size()
-
-    def rounding(dim=None):
-        offset = 0 if dim is None else rank * whole.shape[dim] // world
-        place = {"shape": whole.shape, "split_dim": dim, "offset": offset}
-        return rounding_of(kind, seed=0, version=1, name="x", **place)
-
-    expected = quantize(whole, scheme, rounding=rounding())
-    rows, columns = (whole.chunk(world, dim=dim)[rank] for dim in (0, 1))
-
-    by_output = quantize(rows, scheme, rounding=rounding(0))
-    assert same(by_output.values, expected.values.chunk(world, dim=0)[rank])
-    assert same(by_output.scale, expected.scale.chunk(world, dim=0)[rank])
-
-    group = dist.group.WORLD
-    by_input = quantize(columns, scheme, input_group=group, rounding=rounding(1))
-    assert same(by_input.values, expected.values.chunk(world, dim=1)[rank])
-    # A channel's scale is shared by all ranks, a block's belongs to one.
-    scale = expected.scale if expected.block is None else expected.scale.chunk(world, dim=1)[rank]
-    assert same(by_input.scale, scale)
-
-
-def check_nan(device):
-    """A nan on one rank stops every rank, so that none waits for the others for ever."""
-    shard = torch.ones(4, 128, device=device)
-    if dist.get_rank() == 1:
-        shard[0, 0] = torch.nan
-    with pytest.raises(ConfigError, match="inf or nan"):
-        quantize(shard, "int8", input_group=dist.group.WORLD)
-
-
 def check_misaligned_blocks(device):
     with pytest.raises(ConfigError, match="shards of 192 columns"):
         quantize(torch.ones(4, 192, device=device), "fp8_block", input_group=dist.group.WORLD)
-
-
-def same(a, b):
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -4,9 +4,7 @@ The library itself needs CUDA; a stand-in with its names, parameters and collect
 (``tests/support/transformer_engine``). ``alone`` is the local spec on one rank.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,15 @@ import torch
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import ModelConfig, ParallelConfig, TrainConfig
 from qurl_megatron.tensors.arch import read_arch, read_config
-from tests.distributed import test_model, test_packing, test_publish
+from tests.distributed import test_publish
 from tests.support import critics
 from tests.support.cases import all_but
+from tests.support.logits import check_logits, hf_logits
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.policies import (
     ALGO,
     LAYOUTS,
+    PACKED,
     assert_same_training,
     check_masters,
     load_and_go_on,
@@ -29,23 +29,7 @@ from tests.support.policies import (
     save_then_go_on,
     train_twice,
 )
-from tests.support.ranks import run_on_ranks
-
-
-def with_stand_in(device, body: Callable[..., None], *args) -> None:
-    from tests.support.transformer_engine import install
-
-    install()
-    body(device, *args)
-
-
-def run_with_stand_in(
-    body: Callable[..., None], world_size: int, backend: str, tmp_path: Path, *args
-) -> None:
-    # Nothing of ours that holds on to Megatron may be there before the stand-in.
-    bare = ("torch.distributed", "megatron.core")
-    run_on_ranks(with_stand_in, world_size, backend, tmp_path, body, *args, preload=bare)
-
+from tests.support.ranks import run_on_ranks, run_with_stand_in
 
 ATTENTION = {
     "self_attention.linear_qkv.layer_norm_weight",
@@ -110,11 +94,9 @@ def test_norms_are_parameters_of_the_layers_they_feed(family, mlp, backend, tmp_
 def test_folding_uaq_leaves_the_function_as_it_was(family, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family)
     ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
-    expected = test_model.hf_logits(folder, ids)
+    expected = hf_logits(folder, ids)
     parallel = ParallelConfig(tensor=2)
-    run_with_stand_in(
-        test_model.check_logits, 2, backend, tmp_path, folder, parallel, 1.5, ids, expected
-    )
+    run_with_stand_in(check_logits, 2, backend, tmp_path, folder, parallel, 1.5, ids, expected)
 
 
 def train(backend, tmp_path, config) -> dict:
@@ -154,7 +136,7 @@ def test_sequences_that_lie_end_to_end_train_as_padded_ones_do(
     family, layout, alone, backend, tmp_path
 ):
     folder, expected = alone(family, **ALGO)
-    config = replace(recipe(folder, layout, **ALGO), train=TrainConfig(**test_packing.PACKED))
+    config = replace(recipe(folder, layout, **ALGO), train=TrainConfig(**PACKED))
     assert_same_training(train(backend, tmp_path, config), expected)
 
 

@@ -46,7 +46,7 @@ def test_verls_table_and_slimes_lines_are_trained_on_as_they_are(model, tmp_path
         done = qurl("train", tmp_path / "recipe.toml", *SETTINGS, *more)
         assert done.returncode == 0, done.stderr
         assert f"data.path={path}: 6 prompts in prompt (chats), answers in " in done.stdout
-        assert f"{path.stem}'s layout; kept as metadata: " in done.stdout
+        assert "; kept as metadata: " in done.stdout
         assert (f"data.eval_path={other}: 6 prompts" in done.stdout) == bool(held_out)
         assert "1 of 6 training prompts are longer than data.max_prompt_tokens=20" in done.stdout
         assert "1 prompt too long, left out" in (run / "report.html").read_text()

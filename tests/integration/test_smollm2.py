@@ -9,9 +9,8 @@ from qurl_megatron.data.smollm2 import convert
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.tensors.table import is_quantized
-from tests.distributed import test_convert
-from tests.distributed.test_model import check_logits, hf_logits
 from tests.support.engine_models import engine_for, finish, sequence
+from tests.support.logits import check_converted_logits, check_logits, hf_logits
 from tests.support.plain_transformers import Answer, answers
 from tests.support.ranks import run_on_ranks
 from tests.support.tools import tool
@@ -38,7 +37,6 @@ def test_plain_transformers_answer_as_the_engine_does(smollm2):
     finish(engine_for(smollm2, cache_gb=0.5), *asked)
     here = [Answer(one.prompt, one.output_ids, tokenizer.decode(one.output_ids)) for one in asked]
     assert answers(smollm2, prompts, 8) == here
-    assert tokenizer.disagreement(prompts) == ""
 
 
 # Its 9 heads are 3 groups, so tensor parallelism can be 1 or 3, and never 2.
@@ -75,7 +73,7 @@ def test_the_tools_take_real_weights_there_and_back(smollm2, tmp_path):
     assert tool("hf_to_megatron", "--hf", smollm2, "--out", megatron, *fold) == 0
     for parallel in (ParallelConfig(tensor=3), ParallelConfig(pipeline=2)):
         run_on_ranks(
-            test_convert.check_logits,
+            check_converted_logits,
             parallel.world_size,
             "gloo",
             tmp_path,

@@ -25,11 +25,11 @@ GPUS = 8
 # --signal says; SlurmctldParameters=preempt_send_user_signal, in later releases
 # PreemptParameters=send_user_signal, has --signal's sent in place of it. A script that ends in
 # its grace time completes the job: it must requeue itself. One that does not is killed, and
-# requeued by Slurm. A node that is set down ends a heterogeneous job, --no-kill or not, and is idle
-# again at once (ReturnToService=2) while its daemon answers.
+# requeued by Slurm. A node that is set down is idle again at once (ReturnToService=2) while its
+# daemon answers.
 #
-# cred_expire: a requeued job waits for it, 120 s by default. sched and backfill: hetjobs wait for
-# the latter. CR_Core_Memory, so that two jobs share a node only where they fit.
+# cred_expire: a requeued job waits for it, 120 s by default. CR_Core_Memory, so that two jobs share
+# a node only where they fit.
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

@@ -58,10 +58,10 @@ class User:
         """``qurl slurm ...``"""
         return self.slurm.call(*QURL, "slurm", *words, cwd=self.folder)
 
-    def submit(self, name: str, *overrides: str) -> tuple[list[int], Path]:
+    def submit(self, name: str, *overrides: str) -> tuple[int, Path]:
         """
         Returns:
-            The jobs, and the run's folder.
+            The job, and the run's folder.
         """
         recipe = ROOT / "launch/recipes/quickstart.toml"
         run_dir = self.folder / name
@@ -70,7 +70,7 @@ class User:
             *("--cluster", self.cluster_file),
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads((run_dir / "slurm/job.json").read_text())["jobs"], run_dir
+        return json.loads((run_dir / "slurm/job.json").read_text())["job"], run_dir
 
     def told(self, *words: object) -> str:
         """What ``qurl slurm ...`` says where it ends well."""

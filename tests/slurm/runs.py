@@ -3,13 +3,11 @@
 import contextlib
 import json
 import re
-from datetime import datetime
 from pathlib import Path
 
 import psutil
 
 from qurl_megatron.cluster import folder
-from qurl_megatron.kit.clock import now
 from qurl_megatron.observe.sinks import read_metrics
 from tests.slurm.conftest import User
 
@@ -54,8 +52,12 @@ def said(run_dir: Path, attempt: int | None = None) -> str:
     return text if attempt is None else text.partition(f"qurl: attempt {attempt}, job ")[2]
 
 
+def ended_attempts(run_dir: Path) -> list[folder.Attempt]:
+    return [attempt for attempt in folder.attempts(run_dir) if attempt.ended]
+
+
 def decisions(run_dir: Path) -> list[str]:
-    return [one.decision for one in folder.attempts(run_dir)]
+    return [attempt.decision for attempt in ended_attempts(run_dir)]
 
 
 def rank(user: User, number: int) -> psutil.Process:
@@ -88,15 +90,3 @@ def time_is_up(user: User, job: int) -> None:
 def ends_in(user: User, job: int, seconds: int) -> None:
     """Cut a running job's time short, as an operator does."""
     user.slurm.update(f"JobId={job}", f"EndTime=now+{seconds}")
-
-
-def left_s(user: User, job: int) -> float:
-    """Seconds until the job's time is up."""
-    return datetime.fromisoformat(user.slurm.facts(job)["EndTime"]).timestamp() - now()
-
-
-def shows_a_save(run_dir: Path, seconds: float) -> None:
-    """As if the run had saved a checkpoint that took so long; a resumed run drops it."""
-    span = {"lane": "trainer", "name": "save", "step": 10**6, "start": 0.0, "end": seconds}
-    with (run_dir / "timeline.jsonl").open("a") as out:
-        out.write(json.dumps(span) + "\n")

@@ -15,10 +15,9 @@ from tests.slurm.runs import (
     OPTIONS,
     STEPS,
     decisions,
+    ended_attempts,
     measured,
-    reaches,
     steps_done,
-    time_is_up,
 )
 
 EXAMINE_S = 60
@@ -55,8 +54,8 @@ def test_two_jobs_of_one_user_at_once_on_the_same_two_nodes_end_as_each_alone_wo
             socket.getaddrinfo(node, None)
     # A rank on each node, of which both jobs have half.
     user.describe({"gpus": 1, "cpus": 64}, extra=["--nodelist=train1,train2"])
-    (first,), first_dir = user.submit("first", *OPTIONS)
-    (second,), second_dir = user.submit("second", *OPTIONS)
+    first, first_dir = user.submit("first", *OPTIONS)
+    second, second_dir = user.submit("second", *OPTIONS)
     user.slurm.wait(lambda: min(steps_done(first_dir), steps_done(second_dir)) >= 1, 180)
     for job, where in ((first, first_dir), (second, second_dir)):
         assert user.slurm.facts(job)["NodeList"] == "train[1-2]"
@@ -71,36 +70,14 @@ def test_two_jobs_of_one_user_at_once_on_the_same_two_nodes_end_as_each_alone_wo
 
 def test_a_bad_rollout_node_is_left_out_and_the_run_goes_on_with_the_other(user: User, hide_torch):
     # A rank or an engine for each of all four nodes.
-    user.describe({"gpus": 1, "cpus": 128}, layout="split", examine_s=EXAMINE_S)
+    user.describe({"gpus": 1, "cpus": 128}, examine_s=EXAMINE_S)
     hide_torch("train1")
     meeting = user.folder / "apart/engines"
-    (job,), run_dir = user.submit(
-        "apart", *FEW, f"rollout.rendezvous={meeting}", "rollout.engines=2"
-    )
+    job, run_dir = user.submit("apart", *FEW, f"rollout.rendezvous={meeting}", "rollout.engines=2")
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     assert decisions(run_dir) == ["done"]
     assert_one_engine_is_left_out(run_dir, "train1")
     user.assert_key_is_kept(job, run_dir, meeting)
-    assert user.footprint.left(run_dir) == []
-
-
-def test_a_heterogeneous_job_leaves_out_a_bad_rollout_node_and_the_loss_of_the_other_is_a_failure(
-    user: User, hide_torch
-):
-    user.describe({"gpus": 1, "cpus": 128}, examine_s=EXAMINE_S)
-    hide_torch("train2")
-    meeting = user.folder / "apart/engines"
-    (job,), run_dir = user.submit(
-        "apart", *OPTIONS, f"rollout.rendezvous={meeting}", "rollout.engines=2"
-    )
-    reaches(user, run_dir, 3)
-    user.slurm.update("NodeName=train1", "State=DOWN", "Reason=a test")
-    user.slurm.wait(lambda: decisions(run_dir) == ["retry"], 60, "the attempt's record")
-    assert user.slurm.facts(job)["Restarts"] == "1"
-    assert_one_engine_is_left_out(run_dir, "train2")
-    assert "the node is lost: node train1" in user.told("logs", run_dir, "--attempt", 1)
-    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    assert decisions(run_dir) == ["retry", "done"]
     assert user.footprint.left(run_dir) == []
 
 
@@ -116,7 +93,7 @@ def test_a_bad_training_node_is_excluded_and_the_job_goes_on_elsewhere(user: Use
     user.describe({"gpus": 1}, examine_s=EXAMINE_S)
     for node in ("roll1", "train2"):
         hide_torch(node)
-    (job,), run_dir = user.submit("moved", *FEW)
+    job, run_dir = user.submit("moved", *FEW)
     assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
     *moved, last = decisions(run_dir)
     assert 1 <= len(moved) <= 2 and {*moved} == {"without"} and last == "done"
@@ -125,37 +102,16 @@ def test_a_bad_training_node_is_excluded_and_the_job_goes_on_elsewhere(user: Use
     assert steps_done(run_dir) == 6
 
 
-def test_a_chain_keeps_off_a_bad_node_goes_on_when_time_is_up_and_ends_with_the_run(
-    user: User, undisturbed: Path, hide_torch
-):
-    user.describe(again="chain", chain=4, examine_s=EXAMINE_S)
-    hide_torch("roll1")  # Slurm's first choice
-    jobs, run_dir = user.submit("chained", *OPTIONS)
-    reaches(user, run_dir, 3)
-    time_is_up(user, jobs[1])
-    ended = [user.slurm.ended(job) for job in jobs]
-    assert ended == ["COMPLETED", "COMPLETED", "COMPLETED", "CANCELLED"], user.log(run_dir)
-    assert [(one.job, one.decision) for one in folder.attempts(run_dir)] == [
-        (jobs[0], "without"),
-        (jobs[1], "again"),
-        (jobs[2], "done"),
-    ]
-    places = [user.slurm.facts(job)["NodeList"] for job in jobs[:3]]
-    assert places[0] == "roll1" and "roll1" not in places[1:]
-    assert measured(run_dir) == measured(undisturbed)
-    assert user.footprint.left(run_dir) == []
-
-
 def test_a_bad_node_without_another_in_its_place_ends_the_job_with_a_sentence(
     user: User, hide_torch
 ):
     hide_torch("train1")
     user.describe(examine_s=EXAMINE_S, extra=["--nodelist=train1"])
-    (job,), run_dir = user.submit("stuck", *FEW)
+    job, run_dir = user.submit("stuck", *FEW)
     assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
     assert user.slurm.facts(job)["ExitCode"] == "7:0"
     log = (run_dir / "slurm/job.log").read_text()
     assert f"node train1 is bad: {WHY}" in log
     assert "train1 cannot be excluded (sbatch --test-only refused" in log
-    (only,) = folder.attempts(run_dir)
+    (only,) = ended_attempts(run_dir)
     assert (only.decision, only.code) == ("stop", 7)

@@ -1,20 +1,16 @@
-"""What an operator sees of a run on a real Slurm: first cause, hours; and other jobs."""
+"""What an operator sees of a run on a real Slurm: its first cause; and other jobs."""
 
 import json
 import sys
 from pathlib import Path
 
-import pytest
-
-from qurl_megatron.cluster import folder
-from qurl_megatron.observe.hours import hours_of
 from qurl_megatron.observe.sinks import read_metrics
 from tests.slurm.conftest import ROOT, SMALL, User
 from tests.slurm.runs import ONE_RANK
 
 
-def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User):
-    (job,), run_dir = user.submit(
+def test_a_run_whose_numbers_broke_says_so_first(user: User):
+    job, run_dir = user.submit(
         "broken", "train.steps=20", "train.eval_prompts=0", "optimizer.lr=1e9"
     )
     assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
@@ -26,13 +22,6 @@ def test_a_run_whose_numbers_broke_says_so_first_and_its_hours_add_up(user: User
     ended = json.loads(user.told("status", run_dir, "--json"))
     assert (ended["state"], ended["job"]) == ("ended", job)
     assert "the guard" in ended["what"] and "slurm logs" in ended["next"]
-    (attempt,) = folder.attempts(run_dir)
-    assert attempt.gpus == 2
-    seconds = attempt.ended_at - attempt.began_at
-    found = hours_of(run_dir).total
-    assert found.total == pytest.approx(2 * seconds / 3600)
-    assert found.set_up > 0 and found.lost > 0
-    assert "attempt 1" in user.told("hours", run_dir)
 
 
 def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(user: User):

@@ -79,12 +79,6 @@ MISTAKES = [
         "write each object on one line",
     ),
     Mistake(
-        "nested columns",
-        f"{TRAIN} data.path=mine/nested.jsonl",
-        "mine/nested.jsonl line 1 nests",
-        "flatten its columns",
-    ),
-    Mistake(
         "a list of answers",
         f"{TRAIN} data.path=mine/answers.jsonl",
         "mine/answers.jsonl line 1",
@@ -257,7 +251,6 @@ DATA = {
     "empty.jsonl": "",
     "text.jsonl": ROW.replace("prompt", "text"),
     "half.jsonl": ROW + ROW[:20],
-    "nested.jsonl": ROW.replace("7}", "[" * 600 + "]" * 600 + "}"),
     "answers.jsonl": ROW.replace("2", "[2]"),
     "chats.jsonl": ROW.replace('"paid 9 for 7:"', '[{"role": "user", "content": "paid 9"}]'),
     "raises.py": "raise RuntimeError('no licence')\n",

@@ -41,6 +41,8 @@ LAYOUTS = {
 }
 ALGO = dict(objective="acr", kl_coef=0.1, entropy_coef=0.01)
 SAMPLES = random_samples(8)
+PACKED = dict(max_tokens=48, packed=True)
+"""Settings of ``train`` with which a tiny batch takes several passes of several shapes."""
 
 
 def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, **algo) -> RunConfig:

@@ -210,3 +210,19 @@ def _run_body(rank: int, world_size: int, backend: str, folder: Path, call: byte
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def run_with_stand_in(
+    body: Callable[..., None], world_size: int, backend: str, tmp_path: Path, *args
+) -> None:
+    """Call ``body`` on ranks whose Transformer Engine is the stand-in of the tests."""
+    # Nothing of ours that holds on to Megatron may be there before the stand-in.
+    bare = ("torch.distributed", "megatron.core")
+    run_on_ranks(with_stand_in, world_size, backend, tmp_path, body, *args, preload=bare)
+
+
+def with_stand_in(device, body: Callable[..., None], *args) -> None:
+    from tests.support.transformer_engine import install
+
+    install()
+    body(device, *args)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.distributed.test_quant_shards import check_nan, check_scheme
 from tests.support.ranks import run_on_ranks
+from tests.support.shards import check_nan, check_scheme
 
 
 def check_both_formats(device):

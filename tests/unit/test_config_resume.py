@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import RunConfig, changes, load, refused
-from qurl_megatron.config.resume import page_table, rules
+from qurl_megatron.config.resume import RULES, OnResume, rules
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 RECIPE = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n'
@@ -23,6 +23,25 @@ def changed(tmp_path):
 def test_messages_name_sections_as_recipes_do():
     for section in fields(RunConfig):
         assert section.type.section == section.name
+
+
+def page_table() -> str:
+    """The rules by section, as the table of docs/recipes.md."""
+    rows = [
+        "| section | may change, and computes the same | may change | only in a fork | never |",
+        "|---|---|---|---|---|",
+    ]
+    for section, keys in rules().items():
+        cells = [_named(rule, list(keys.values()), keys) for rule in RULES]
+        rows.append(f"| `{section}` | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _named(rule: OnResume, all_rules: list[OnResume], keys: dict[str, OnResume]) -> str:
+    """The keys of a rule; of the rule that most keys of the section have, no names."""
+    if rule == max(RULES, key=all_rules.count):
+        return "all" if len(set(all_rules)) == 1 else "all others"
+    return " ".join(f"`{key}`" for key, key_rule in keys.items() if key_rule == rule)
 
 
 def test_the_page_tells_the_rules():

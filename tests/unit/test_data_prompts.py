@@ -27,9 +27,6 @@ class Letters:
                 raise ConfigError(f"{question.place}: {error}") from None
             yield ids, "z" if "z" in question.text else ""
 
-    def disagreement(self, prompts, *, chat=False):
-        return ""
-
 
 @pytest.fixture
 def make(tmp_path):

@@ -47,7 +47,7 @@ def test_verls_tables_are_read_as_they_are(tmp_path):
     }
     assert second.place == "FILE row 1"
     assert file.summary == (
-        "FILE: 2 prompts in prompt (chats), answers in reward_model.ground_truth, verl's layout; "
+        "FILE: 2 prompts in prompt (chats), answers in reward_model.ground_truth; "
         "kept as metadata: data_source, ability, reward_model, extra_info"
     )
 
@@ -58,8 +58,7 @@ def test_slimes_lines_are_read_as_they_are(tmp_path):
     assert file.questions[0].turns == (TURN,)
     assert file.questions[1].metadata == {"rm_type": "math", "index": 1}
     assert file.summary == (
-        "FILE: 2 prompts in prompt (chats), answers in label, slime's layout; "
-        "kept as metadata: rm_type, index"
+        "FILE: 2 prompts in prompt (chats), answers in label; kept as metadata: rm_type, index"
     )
 
 
@@ -166,9 +165,9 @@ def test_bad_json_names_one_line(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_file(path, "FILE")
     assert re.findall(r"line \d+", str(caught.value)) == ["line 2"]
-    assert "Expecting ',' delimiter at column 16" in str(caught.value)
+    assert "Expecting ',' delimiter" in str(caught.value)
     path.write_text('{"prompt": "a",\n"answer": "1"}\n')
-    with pytest.raises(ConfigError, match="line 1 .* at column 16, where the line ends; write ea"):
+    with pytest.raises(ConfigError, match="line 1 .*; write each object on one line"):
         read_file(path, "FILE")
 
 
@@ -186,7 +185,6 @@ def test_several_files_are_refused_with_the_way_out(tmp_path):
     for given, said in (
         ("a.jsonl,b.jsonl", "does not exist .* one file is read: join several first"),
         ("*.parquet", "does not exist .* one file is read: join several first"),
-        ("a.jsonl@[1:3]", "a part of a file cannot be named"),
     ):
         with pytest.raises(ConfigError, match=said):
             read_file(Path(given), "FILE")
@@ -196,18 +194,12 @@ def test_several_files_are_refused_with_the_way_out(tmp_path):
         build(DataConfig, {"path": ["a.jsonl"]}, "data.")
 
 
-def test_slimes_metadata_is_of_one_kind_in_all_rows(read):
+def test_slimes_metadata_column_becomes_the_metadata_where_it_holds_objects(read):
     row = {"prompt": "a", "label": "1"}
     objects = read({**row, "metadata": None}, {**row, "metadata": {"level": 3}}, row)
-    assert [one.metadata for one in objects.questions] == [{}, {"level": 3}, {}]
-    assert objects.summary.endswith("answers in label, slime's layout")
-    texts = read({**row, "metadata": None}, {**row, "metadata": '{"level": 3}'})
-    assert [one.metadata for one in texts.questions] == [{}, {"metadata": '{"level": 3}'}]
-    assert texts.summary.endswith(
-        "holds no objects, so rewards get it whole, as metadata['metadata']"
-    )
-    with pytest.raises(ConfigError, match="an object in line 3 and something else in line 1, so"):
-        read({**row, "metadata": "x"}, row, {**row, "metadata": {"level": 3}})
+    assert [question.metadata for question in objects.questions] == [{}, {"level": 3}, {}]
+    texts = read({**row, "metadata": '{"level": 3}'})
+    assert texts.questions[0].metadata == {"metadata": '{"level": 3}'}
 
 
 def test_a_chat_that_is_written_as_json_text_is_a_chat(read):

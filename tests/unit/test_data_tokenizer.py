@@ -1,13 +1,10 @@
 """The tokenizer of a model folder."""
 
 import json
-import re
 import shutil
 
 import pytest
 from tokenizers import Tokenizer as Splitter
-from tokenizers import Tokenizer as WordTokenizer
-from tokenizers import models, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
@@ -18,8 +15,6 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import example_of
 from qurl_megatron.training.warmstart import build_tokenizer
 from qurl_megatron.types import Prompt, Sample
-from tests.support.models import tiny_checkpoint
-from tests.support.tools import tool
 
 EOS = 1
 TEMPLATE = """{% for m in messages %}{% if m.role == "user" and not loop.last %}
@@ -63,48 +58,8 @@ def test_turns_go_through_the_template_whether_or_not_texts_do(folder):
     assert tokenizer.encode(turns) == tokenizer.encode("4 + 17 -")
     assert tokenizer.encode(turns, chat=True) == tokenizer.encode(turns)
     assert tokenizer.encode("17", chat=True) == tokenizer.encode("17 -")
-    with pytest.raises(ConfigError, match="line 2, refuses .* turns: roles must alternate"):
+    with pytest.raises(ConfigError, match="line 2, refuses .* turns .roles must alternate"):
         tokenizer.encode([*turns, turns[1]])
-
-
-@pytest.fixture
-def foreign(tmp_path):
-    """A Qwen2 whose tokenizer.json knows words, where Qwen2's own tokenizer would have pairs."""
-    words = WordTokenizer(models.WordLevel({"<unk>": 0, "What": 1, "is": 2, "4": 3}, "<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    return tmp_path
-
-
-def test_what_autotokenizer_splits_otherwise_is_reported_with_an_example(folder, foreign):
-    assert Tokenizer(folder).disagreement(["4 + 17", "What is 4 ?"]) == ""
-    said = Tokenizer(foreign).disagreement(["4", "What is 4 4"])
-    assert said.startswith(
-        f"{foreign}: tokenizer.json, which is used here, and AutoTokenizer, which other tools use, "
-        "give 5 of 6 texts different ids: of 'What is 4 4', [1, 2, 3, 3] and [3, 3] from position"
-    )
-    assert "copy tokenizer.json and tokenizer_config.json from the original" in said
-
-
-def test_inspect_reports_it_too(foreign, capsys):
-    tiny_checkpoint(foreign, "qwen2")
-    assert tool("inspect", foreign) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "  tokenizer " in line)
-    assert 'other tools use, give 4 of 4 texts different ids: of "Hello, world!' in line
-    build_tokenizer([Question("What is 4 + 17 ?", "21")]).save_pretrained(foreign)
-    assert tool("inspect", foreign) == 0
-    assert "AutoTokenizer reads it as it is read here" in capsys.readouterr().out
-
-
-def test_that_autotokenizer_cannot_load_the_folder_is_reported(foreign):
-    settings = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "code.Ours"]}}
-    (foreign / "tokenizer_config.json").write_text(json.dumps(settings))
-    (foreign / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    said = Tokenizer(foreign).disagreement()
-    assert re.search(r"AutoTokenizer, which other tools use, cannot load the tokenizer \(\w+", said)
 
 
 def test_a_question_without_any_known_word_is_refused_with_its_line(folder):
@@ -174,11 +129,13 @@ def test_a_mistake_in_a_chat_template_is_reported_with_its_file_and_line(folder,
     file = tmp_path / "chat_template.jinja"
     question = Question("", "", turns=({"role": "user", "content": "4"},), place="FILE line 3")
     file.write_text("{{ 1 }}\n{% for m in %}\n")
-    malformed = rf"^FILE line 3: the chat template in {file} is malformed in its line 2: "
+    malformed = rf"^FILE line 3: the chat template in {file}, line 2, refuses the prompt"
     with pytest.raises(ConfigError, match=malformed):
         list(Tokenizer(tmp_path).read([question], chat=False))
     file.write_text("{{ 1 }}\n\n{{ messages[0].content + 1 }}\n")
-    with pytest.raises(ConfigError, match=rf"template in {file}, line 3, refuses .*: can only con"):
+    with pytest.raises(
+        ConfigError, match=rf"template in {file}, line 3, refuses .* turns .can only con"
+    ):
         Tokenizer(tmp_path).encode("4", chat=True)
     for broken in ("1 // 0", "10.0 ** 400", "'4'.encode('none')", "range(10 ** 9)"):
         file.write_text(f"{{{{ {broken} }}}}")

@@ -49,16 +49,16 @@ def test_a_folder_that_cannot_be_written_hides_no_failure(tmp_path, monkeypatch)
 
 
 def test_a_mistake_before_there_are_ranks_is_kept_too(tmp_path, monkeypatch):
-    from qurl_megatron.cluster import folder, task
+    from qurl_megatron.cluster import folder, tasks
     from qurl_megatron.cluster.cluster import ClusterConfig
 
-    monkeypatch.setattr(task, "stop_on_usr1", lambda _: None)  # it would block SIGUSR1 in pytest
+    monkeypatch.setattr(tasks, "stop_on_usr1", lambda _: None)  # it would block SIGUSR1 in pytest
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("SLURM_PROCID", "1")
     words = ["model.path=nowhere", "warmstart.steps=0"]
     folder.write(tmp_path / "run", QUICK, words, ClusterConfig(), "")
     with pytest.raises(ConfigError):
-        task.task(tmp_path / "run")
+        tasks.task(tmp_path / "run")
     (failure,) = read_failures(tmp_path)
     assert (failure.rank, failure.kind) == (1, "ConfigError")
     assert "model.path=nowhere does not exist" in failure.text

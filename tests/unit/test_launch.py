@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.actor import megatron
-from qurl_megatron.kit import launch, muster, place
+from qurl_megatron.kit import launch, place
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.undertaker import bury
 from tests.support.leftovers import Footprint
@@ -54,7 +54,7 @@ def meet(folder: Path, told: multiprocessing.SimpleQueue, **env: str) -> None:
         os.environ.pop(name, None)
     os.environ.update({**SLURM, "GLOO_SOCKET_IFNAME": "lo", **env})
     assert place.place_under_launcher(2)
-    with muster.mustered(folder, key="train.run_dir"):
+    with place.mustered(folder, key="train.run_dir"):
         dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
         mine = torch.tensor([float(env.get("VALUE", "1"))])
         dist.all_reduce(mine)
@@ -101,18 +101,18 @@ def test_under_srun_a_file_that_a_killed_step_left_leads_nobody_astray(tmp_path)
 def test_a_given_meeting_point_stays(environment, tmp_path):
     environment |= {**SLURM, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "7"}
     assert place.place_under_launcher(2)
-    with muster.mustered(tmp_path, key="train.run_dir"):
+    with place.mustered(tmp_path, key="train.run_dir"):
         assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.9", "7")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_whose_folder_is_not_shared_are_told_so(environment, tmp_path, monkeypatch):
-    monkeypatch.setattr(muster, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(place, "PATIENCE_S", 0.0)
     environment |= SLURM
     place.place_under_launcher(2)
     with (
         pytest.raises(ConfigError, match=r"\.meet-.* not visible .* set train.run_dir to a folder"),
-        muster.mustered(tmp_path, key="train.run_dir"),
+        place.mustered(tmp_path, key="train.run_dir"),
     ):
         pass
 

@@ -76,7 +76,7 @@ def test_a_traceback_that_a_model_writes_into_the_log_is_not_taken_for_the_runs(
     theirs = as_text(example(prompt=f"Why?\n{head}\n  x\nKeyError: 1", response=head))
     assert tracebacks(theirs) == []
     ours = f"{theirs}\n{head}\n  File x\nValueError: no"
-    assert [found.message for found in tracebacks(ours)] == ["ValueError: no"]
+    assert [message for message, _ in tracebacks(ours)] == ["ValueError: no"]
 
 
 def test_resuming_drops_the_steps_that_are_done_again_and_a_torn_line(tmp_path):

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from datetime import datetime, timedelta
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ def slurm(tmp_path, monkeypatch) -> Programs:
     monkeypatch.setattr("qurl_megatron.cluster.attempt.LINGER_S", 0.0)  # then Slurm kills it
     monkeypatch.setattr(supervise, "POLL_S", 0.05)
     make = Programs(tmp_path, monkeypatch)
-    make("squeue", "echo '{\"jobs\": []}'")
+    make("squeue", "")
     make("scontrol", "")
     make("scancel", "")
     return make
@@ -50,23 +50,13 @@ def run_dir(slurm, tmp_path) -> Path:
     return submitted(tmp_path / "run")
 
 
-@pytest.fixture
-def chain(slurm, tmp_path) -> Path:
-    """A run whose next job, 6, waits behind this one."""
-    run_dir = submitted(tmp_path / "run", again="chain")
-    folder.write_jobs(run_dir, [5, 6])
-    slurm("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
-    return run_dir
-
-
-def of_two_components(tmp_path: Path, monkeypatch, rollout: list[str], **job) -> Path:
-    """A heterogeneous job that trains on node t1 and has an engine on each of ``rollout``."""
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_0", "t1")
-    monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", ",".join(rollout))
+def with_rollout_nodes(tmp_path: Path, monkeypatch, rollout: list[str], **job) -> Path:
+    """A job that trains on node t1 and has an engine on each of ``rollout``."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(["t1", *rollout]))
     run_dir = tmp_path / "run"
     engines = [f"rollout.engines={len(rollout)}", f"rollout.rendezvous={run_dir}/engines"]
     cluster = ClusterConfig(job=JobConfig(**job), node=NodeConfig(gpus=1))
-    folder.write(run_dir, QUICK, ["train.steps=7", "parallel.data=1", *engines], cluster, "")
+    folder.write(run_dir, QUICK, ["train.steps=7", "parallel.tensor=1", *engines], cluster, "")
     return run_dir
 
 
@@ -122,22 +112,14 @@ def test_a_folder_for_which_nothing_was_submitted_is_named(monkeypatch, tmp_path
 # ---- the run ends, or its time is up
 
 
-def test_a_run_that_ends_well_is_recorded_and_its_chain_cancelled(slurm, chain, capfd):
-    slurm("srun", saves(chain, 7))
-    assert attempt(chain) == 0
-    (record,) = folder.attempts(chain)
+def test_a_run_that_ends_well_is_recorded(slurm, run_dir, capfd):
+    slurm("srun", saves(run_dir, 7))
+    assert attempt(run_dir) == 0
+    (record,) = folder.attempts(run_dir)
     assert (record.step_before, record.step_after, record.decision) == (0, 7, "done")
-    assert "scancel 6" in slurm.called
-    assert any(f"qurl slurm task {chain}" in line for line in slurm.called)
+    assert any(f"qurl slurm task {run_dir}" in line for line in slurm.called)
     assert "all 7 steps are done" in capfd.readouterr().out
-    assert os.readlink(chain / "slurm/latest") == "attempts/1"
-
-
-def test_a_run_that_is_done_is_done_though_the_queue_does_not_answer(slurm, chain, capfd):
-    slurm("squeue", "exit 1")
-    slurm("srun", saves(chain, 7))
-    assert attempt(chain) == 0
-    assert "squeue" in capfd.readouterr().out
+    assert os.readlink(run_dir / "slurm/latest") == "attempts/1"
 
 
 def test_a_run_that_has_all_its_steps_starts_nothing(slurm, run_dir):
@@ -146,14 +128,24 @@ def test_a_run_that_has_all_its_steps_starts_nothing(slurm, run_dir):
     assert folder.attempts(run_dir) == [] and slurm.called == []
 
 
-def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, run_dir):
+def test_time_that_is_up_is_told_to_the_ranks_and_the_job_requeued(slurm, run_dir, capfd):
     slurm("srun", ranks_that_save(run_dir, 3))
     assert attempt(run_dir) == 0
     assert "scontrol requeue 5" in slurm.called
+    assert recorded(run_dir) == [("USR1", "again")]
+    assert "qurl: time is up: the ranks save and end" in capfd.readouterr().out
+
+
+def test_where_requeueing_is_forbidden_the_next_job_is_submitted_to_wait_for_this_one(
+    slurm, run_dir, capfd
+):
+    slurm("srun", ranks_that_save(run_dir, 3))
     slurm("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
-    slurm("srun", ranks_that_save(run_dir, 4))
-    with pytest.raises(ConfigError, match='presently disabled; .*job.again = "chain"'):
-        attempt(run_dir)
+    slurm("sbatch", "cat > /dev/null; echo 6")
+    assert attempt(run_dir) == 0
+    assert "sbatch --parsable --dependency=afterany:5" in slurm.called
+    assert folder.job(run_dir) == 6
+    assert "presently disabled\nqurl: the run goes on in job 6" in capfd.readouterr().out
 
 
 def test_what_slurm_sends_after_the_ranks_were_told_changes_nothing(slurm, run_dir):
@@ -193,57 +185,6 @@ def test_where_ranks_that_were_killed_had_met_is_not_left_in_the_runs_folder(slu
     assert (run_dir / "seen").read_text() == ""
 
 
-@pytest.fixture
-def measured_run(run_dir) -> Path:
-    """A run that has shown that its steps take 40 s, and its checkpoints 5."""
-    record = {"step": 1, "time": 1000.0, "metrics": {"time/step": 40.0}}
-    (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    save = {"lane": "trainer", "name": "save", "step": 1, "start": 1000.0, "end": 1005.0}
-    (run_dir / "timeline.jsonl").write_text(json.dumps(save) + "\n")
-    return run_dir
-
-
-def ends_in(slurm, seconds: float) -> datetime:
-    """The job's time is up then, as Slurm says."""
-    end = datetime.now() + timedelta(seconds=seconds)
-    slurm("scontrol", f"echo JobId=5 NumNodes=1 EndTime={end.isoformat('T', 'seconds')}")
-    return end
-
-
-def test_a_run_whose_steps_are_long_is_told_before_slurms_signal(slurm, measured_run, capfd):
-    ends_in(slurm, 74)  # 40 and 5 for a step and a save, and 30 to spare
-    slurm("srun", ranks_that_save(measured_run, 3, ":"))
-    assert attempt(measured_run) == 0
-    assert recorded(measured_run) == [("USR1", "again")]
-    assert "qurl: time is up: the ranks save and end" in capfd.readouterr().out
-
-
-def test_slurms_signal_is_put_off_where_less_time_is_needed(slurm, measured_run, tmp_path, capfd):
-    ends_in(slurm, 600)  # and job.signal_s is 900
-    told = f"trap '{saves(measured_run, 1)}; exit 0' USR1"
-    asked = f"$(grep -c scontrol {tmp_path}/called)"  # when the job ends: once more, when it comes
-    heard = f"before={asked}; kill -USR1 $PPID; until [ {asked} -gt $before ]; do sleep 0.02; done"
-    slurm("srun", f"{told}; {heard}; sleep 0.2; {saves(measured_run, 7)}")
-    assert attempt(measured_run) == 0
-    assert decisions(measured_run) == ["done"]
-    printed = capfd.readouterr().out
-    assert re.search(r"SIGUSR1 \d+ s before the end; 75 are needed, it goes on", printed)
-
-
-def test_engines_that_do_not_leave_in_time_do_not_keep_the_job_from_the_queue(
-    slurm, tmp_path, monkeypatch
-):
-    run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=0)
-    end = ends_in(slurm, 11)
-    both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
-    ranks = ranks_that_save(run_dir, 3, f"{both}; kill -USR1 $PPID")
-    engines = "trap '' USR1; exec sleep 60"
-    slurm("srun", f'case "$*" in *offer*) {engines};; *) {ranks};; esac')
-    assert attempt(run_dir) == 0
-    assert "scontrol requeue 5" in slurm.called
-    assert datetime.now() < end
-
-
 # ---- failures
 
 
@@ -264,7 +205,7 @@ def test_two_failures_in_a_row_without_a_checkpoint_end_the_job_with_no_progress
 
 
 def test_with_a_node_lost_the_next_attempt_is_in_another_job(slurm, tmp_path, capfd):
-    run_dir = submitted(tmp_path / "run", layout="split")
+    run_dir = submitted(tmp_path / "run")
     slurm("scontrol", "echo JobId=5 NumNodes=0 EndTime=Unknown PreemptTime=None")
     slurm("srun", f"{saves(run_dir, 3)}; exit 137")
     attempt(run_dir)
@@ -274,9 +215,8 @@ def test_with_a_node_lost_the_next_attempt_is_in_another_job(slurm, tmp_path, ca
 
 
 def back_in_the_queue(restarts: int) -> str:
-    """What scontrol says of a heterogeneous job that Slurm has ended for a node that was lost."""
-    first = f"JobId=5 HetJobOffset=0 JobState=COMPLETING Requeue=1 Restarts={restarts} NumNodes=1"
-    return f"echo {first}; echo JobId=6 HetJobOffset=1 JobState=PENDING Restarts={restarts}"
+    """What scontrol says of a job that Slurm has ended for a node that was lost."""
+    return f"echo JobId=5 JobState=COMPLETING Requeue=1 Restarts={restarts} NumNodes=1"
 
 
 def test_a_job_that_slurm_has_put_back_itself_has_failed_and_was_not_cancelled(
@@ -303,14 +243,6 @@ def test_a_job_that_slurm_puts_back_time_and_again_without_a_checkpoint_is_ended
     assert slurm.called[-1] == "scancel 5"
 
 
-def test_a_chain_goes_on_behind_a_job_that_slurm_has_ended_for_a_lost_node(slurm, chain):
-    slurm("scontrol", "echo JobId=5 JobState=COMPLETING Reason=NodeDown Requeue=0 Restarts=0")
-    slurm("srun", f"{ENDED_BY_SLURM}; {saves(chain, 3)}; exit 143")
-    attempt(chain)
-    assert decisions(chain) == ["retry"]
-    assert not any("scancel" in line for line in slurm.called)
-
-
 def test_a_cancelled_job_that_slurm_has_started_anew_before_was_cancelled(
     slurm, run_dir, monkeypatch
 ):
@@ -331,15 +263,10 @@ def test_a_preempted_run_goes_on_in_another_job_though_only_its_ranks_were_told(
 def test_an_attempt_that_was_lost_with_its_node_counts_once_the_job_is_back(
     slurm, run_dir, monkeypatch
 ):
-    assert folder.open_attempt(run_dir) == 1
-    for file in folder.attempt_folder(run_dir, 1).iterdir():
-        os.utime(file, (1e9, 1e9))
+    folder.open_attempt(run_dir, job=5)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     slurm("srun", "exit 1")
     assert attempt(run_dir) == NO_PROGRESS
-    assert (
-        folder.attempts(run_dir)[0].ended_at == 1e9
-    )  # its last sign: what came then was the queue
     assert decisions(run_dir) == ["retry", "stop"]
 
 
@@ -347,24 +274,24 @@ def test_a_node_that_takes_a_run_along_twice_ends_it_though_nobody_could_record_
     slurm, run_dir, monkeypatch
 ):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    lost = folder.Attempt(folder.open_attempt(run_dir), 5, 0, 0, 0, "", 1, "retry")
-    folder.close_attempt(run_dir, lost)
-    folder.open_attempt(run_dir)
+    lost = folder.open_attempt(run_dir, job=5)
+    folder.write_attempt(run_dir, replace(lost, code=1, decision="retry"))
+    folder.open_attempt(run_dir, job=5)
     assert attempt(run_dir) == NO_PROGRESS
     assert decisions(run_dir) == ["retry", "stop"]
 
 
 def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, run_dir):
-    folder.open_attempt(run_dir)
+    folder.open_attempt(run_dir, job=5)
     slurm("srun", saves(run_dir, 7))
     assert attempt(run_dir) == 0
-    assert [record.number for record in folder.attempts(run_dir)] == [2]
+    assert decisions(run_dir) == ["", "done"]
 
 
 def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(supervise, "WATCH_S", 0.1)
     monkeypatch.setattr(supervise, "STACKS_S", 1.0)
-    run_dir = submitted(tmp_path / "run", hung_s=2)
+    run_dir = submitted(tmp_path / "run", hung_s=1)
     stack = f"{run_dir}/slurm/attempts/1/stack-0.txt"
     first, second = saves(run_dir, 3), saves(run_dir, 7)
     slurm(
@@ -404,17 +331,11 @@ def test_a_run_that_is_cancelled_while_its_nodes_are_examined_ends_without_start
     assert "bad" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("again", ["requeue", "chain"])
-def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(
-    again, examined, tmp_path, capfd
-):
-    run_dir = submitted(tmp_path / "run", again=again, examine_s=180)
-    folder.write_jobs(run_dir, [5, 6])
-    examined("squeue", 'echo \'{"jobs": [{"job_id": 6, "job_state": "PENDING"}]}\'')
+def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(examined, tmp_path, capfd):
+    run_dir = submitted(tmp_path / "run", examine_s=180)
     assert attempt(run_dir) == 0
-    job = {"requeue": 5, "chain": 6}[again]
-    assert examined.called[-1] == f"scontrol update JobId={job} ExcNodeList=a1"
-    assert ("scontrol requeue 5" in examined.called) == (again == "requeue")
+    assert examined.called[-1] == "scontrol update JobId=5 ExcNodeList=a1"
+    assert "scontrol requeue 5" in examined.called
     assert not any("slurm task" in line for line in examined.called)
     assert "node a1 is bad: it is ill" in capfd.readouterr().out
     (record,) = folder.attempts(run_dir)
@@ -433,7 +354,7 @@ def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(examined, tmp_path
 def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
     examined, tmp_path, monkeypatch, capfd
 ):
-    run_dir = of_two_components(tmp_path, monkeypatch, ["r1"], examine_s=180)
+    run_dir = with_rollout_nodes(tmp_path, monkeypatch, ["r1"], examine_s=180)
     assert attempt(run_dir) == BAD_NODE
     assert not any("requeue" in line or "ExcNodeList" in line for line in examined.called)
     assert "attempt 1: all 2 nodes are bad, so none is excluded" in capfd.readouterr().out
@@ -444,9 +365,9 @@ def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
 def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
     examined, tmp_path, monkeypatch
 ):
-    run_dir = of_two_components(tmp_path, monkeypatch, ["r1", "r2"], examine_s=180)
+    run_dir = with_rollout_nodes(tmp_path, monkeypatch, ["r1", "r2"], examine_s=180)
     bad = {"r2": "its GPU is slow"}
-    monkeypatch.setattr(examination, "judge", lambda reports, gpus: bad)
+    monkeypatch.setattr(examination, "judge", lambda *_: bad)
     # The engines' step is told to end with the ranks', which may be before it has begun.
     both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
     ranks = f"{both}; {saves(run_dir, 7)}"
@@ -455,7 +376,7 @@ def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_
     assert attempt(run_dir) == 0
     called = "\n".join(examined.called)
     assert f"qurl slurm task {run_dir} --engines 1" in called
-    assert "--nodes=1 --ntasks=1 " in called and "--nodelist=r1 qurl slurm offer" in called
+    assert "--nodelist=r1 qurl slurm offer" in called
 
 
 # ---- the run's folder
@@ -464,29 +385,29 @@ def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_
 @pytest.mark.parametrize("name", ['my "run"', "2026", "[x]"])
 def test_what_is_submitted_is_read_back(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_dir = submitted(Path(name), again="chain")
+    run_dir = submitted(Path(name), retries=7)
     assert folder.recipe(run_dir).train.run_dir == name
     assert folder.recipe(run_dir).train.steps == 7
-    assert folder.cluster(run_dir).job.again == "chain"
+    assert folder.cluster(run_dir).job.retries == 7
     assert to_toml(folder.cluster(run_dir)) == (run_dir / "slurm/cluster.toml").read_text()
 
 
 def test_attempts_are_numbered_on(tmp_path):
-    assert [folder.open_attempt(tmp_path) for _ in range(3)] == [1, 2, 3]
+    assert [folder.open_attempt(tmp_path, job=5).number for _ in range(3)] == [1, 2, 3]
     assert os.readlink(tmp_path / "slurm/latest") == "attempts/3"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 1}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"job": "1"}', "\0"])
 def test_a_damaged_record_is_named(text, tmp_path):
     folder.put(tmp_path / "slurm/job.json", text)
     with pytest.raises(ConfigError, match=r"slurm/job.json is damaged .*submit the run again"):
-        folder.jobs(tmp_path)
+        folder.job(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "slurm").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot be written"):
-        folder.open_attempt(tmp_path)
+        folder.open_attempt(tmp_path, job=5)
 
 
 # ---- a rank
@@ -494,7 +415,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
 
 RANK = """
 import signal, subprocess, sys, time
-from qurl_megatron.cluster.task import stop_on_usr1
+from qurl_megatron.cluster.tasks import stop_on_usr1
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 stop_on_usr1()
 child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)

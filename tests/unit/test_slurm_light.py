@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qurl_megatron.cluster.folder import Attempt, close_attempt, open_attempt
+from qurl_megatron.cluster import folder as records
 from tests.support.slurm_scripts import ROOT
 
 QUICK = ROOT / "launch/recipes/quickstart.toml"
@@ -50,12 +51,7 @@ def here(tmp_path_factory) -> Path:
     """A folder with a cluster file, a model, a Slurm that takes everything, and a run."""
     folder = tmp_path_factory.mktemp("login")
     (folder / "bin").mkdir()
-    answers = {
-        "sbatch": "echo 41",
-        "squeue": "echo '{\"jobs\": []}'",
-        "scancel": "",
-        "scontrol": "",
-    }
+    answers = {"sbatch": "echo 41", "squeue": "", "scancel": "", "scontrol": ""}
     for name, answer in answers.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
         (folder / "bin" / name).chmod(0o755)
@@ -63,12 +59,10 @@ def here(tmp_path_factory) -> Path:
     words = [QUICK, f"model.path={described(folder, 'qwen2')}", "train.run_dir=run"]
     assert called(folder, "slurm", "submit", *words, "--cluster", "cluster.toml") == "0"
     run = folder / "run"
-    number = open_attempt(run, gpus=2, step=0)
-    (run / f"slurm/attempts/{number}/train-0.log").write_text(
-        "Traceback (most recent call last):\n"
-    )
-    ended = Attempt(number, 41, 0, step_before=0, step_after=0, signal="", code=1, decision="stop")
-    close_attempt(run, ended)
+    attempt = records.open_attempt(run, job=41)
+    log = records.attempt_folder(run, attempt.number) / "train-0.log"
+    log.write_text("Traceback (most recent call last):\n")
+    records.write_attempt(run, replace(attempt, code=1, decision="stop"))
     return folder
 
 
@@ -78,7 +72,6 @@ def here(tmp_path_factory) -> Path:
         ["slurm", "render", QUICK, "--cluster", "cluster.toml"],
         ["slurm", "status", "run"],
         ["slurm", "logs", "run"],
-        ["slurm", "hours", "run", "--json"],
         ["slurm", "cancel", "run"],
         ["show", QUICK],
     ],

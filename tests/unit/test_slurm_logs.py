@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from qurl_megatron.cli import main
 from qurl_megatron.cluster import folder
 from qurl_megatron.cluster.cause import KINDS, Evidence, Log, first_cause, kind_of, tracebacks
 from qurl_megatron.cluster.logs import section
+from qurl_megatron.kit.clock import now
 from qurl_megatron.observe.failures import Failure, read_failures
 from tests.support.fuzz import damaged, damaged_bytes, examples
 
@@ -80,17 +81,12 @@ COLLECTIVES = [
     failed(2, "DistBackendError", NCCL, 99.8),
     failed(3, "OutOfMemoryError", "CUDA out of memory.", 100.0),
 ]
-HETJOB = (
-    "engines: srun: error: Node failure on train1",
-    "slurmstepd-roll1: error: *** JOB 3 ON roll1 CANCELLED AT 2026 DUE TO NODE FAILURE ***",
-    "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.",
-    "srun: error: roll1: task 0: Terminated",
-)
 ALL_ANSWERED = [line for line in HUNG if "did not answer" not in line]
 ENGINE_TASK = "engines: srun: error: roll1: task 0: Killed"
 ENGINES_ENDED = "engines: srun: _step_signal: Terminating StepId=2.1"
 EXAMINED = "examine: srun: Job step aborted: Waiting up to 7 seconds"
-FAULT, NODE_LOST = "a fault of the program", "the node is lost"
+FAULT, NODE_LOST = "a fault of the program", "the node fails"
+LOST_NODE = "srun: error: Node failure on train1"
 TWO = [failed(0, "ValueError", "b", 5.0), failed(1, "ValueError", "a", 4.0)]
 UNKEPT = rank_log(2, "Traceback (most recent call last):\n  x\nImportError: y")
 CASES = {
@@ -131,14 +127,9 @@ CASES = {
         KILL,
         ["rollout node 0"],
     ),
-    "of a heterogeneous job the node that was lost, not the one that tells": (
-        srun(*HETJOB),
-        "node train1",
-        NODE_LOST,
-        ["srun"],
-    ),
+    "a node that was lost": (srun(LOST_NODE), "node train1", NODE_LOST, []),
     "a rollout node that was lost before did not end the run": (
-        srun(HETJOB[0], "srun: error: roll2: task 1: Killed"),
+        srun(f"engines: {LOST_NODE}", "srun: error: roll2: task 1: Killed"),
         "rank 1",
         KILL,
         ["node train1"],
@@ -191,13 +182,13 @@ CASES = {
     "a crash": (
         srun("srun: error: t1: tasks 0,2-3: Segmentation fault (core dumped)"),
         "rank 0",
-        "it crashed",
+        KILL,
         ["rank 2", "rank 3"],
     ),
     "the time limit": (
         srun("slurmstepd: error: *** STEP 5.0 CANCELLED DUE TO TIME LIMIT ***"),
         "srun",
-        "Slurm ended the job",
+        KILL,
         [],
     ),
     "a disk so full that ranks could keep nothing": (
@@ -249,8 +240,8 @@ def test_what_only_follows_is_no_cause(evidence):
         ("Collapse: step 2 broke the policy", "numbers, or the guard, halted the run"),
         ("DistBackendError: NCCL error ... Cuda failure 'out of memory'", "GPU memory is used up"),
         ("RankLost: rank 1 lost contact with rank 0", "another rank is gone"),
-        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "a GPU fails"),
-        ("OSError: [Errno 116] Stale file handle", "the file system fails"),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", NODE_LOST),
+        ("OSError: [Errno 116] Stale file handle", NODE_LOST),
         ("AssertionError: ", "a fault of the program"),
     ],
 )
@@ -272,18 +263,11 @@ def test_each_kind_of_failure_has_its_own_advice(message, kind):
             id="SGLang's",
         ),
         pytest.param(f"{'Traceback (most recent call last)'}:\n", "cut off", "):", id="cut off"),
-        pytest.param(
-            "terminate called after throwing an instance of 'c10::Error'\n  what():  misaligned\n",
-            "terminate called after throwing an instance of 'c10::Error' what():  misaligned",
-            "misaligned",
-            id="native code",
-        ),
     ],
 )
 def test_a_traceback_is_found_in_a_log(log, message, end):
-    (logged,) = tracebacks(log)
-    assert logged.message == message and logged.text.endswith(end)
-    assert (logged.time is not None) == ("2026" in log)
+    ((logged, text),) = tracebacks(log)
+    assert logged == message and text.endswith(end)
 
 
 @pytest.mark.parametrize("name", ["KeyboardInterrupt", "asyncio.exceptions.CancelledError: x"])
@@ -296,15 +280,15 @@ def test_processes_that_were_asked_to_leave_did_not_fail(name):
 
 def attempted(run_dir: Path, srun: tuple[str, ...] = KILLED, **ended) -> Path:
     """A run with one attempt, as its supervisor leaves it."""
-    number = folder.open_attempt(run_dir, gpus=2)
-    where = folder.attempt_folder(run_dir, number)
+    begun = folder.open_attempt(run_dir, job=2)
+    where = folder.attempt_folder(run_dir, begun.number)
     (where / "train-0.log").write_text("step 1/7\n")
-    lines = [line.replace("attempt 1", f"attempt {number}") for line in srun]
+    lines = [line.replace("attempt 1", f"attempt {begun.number}") for line in srun]
     with (run_dir / "slurm/job.log").open("a") as out:
         out.write("\n".join(lines) + "\n")
     if ended:
-        record = {"job": 2, "restarts": 0, "step_before": 0, "step_after": 4, "signal": "", **ended}
-        folder.close_attempt(run_dir, folder.Attempt(number=number, **record))
+        record = replace(begun, step_after=4, ended_at=now(), **ended)
+        folder.write_attempt(run_dir, record)
     return where
 
 
@@ -326,7 +310,7 @@ def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, ca
         "First cause: it was killed: rank 1 on roll1, while rank 0 was in train of step 7"
     )
     assert lines[4] == "  killed by SIGKILL"
-    assert lines[5].startswith("What to do: somebody, or Linux where memory ran out")
+    assert lines[5].startswith("What to do: find out what killed it: a person; Linux, where memory")
     assert "1 followed from it, or came later" in lines
     assert any(line.endswith("train-0.log  rank 0") for line in lines)
     assert [line for line in lines if "stack-" in line] == [

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.cluster.offer import PAUSE_S, Offered, address_towards, prepare
+from qurl_megatron.cluster.tasks import PAUSE_S, Offered, prepare
 from qurl_megatron.engines.starting import Launch
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.fleet.tenancy import Member, read_members
@@ -101,8 +101,3 @@ def test_an_address_of_ipv6_stands_in_brackets(engine, tmp_path):
     look_until(one, lambda: offers(tmp_path))
     entry = json.loads((tmp_path / "node-engine-0.json").read_text())
     assert entry["url"] == "http://[fd00::7]:4321"
-
-
-def test_a_trainer_whose_name_does_not_resolve_is_named():
-    with pytest.raises(ConfigError, match="no-such-node.invalid, the trainer's first node, cannot"):
-        address_towards("no-such-node.invalid")

@@ -43,23 +43,18 @@ def test_every_script_in_the_folder_is_one_of_them():
     assert {path.name for path in FOLDER.glob("*.sbatch")} == set(READY)
 
 
-def test_a_disaggregated_run_is_a_hetjob_and_ends_in_one_call():
+def test_a_run_with_rollout_nodes_is_one_job_of_all_nodes_and_ends_in_one_call():
     lines = script(with_job()).splitlines()
-    first, second = (part.split() for part in " ".join(lines).split("#SBATCH hetjob"))
-    assert "--nodes=2" in first and "--ntasks-per-node=8" in first
-    assert "--nodes=2" in second and "--ntasks-per-node=1" in second
+    assert {"#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=8"} <= set(lines)
     assert lines[-1] == "exec qurl slurm attempt runs/grpo_qwen2.5_32b"
 
 
 @pytest.mark.parametrize(
     ("job", "recipe", "present", "absent"),
     [
-        ({"layout": "split"}, BIG, ["--nodes=4", "--no-kill"], ["hetjob"]),
-        ({"layout": "hetjob"}, BIG, ["hetjob"], ["--no-kill"]),
-        ({"layout": "split"}, QUICK, [], ["--no-kill"]),  # it has no rollout nodes
+        ({}, BIG, ["--no-kill", "--requeue"], []),
+        ({}, QUICK, [], ["--no-kill"]),  # it has no rollout nodes
         ({"signal_s": 300}, BIG, ["--signal=B:USR1@300"], []),
-        ({"again": "requeue"}, BIG, ["--requeue"], ["--dependency=singleton", "--no-requeue"]),
-        ({"again": "chain"}, BIG, ["--no-requeue", "--dependency=singleton"], ["--requeue"]),
         ({"extra": ("--exclusive",)}, BIG, ["--exclusive"], []),
     ],
 )
@@ -67,12 +62,6 @@ def test_options_follow_from_the_cluster_file(job, recipe, present, absent):
     lines = script(with_job(**job), recipe).splitlines()
     options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
     assert set(present) <= options and not set(absent) & options
-
-
-def test_chains_of_runs_whose_folders_are_called_alike_do_not_wait_for_each_other():
-    cluster = with_job(again="chain")
-    runs = [load(QUICK, [f"train.run_dir={folder}/run"]) for folder in ("a", "b")]
-    assert len({training_job(run, cluster).name for run in runs}) == 2
 
 
 def test_nothing_of_the_submitters_shell_reaches_a_job(monkeypatch):
@@ -104,8 +93,8 @@ def test_the_sites_lines_come_before_the_run_and_in_quotes_where_they_need_them(
 
 def test_a_command_reaches_bash_word_by_word(tmp_path):
     words = ("printf", "%s\\n", "a b", "$HOME", "it's", "", "x$PWD", HERE, f"--dir={HERE}")
-    components = training_job(load(QUICK), ClusterConfig()).components
-    text = render(Script("x", "x", components, words), ClusterConfig())
+    nodes = training_job(load(QUICK), ClusterConfig()).nodes
+    text = render(Script("x", "x", nodes, words), ClusterConfig())
     bash = ["bash", "-c", text.splitlines()[-1]]
     printed = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True).stdout
     here = [str(tmp_path), f"--dir={tmp_path}"]
@@ -162,23 +151,20 @@ def test_an_unknown_tool_is_one_sentence(kind, words, sentence):
 # ---- steps, inside the job
 
 
-@pytest.mark.parametrize(
-    ("layout", "training", "rollout"),
-    [
-        ("hetjob", {"--het-group=0", "--ntasks=16"}, {"--het-group=1", "--ntasks=2"}),
-        ("split", {"--relative=0", "--nodes=2"}, {"--relative=2", "--nodes=2"}),
-    ],
-)
-def test_steps_take_their_part_of_the_job_and_a_rank_that_fails_ends_the_others(
-    layout, training, rollout
-):
-    cluster, config = with_job(layout=layout), load(BIG)
+def test_steps_take_their_part_of_the_job_and_a_rank_that_fails_ends_the_others():
+    cluster, config = with_job(), load(BIG)
     allocation = lay_out(config.parallel, config.rollout, cluster.node)
     places = {"folder": "logs", "workdir": "/here"}
     train = training_step(allocation, cluster, ["qurl", "train"], **places)
     engines = rollout_step(allocation, cluster, ["qurl", "serve"], **places)
-    assert training | {"--kill-on-bad-exit=1", "--export=ALL"} <= set(train)
-    assert rollout | {"--kill-on-bad-exit=0", "--no-kill", "--export=ALL"} <= set(engines)
+    assert {"--relative=0", "--nodes=2", "--kill-on-bad-exit=1", "--export=ALL"} <= set(train)
+    assert {
+        "--relative=2",
+        "--nodes=2",
+        "--kill-on-bad-exit=0",
+        "--no-kill",
+        "--export=ALL",
+    } <= set(engines)
     assert "--no-kill" not in train
 
 

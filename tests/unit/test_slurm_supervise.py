@@ -8,21 +8,23 @@ from datetime import datetime
 import psutil
 import pytest
 
-from qurl_megatron.cluster.pace import MARGIN_S
+from qurl_megatron.cluster import supervise
 from qurl_megatron.cluster.supervise import (
     ENGINES_S,
+    GLANCE_S,
+    KILL_S,
     LAST_S,
     POLL_S,
-    REQUEUE_S,
     WATCH_S,
     SrunStep,
+    Stillness,
     beside,
     end_of,
     final_code,
     preempted,
-    spare_s,
+    progress_mark,
 )
-from qurl_megatron.cluster.task import forget_hook
+from qurl_megatron.cluster.tasks import forget_hook
 from qurl_megatron.kit import place
 from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
@@ -64,31 +66,41 @@ def test_a_program_ended_by_a_signal_ends_with_128_and_it():
 def test_what_the_engines_srun_says_is_told_from_what_the_ranks_says(tmp_path, capfd):
     line = "srun: error: roll1: task 1: Killed"
     SrunStep(["sh", "-c", f"echo '{line}' >&2"]).wait(PATIENCE_S)
-    with beside(["sh", "-c", f"echo '{line}' >&2; touch {tmp_path}/said"], lambda: 10.0):
+    with beside(["sh", "-c", f"echo '{line}' >&2; touch {tmp_path}/said"]):
         while not (tmp_path / "said").exists():
             time.sleep(0.01)
     assert capfd.readouterr().err == f"{line}\nengines: {line}\n"
 
 
-@pytest.mark.parametrize(
-    ("left", "patience"),
-    [(None, ENGINES_S), (600.0, ENGINES_S), (25.0, 25.0 - REQUEUE_S), (5.0, 0.0), (-1.0, 0.0)],
-)
-def test_engines_may_take_no_longer_to_leave_than_leaves_time_to_requeue(left, patience):
-    assert spare_s(left, 0.0) == patience
-
-
 def test_what_follows_on_ranks_that_are_ended_fits_before_the_time_limit():
-    notices = WATCH_S + POLL_S
-    assert notices + REQUEUE_S < LAST_S  # and the engines have what is left of it
-    assert LAST_S < MARGIN_S  # ranks that take what was measured are not ended
+    assert WATCH_S + POLL_S + KILL_S + ENGINES_S + KILL_S < LAST_S
 
 
-def test_engines_that_do_not_leave_are_killed_once_their_time_is_over():
+def test_engines_that_do_not_leave_are_killed_once_their_time_is_over(monkeypatch):
+    monkeypatch.setattr(supervise, "ENGINES_S", 0.1)
     began = time.monotonic()
-    with beside(["sh", "-c", f"trap '' USR1; exec sleep {NEVER_S}"], lambda: 0.1):
+    with beside(["sh", "-c", f"trap '' USR1; exec sleep {NEVER_S}"]):
         pass
     assert time.monotonic() - began < ENGINES_S
+
+
+def test_every_step_and_every_checkpoint_is_a_sign_of_life(tmp_path):
+    marks = [progress_mark(tmp_path)]
+    for metrics in ("1\n", "1\n2\n"):
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        marks.append(progress_mark(tmp_path))
+    checkpoint = tmp_path / "checkpoints/step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    assert len({*marks, progress_mark(tmp_path)}) == 4
+
+
+def test_time_for_which_the_watcher_was_itself_suspended_is_not_stillness():
+    clock = iter([0.0, 1.0, 2.0, 602.0, 603.0, 604.0])
+    still = Stillness(lambda: next(clock))
+    assert [still.seconds() for _ in range(4)] == [1.0, 2.0, 2.0 + GLANCE_S, 3.0 + GLANCE_S]
+    still.moved()
+    assert still.seconds() == 1.0
 
 
 # ---- a rank
@@ -125,7 +137,7 @@ def test_a_rank_takes_its_group_along_only_where_no_other_rank_is_in_it(tasks, b
 RANK = """
 import subprocess, sys, time
 from pathlib import Path
-from qurl_megatron.cluster.task import stop_on_usr1
+from qurl_megatron.cluster.tasks import stop_on_usr1
 stop_on_usr1(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)
 def stuck_here():

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
-from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.training.warmstart import (
@@ -137,7 +136,6 @@ def test_whoever_loads_the_folder_reads_the_same_ids(made):
     # Version 4 of transformers would return another by default, which a Qwen2 refuses.
     assert settings["model_input_names"] == ["input_ids", "attention_mask"]
     assert all(len(codec) == len(codecs[0]) <= 32 for codec in codecs)  # none was added
-    assert Tokenizer(folder).disagreement([f"{task} 48 - 5 ="]) == ""
 
 
 def test_text_survives_the_tokenizer_and_whoever_loads_it(tmp_path):

@@ -349,43 +349,6 @@ def test_messages_go_by_pair_in_order_and_wait_for_their_receiver(tmp_path):
     passes(_messages, 3, tmp_path)
 
 
-def _eager(rank: Rank) -> None:
-    import emulated_cuda.distributed as emulated
-    import torch
-    import torch.distributed as dist
-
-    device = rank.init("nccl", device_id=torch.device("cuda", rank.rank))
-    assert [(c.key, c.ranks) for c in emulated.communicators()] == [("0", 3)]
-    x = torch.ones(1, device=device)
-    if rank.rank < 2:
-        dist.send(x, 1) if rank.rank == 0 else dist.recv(x, 0)
-    group = dist.split_group(split_ranks=[[0, 1], [2]])
-    dist.all_reduce(x, group=group)
-    assert x.item() == (2 if rank.rank < 2 else 1)
-    subgroup = dist.new_group([0, 2])
-    if rank.rank != 1:
-        dist.all_reduce(x, group=subgroup)
-    # One for the world, which the messages used, one for each subgroup, made with it.
-    assert len(emulated.communicators()) == (2 if rank.rank == 1 else 3)
-    with raises(dist.DistBackendError, "not on device passed to init_process_group"):
-        dist.all_reduce(torch.ones(1, device=torch.device("cuda", 3)))
-
-    # Objects work, by way of the GPU; on groups that have gloo beside they never go there.
-    objects = [None] * 3
-    dist.all_gather_object(objects, {"rank": rank.rank})
-    dist.broadcast_object_list(objects)
-    assert objects == [{"rank": r} for r in range(3)]
-    assert emulated.object_collectives() == {"all_gather_object": 1, "broadcast_object_list": 1}
-    both = dist.new_group(backend="cpu:gloo,cuda:nccl")
-    dist.broadcast_object_list(objects, group=both)
-    assert emulated.object_collectives().total() == 2
-    dist.destroy_process_group()
-
-
-def test_eager_groups_use_one_communicator_and_objects_on_nccl_are_counted(tmp_path):
-    passes(_eager, 3, tmp_path)
-
-
 # -- asynchrony ------------------------------------------------------------------------------------
 
 
@@ -527,49 +490,6 @@ def test_ranks_that_call_different_operations_are_told(tmp_path):
     passes(_different_calls, 2, tmp_path)
 
 
-def _failure_of_a_wait(rank: Rank) -> None:
-    """``wait`` tells of a failure, not a kernel behind it: which of them does is else a race."""
-    import torch
-    import torch.distributed as dist
-
-    device = rank.init()
-    for _ in range(3):
-        x = torch.ones(4 + rank.rank, device=device)
-        work = dist.all_reduce(x, group=dist.new_group(backend="nccl"), async_op=True)
-        while not work.is_completed():
-            time.sleep(0.01)
-        with raises(dist.DistBackendError, "different operations"):
-            work.wait()
-        torch.ones(4, device=device).add_(1)
-        torch.cuda.synchronize()
-    dist.destroy_process_group()
-
-
-def test_a_failure_that_wait_tells_is_not_told_again_by_the_next_kernel(tmp_path):
-    passes(_failure_of_a_wait, 2, tmp_path)
-
-
-def _absent(rank: Rank) -> None:
-    """Ranks of which one never comes, and two that share a GPU."""
-    import torch
-    import torch.distributed as dist
-
-    device = rank.init(timeout_s=TIMEOUT_S)
-    if rank.rank < 2:
-        with raises(dist.DistBackendError, "in vain for rank 2"):
-            dist.all_reduce(torch.ones(1, device=device))
-    else:
-        time.sleep(TIMEOUT_S + 1)
-    torch.cuda.set_device(0)
-    same = dist.new_group(backend="nccl", timeout=timedelta(seconds=60))
-    with raises(dist.DistBackendError, "Duplicate GPU detected"):
-        dist.all_reduce(torch.ones(1, device="cuda:0"), group=same)
-
-
-def test_a_communicator_needs_all_ranks_and_a_gpu_for_each(tmp_path):
-    passes(_absent, 3, tmp_path)
-
-
 # -- a rank that is gone ---------------------------------------------------------------------------
 
 
@@ -640,60 +560,6 @@ def test_a_rank_that_is_gone_blocks_the_others_until_their_timeout(tmp_path):
         assert words in torn.outputs[0], torn.outputs[0]
     for how, end in ended.items():
         assert end.codes == [0, 0], (how, end.outputs)
-
-
-# -- stores ----------------------------------------------------------------------------------------
-
-
-def _stores(rank: Rank) -> None:
-    """Groups made by hand, as transports make them: over TCP, and between threads of a process."""
-    import torch
-    import torch.distributed as dist
-
-    torch.cuda.set_device(rank.rank)
-    meeting = rank.store()
-    if rank.rank == 0:
-        tcp = dist.TCPStore("127.0.0.1", 0, rank.size, is_master=True, wait_for_workers=False)
-        meeting.set("port", str(tcp.port))
-    else:
-        tcp = dist.TCPStore("127.0.0.1", int(meeting.get("port")), rank.size)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)
-    group = dist.ProcessGroupNCCL(dist.PrefixStore("v1", tcp), rank.rank, rank.size, options)
-    x = torch.full((3,), float(rank.rank), device="cuda")
-    if rank.rank == 0:
-        group.send([x + 5], 1, 0).wait()
-    else:
-        work = group.recv([x], 0, 0)
-        work.wait()
-        assert (x == 5).all()
-    group.allreduce([x]).wait()
-    assert x.tolist() == [5.0] * 3
-    group.shutdown()
-    tcp.add("done", 1)
-    while rank.rank == 0 and tcp.add("done", 0) < rank.size:
-        time.sleep(0.01)
-
-    shared, sums = dist.HashStore(), {}
-
-    def thread(number: int) -> None:
-        device = torch.device("cuda", number)
-        torch.cuda.set_device(device)
-        one = dist.ProcessGroupNCCL(shared, number, 2, timedelta(seconds=30))
-        y = torch.full((2,), number + 1.0, device=device)
-        one.allreduce([y]).wait()
-        sums[number] = y.tolist()
-
-    threads = [threading.Thread(target=thread, args=(number,)) for number in range(2)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert sums == {0: [3.0] * 2, 1: [3.0] * 2}
-
-
-def test_groups_made_by_hand_meet_in_any_store(tmp_path):
-    passes(_stores, 2, tmp_path)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,40 @@
-"""``qurl slurm offer``: the engines of one rollout node, started by ``srun``.
+"""What ``srun`` starts in a job: a training rank (``qurl slurm task``), and the engines of one
+rollout node (``qurl slurm offer``).
 
-It writes an entry into ``rollout.rendezvous`` for each engine that listens, and takes it away when
-the engine is gone; the trainer adopts and drops engines as entries come and go. Ports are the
-engines' own choice, so that two jobs on a node cannot meet. The key is in a file beside the
-entries, which only the user can read; it reaches the engines in their environment.
+Of the signals that srun passes on, SIGTERM ends the step at once, and some clusters give a signal
+to all that a task has started, engines included. So the supervisor sends SIGUSR1, which is blocked
+here, and hence in every thread and child; a thread waits for it and tells the task with SIGTERM.
+
+SIGUSR2 asks for stacks, which a rank writes into its attempt's folder even where it is stuck in
+native code: Python's own handler needs no interpreter. It is blocked for children in the same way.
+
+A rank that has saved and stopped ends with 0: srun, which is to end all ranks as soon as one of
+them fails, would take any other code for a failure, and kill those that are still writing.
+
+Engines meet the trainer in ``rollout.rendezvous``: an entry for each that listens, which goes when
+the engine is gone. Ports are the engines' own choice, so that two jobs on a node cannot meet. The
+key is in a file beside the entries, which only the user can read; it reaches the engines in their
+environment.
 """
 
-import contextlib
-import ipaddress
+import faulthandler
 import json
 import os
 import secrets
 import signal
 import socket
+import threading
 import time
+from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 
-from qurl_megatron.cluster import commands, folder
+from qurl_megatron.cluster import folder
 from qurl_megatron.cluster.layout import lay_out
-from qurl_megatron.cluster.task import stop_on_usr1
+from qurl_megatron.cluster.verdict import STOPPED
 from qurl_megatron.config import RunConfig
-from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusing
-from qurl_megatron.kit.network import own_address
+from qurl_megatron.observe.failures import FOLDER, kept
 
 KEY = "key"
 """File of the engines' key, in the rendezvous folder."""
@@ -32,8 +42,74 @@ POLL_S = 0.5
 GRACE_S = 10.0
 PAUSE_S = 5.0
 """Before an engine that ended is started again; twice as long each time."""
-OUTWARD = "192.0.2.1"
-"""Reserved for documentation: the default route leads there."""
+
+
+def task(run_dir: Path, engines: int | None = None) -> int:
+    """Train as the rank that Slurm's variables name, with the recipe that was submitted.
+
+    Args:
+        engines: how many to wait for, where bad nodes leave fewer than the recipe has.
+
+    Returns:
+        0 also after a clean stop; else what ``qurl train`` returns.
+
+    Raises:
+        ConfigError: nothing was submitted there, or what ``qurl train`` raises.
+    """
+    attempt = os.environ.get(FOLDER)
+    stacks = None
+    if attempt:
+        stacks = folder.stack_file(Path(attempt), int(os.environ.get("SLURM_PROCID", "0")))
+    stop_on_usr1(stacks)
+    forget_hook(os.environ)
+    with kept():
+        config = folder.recipe(run_dir)
+        if engines is not None:
+            config = replace(config, rollout=replace(config.rollout, engines=engines))
+        from qurl_megatron.training.start import start
+
+        code = start(config)
+    return 0 if code == STOPPED else code
+
+
+def stop_on_usr1(stacks: Path | None = None) -> None:
+    """Take SIGUSR1 as SIGTERM from here on, and hide it and SIGUSR2 from all children.
+
+    Args:
+        stacks: file that is made, and gets the stacks of all threads on SIGUSR2; None: nobody will
+            ask.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    if stacks is not None:
+        with refusing(stacks, key="train.run_dir"):
+            # Never closed, for the handler cannot open it; and other nodes must see it at once.
+            options = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_SYNC
+            file = os.open(stacks, options, 0o644)
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+
+    def wait_for_usr1() -> None:
+        if stacks is not None:  # the one thread to which the system can deliver it
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+        signal.sigwait({signal.SIGUSR1})
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+
+    threading.Thread(target=wait_for_usr1, name="signals", daemon=True).start()
+
+
+def forget_hook(env: MutableMapping[str, str]) -> None:
+    """Have the ranks meet at a port that is free, wherever they run.
+
+    A hook of enroot's gives containers with PyTorch in them torchrun's variables, with a port that
+    follows from the job's number alone: not every attempt, nor every job on the node, finds it
+    free. Of these variables srun itself sets none.
+    """
+    if "RANK" in env:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)
+
+
+# ---- engines
 
 
 def prepare(rendezvous: Path) -> None:
@@ -50,12 +126,8 @@ def prepare(rendezvous: Path) -> None:
                 out.write(secrets.token_urlsafe(32))
 
 
-def offer(run_dir: Path, towards: str) -> int:
+def offer(run_dir: Path) -> int:
     """Start this node's engines, and keep the rendezvous true until SIGUSR1 or SIGTERM.
-
-    Args:
-        towards: name or address of the trainer's first node; engines listen on the address of this
-            node on the way there.
 
     Returns:
         0 after a signal; 1 where no engine can be kept alive.
@@ -63,15 +135,18 @@ def offer(run_dir: Path, towards: str) -> int:
     Raises:
         ConfigError: nothing was submitted there, or the engines cannot be started.
     """
-    ended = Event()
+    from qurl_megatron.fleet.process import stop
+    from qurl_megatron.kit.place import address_for_others
+
+    ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     stop_on_usr1()
     config, cluster = folder.recipe(run_dir), folder.cluster(run_dir)
-    layout = lay_out(config.parallel, config.rollout, cluster.node)
-    node, host = own_name(), address_towards(towards)
+    count = lay_out(config.parallel, config.rollout, cluster.node).engines
+    node, host = own_name(), address_for_others(one_node=False)
     rendezvous = Path(config.rollout.rendezvous)
-    engines = _engines(config, run_dir / "logs" / node, layout.engines, host, rendezvous)
+    engines = _engines(config, run_dir / "logs" / node, count, host, rendezvous)
     offered = []
     for process in engines:
         entry = rendezvous / f"{node}-{process.name}.json"
@@ -83,8 +158,6 @@ def offer(run_dir: Path, towards: str) -> int:
             if all(engine.given_up for engine in offered):
                 return 1
     finally:
-        from qurl_megatron.fleet.process import stop
-
         for engine in offered:
             engine.withdraw()
         stop(engines, GRACE_S)
@@ -149,40 +222,6 @@ def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: P
     return [EngineProcess(name, launch, logs) for name, launch in launches_by_name.items()]
 
 
-# ---- addresses: nodes' names may mean nothing to one another
-
-
 def own_name() -> str:
     """Return Slurm's name of this node."""
     return os.environ.get("SLURMD_NODENAME", socket.gethostname())
-
-
-def address_towards(towards: str) -> str:
-    """Return this node's address on the way to another."""
-    try:
-        return own_address(towards)
-    except OSError as error:
-        raise ConfigError(
-            f"{towards}, the trainer's first node, cannot be reached from {socket.gethostname()} "
-            f"({error}); its name must resolve on rollout nodes"
-        ) from None
-
-
-def address_for_others(node: str) -> str:
-    """Return an address at which other nodes reach this one.
-
-    Args:
-        node: Slurm's name of it.
-
-    Returns:
-        The controller's address of it. Where the controller has a name that this node does not
-        know, or knows as itself: the address on the default route; without one, the name.
-    """
-    name = commands.node_address(node)
-    with contextlib.suppress(OSError):  # no such name
-        address = str(socket.getaddrinfo(name, None)[0][4][0])
-        if address == name or not ipaddress.ip_address(address).is_loopback:
-            return address
-    with contextlib.suppress(OSError):  # no default route
-        return own_address(OUTWARD)
-    return name
