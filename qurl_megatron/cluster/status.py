@@ -13,7 +13,6 @@ from statistics import median
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.commands import Queued
 from qurl_megatron.cluster.folder import Attempt
-from qurl_megatron.cluster.logs import job_log, section, verdict_in
 from qurl_megatron.cluster.verdict import GOES_ON, Decision
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.clock import now
@@ -36,7 +35,6 @@ class Facts:
     queued: Queued | None = None  # None: it is not in the queue, or that cannot be asked
     queue_error: str = ""  # why the queue cannot be asked
     attempts: Sequence[Attempt] = ()
-    verdict: str = ""  # the supervisor's, on how the newest attempt ended
     records: Sequence[Record] = ()
     checkpoint: tuple[int, float] | None = None  # step of the newest, and when it was written
 
@@ -93,7 +91,6 @@ def gather(run_dir: Path) -> Facts:
         queued,
         queue_error,
         attempts,
-        verdict_in(section(job_log(run_dir), len(attempts)), len(attempts)),
         read_metrics(metrics) if has_lines else [],
         checkpoint,
     )
@@ -168,8 +165,7 @@ def _state(facts: Facts, newest: Attempt | None, at: float) -> tuple[str, str]:
     if queued:
         return "running", f"{queued.state.lower()}, job {facts.job} on {queued.nodes}{attempt}"
     if newest and newest.ended and not (facts.queue_error and newest.decision in GOES_ON):
-        how = facts.verdict or f"step {newest.step_after} is saved ({newest.decision})"
-        return "ended", f"ended, job {newest.job}{attempt}: {how}"
+        return "ended", f"ended, job {newest.job}{attempt}: {newest.reason}"
     if facts.queue_error:
         last = f"{attempt} of this folder has not ended" if newest else ", no attempt has begun"
         return "unknown", f"the queue cannot be asked ({facts.queue_error}){last}"

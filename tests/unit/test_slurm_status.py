@@ -73,24 +73,12 @@ def test_a_waiting_job_says_why_and_until_when(queued, what, facts):
 
 
 @pytest.mark.parametrize(
-    ("ended", "verdict", "what", "next"),
-    [
-        ({}, "all 200 steps are done", "all 200 steps are done", "report.html"),
-        (
-            {"code": 3, "decision": "stop"},
-            "it ended with 3",
-            "it ended with 3",
-            "logs",
-        ),
-        ({"code": 137, "decision": "stop"}, "", "step 40 is saved (stop)", "logs"),
-        ({"decision": "stop", "signal": "TERM"}, "", "step 40 is saved (stop)", "goes on"),
-        ({"decision": "again"}, "time is up", "time is up", "goes on"),
-    ],
+    ("decision", "next"), [("done", "report.html"), ("stop", "logs"), ("again", "goes on")]
 )
-def test_an_ended_run_says_how_and_what_to_do(ended, verdict, what, next, facts):
-    attempts = [replace(ENDED, **ended)]
-    status = describe(replace(facts, queued=None, attempts=attempts, verdict=verdict), NOW)
-    assert status.what == f"ended, job 7, attempt 1: {what}"
+def test_an_ended_run_says_how_and_what_to_do(decision, next, facts):
+    attempts = [replace(ENDED, decision=decision, reason="it ended so")]
+    status = describe(replace(facts, queued=None, attempts=attempts), NOW)
+    assert status.what == "ended, job 7, attempt 1: it ended so"
     assert next in status.next
 
 
@@ -137,16 +125,6 @@ def test_a_run_that_has_not_begun_has_a_status(submitted, capsys):
     text = status_of(submitted, capsys)
     assert text.startswith(f"{submitted}: waiting, job 7 (Resources)\n")
     assert "step 0 of 7" in text
-
-
-def test_the_supervisors_words_are_those_of_the_newest_attempt(submitted, capsys):
-    Path(submitted.parent / "bin/squeue").write_text("#!/bin/sh\n")
-    for number in (1, 2):
-        begun = folder.open_attempt(submitted, job=7)
-        folder.write_attempt(submitted, replace(begun, code=1, decision="stop"))
-        with (submitted / "slurm/job.log").open("a") as out:
-            out.write(f"qurl: attempt {number}, job 7, x\nqurl: attempt {number}: why {number}\n")
-    assert "ended, job 7, attempt 2: why 2\n" in status_of(submitted, capsys)
 
 
 def test_a_program_can_read_the_status(submitted, capsys):
