@@ -58,7 +58,11 @@ def gather(run_dir: Path, attempt: Attempt) -> Evidence:
             node = path.parent.relative_to(run_dir / "logs")
             name = path.stem if node == Path() else f"{path.stem} on {node}"
             logs.append(_log(path, name, engine=True))
-    return Evidence(read_failures(logs_folder), logs, section(job_log(run_dir), attempt.number))
+    lines: list[str] = []
+    job_log = run_dir / "slurm/job.log"
+    if job_log.is_file():
+        lines = section(job_log.read_text(encoding="utf-8", errors="replace"), attempt.number)
+    return Evidence(read_failures(logs_folder), logs, lines)
 
 
 def _by_number(path: Path) -> tuple[str, int]:
@@ -72,21 +76,6 @@ def _log(path: Path, source: str, *, engine: bool = False) -> Log:
         file.seek(max(0, path.stat().st_size - TAIL))
         text = file.read().decode("utf-8", "replace")
     return Log(source, text, path.stat().st_mtime, path, engine)
-
-
-def job_log(run_dir: Path) -> str:
-    """Return the words of the supervisor and srun, of all attempts."""
-    path = run_dir / "slurm/job.log"
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def verdict_in(lines: Sequence[str], number: int) -> str:
-    """Return the supervisor's words on how an attempt ended; "" where it has not said so."""
-    announcement = f"qurl: attempt {number}: "
-    for line in reversed(lines):
-        if line.startswith(announcement):
-            return line.removeprefix(announcement)
-    return ""
 
 
 def section(text: str, number: int) -> list[str]:
@@ -110,8 +99,8 @@ def render(run_dir: Path, attempt: Attempt, evidence: Evidence, cause: Cause | N
         ]
     else:
         lines = [f"{run_dir}, attempt {number}: it runs, or its supervisor was killed"]
-    if verdict := verdict_in(evidence.srun, number):
-        lines.append(f"The supervisor says: {verdict}")
+    if attempt.reason:
+        lines.append(f"The supervisor says: {attempt.reason}")
     if cause is None or attempt.decision == Decision.DONE:
         lines.append("no rank and no engine has failed")
     else:

@@ -298,8 +298,8 @@ def logs_of(run_dir: Path, capsys, *options: str) -> str:
 
 
 def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, capsys):
-    outcome = "qurl: attempt 1: the training step ended with 137"
-    where = attempted(tmp_path, (*KILLED, outcome), code=137, decision="stop")
+    reason = "the training step ended with 137"
+    where = attempted(tmp_path, code=137, decision="stop", reason=reason)
     (where / "stack-0.txt").write_text("")  # made in advance, for a rank that is asked
     (where / "stack-1.txt").write_text("Thread 0x00007f (most recent call first):\n")
     (where / "failure-0.json").write_text(json.dumps(asdict(LOST_PEER)))

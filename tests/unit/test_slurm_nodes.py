@@ -8,7 +8,7 @@ import pytest
 
 from qurl_megatron.cluster import examination, folder
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
-from qurl_megatron.cluster.examination import GIB, Examination, Report, judge, tell_apart
+from qurl_megatron.cluster.examination import GIB, Examination, Report, judge, slow_gpus, tell_apart
 from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
@@ -17,48 +17,28 @@ from tests.support.programs import Programs
 
 
 def report(node: str, **changed) -> Report:
-    sound = Report(node, [], gpus=2, devices=2, product_ms=[1.5, 1.52], reduce_ms=0.9)
-    return replace(sound, **changed)
-
-
-def judged(**changed) -> dict[str, str]:
-    """The verdict on three nodes, of which the last reports something else."""
-    names = ("a1", "a2", "a3")
-    reports = {name: report(name) for name in names} | {"a3": report("a3", **changed)}
-    return judge(reports, names, 2)
-
-
-@pytest.mark.parametrize("changed", [{}, {"product_ms": [1.5, 1.7], "reduce_ms": 1.2}])
-def test_sound_nodes_are_not_bad(changed):
-    assert judged(**changed) == {}
+    return replace(Report(node, [], gpus=2), **changed)
 
 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"faults": ["GPU 1 is ill"]}, "GPU 1 is ill"),
-        ({"faults": ["GPU 1 is ill"], "reduce_ms": 9.0}, "GPU 1 is ill; an all-reduce among"),
-        (
-            {"gpus": 1, "devices": 1, "product_ms": [1.5]},
-            "2 GPUs were granted, the driver shows 1 and torch can use 1",
-        ),
-        (
-            {"gpus": 2, "devices": 0, "product_ms": [], "reduce_ms": None},
-            "2 GPUs were granted, the driver shows 2 and torch can use 0",
-        ),
-        (
-            {"product_ms": [1.5, 2.4]},
-            "a matrix product on GPU 1 takes 2.4 ms, 1.5 on the job's others",
-        ),
-        (
-            {"reduce_ms": 2.0},
-            "an all-reduce among its own devices takes 2 ms, 0.9 on the job's others",
-        ),
+        ({}, None),
+        ({"faults": ["GPU 1 is ill", "GPU 0 is slow"]}, "GPU 1 is ill; GPU 0 is slow"),
+        ({"gpus": 1}, "2 GPUs were granted, and torch can use 1"),
+        ({"faults": ["it could not be measured"], "gpus": 0}, "it could not be measured"),
     ],
 )
-def test_a_node_is_bad_for_what_it_says_alone_or_beside_the_others(changed, sentence):
-    bad = judged(**changed)
-    assert list(bad) == ["a3"] and bad["a3"].startswith(sentence)
+def test_a_node_is_bad_for_what_it_says_or_for_gpus_that_it_lacks(changed, sentence):
+    names = ("a1", "a2", "a3")
+    reports = {name: report(name) for name in names} | {"a3": report("a3", **changed)}
+    assert judge(reports, names, 2) == ({"a3": sentence} if sentence else {})
+
+
+def test_a_gpu_is_slow_beside_the_others_of_its_node():
+    assert list(slow_gpus([])) == [] == list(slow_gpus([1.5, 1.52, 1.7]))
+    expected = ["a matrix product on GPU 2 takes 2.4 ms, 1.52 on the others"]
+    assert list(slow_gpus([1.5, 1.52, 2.4])) == expected
 
 
 def test_a_node_that_does_not_answer_is_bad():
