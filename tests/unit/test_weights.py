@@ -4,23 +4,20 @@ import pytest
 import torch
 
 from qurl_megatron.checkpoints import HfReader, fold_uaq, load_parameter, stage_ops, unfold_uaq
-from qurl_megatron.checkpoints.megatron_reader import MegatronReader
 from qurl_megatron.checkpoints.ops import FusedQKV, GateUp
-from qurl_megatron.checkpoints.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.tensors.table import HfTensor, is_quantized
 from tests.support.models import FAMILIES, tiny_checkpoint
 
 
-def named(*names: str) -> list[HfTensor]:
-    return [HfTensor(name, (), 0) for name in names]
+def named(*names: str) -> tuple[HfTensor, ...]:
+    return tuple(HfTensor(name, (), 0) for name in names)
 
 
 def test_qkv_rows_are_interleaved_per_group():
-    op = FusedQKV("qkv", *named("q", "k", "v"), head_dim=1, queries_per_group=2)
+    op = FusedQKV("qkv", named("q", "k", "v"), head_dim=1, queries_per_group=2)
     q, k, v = (torch.tensor(x).float()[:, None] for x in ([0, 1, 2, 3], [10, 11], [20, 21]))
     fused = op.to_megatron({"q": q, "k": k, "v": v})
     assert fused[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
@@ -29,9 +26,9 @@ def test_qkv_rows_are_interleaved_per_group():
 @pytest.mark.parametrize("width", [(), (6,)], ids=["bias", "weight"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fused_ops_invert_and_commute_with_sharding(width, ranks):
-    qkv = FusedQKV("qkv", *named("q", "k", "v"), head_dim=4, queries_per_group=3)
+    qkv = FusedQKV("qkv", named("q", "k", "v"), head_dim=4, queries_per_group=3)
     rows = {"q": 2 * 3 * 4, "k": 2 * 4, "v": 2 * 4}
-    for op, sizes in ((qkv, rows), (GateUp("fc1", *named("gate", "up")), {"gate": 8, "up": 8})):
+    for op, sizes in ((qkv, rows), (GateUp("fc1", named("gate", "up")), {"gate": 8, "up": 8})):
         hf = {name: torch.randn(size, *width) for name, size in sizes.items()}
         for rank in range(ranks):
             shard = {name: x.chunk(ranks)[rank] for name, x in hf.items()}
@@ -230,34 +227,3 @@ def test_layouts_that_do_not_divide_are_refused_with_those_that_do(tmp_path):
     experts = read_config(tiny_checkpoint(tmp_path / "moe", "qwen3_moe", moe_intermediate_size=3))
     with pytest.raises(ConfigError, match=r"moe_intermediate_size=3; use one of \[1\]"):
         read_arch(experts).check_parallel(2, 1)
-
-
-def test_the_layout_of_a_checkpoint_is_the_models_not_its_masters(tmp_path):
-    """Data ranks cut a master where their shares end; tensor ranks cut the model."""
-    arch = read_arch(
-        {
-            "model_type": "qwen2",
-            "hidden_size": 8,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "vocab_size": 32,
-            "max_position_embeddings": 64,
-        }
-    )
-    name = "decoder.layers.self_attention.linear_proj.weight"
-    master, embedding = f"optimizer.state.param.{name}", "embedding.word_embeddings.weight"
-    halves = [Slice((0, 0, at), (1, 8, 4)) for at in (0, 4)]
-    columns = [Chunk(name, (1, 8, 8), half, torch.float32) for half in halves]
-    runs = [((0, 0, 0), (1, 3, 8)), ((0, 3, 0), (1, 1, 2)), ((0, 3, 2), (1, 1, 6))]
-    runs.append(((0, 4, 0), (1, 4, 8)))
-    masters = [Chunk(master, (1, 8, 8), Slice(*box), torch.float32) for box in runs]
-    key = f"optimizer.state.param.{embedding}"
-    whole = Chunk(key, (32, 8), Slice.whole((32, 8)), torch.float32)
-    chunks = [(chunk, torch.zeros(chunk.part.sizes)) for chunk in (*columns, *masters, whole)]
-    write_table(tmp_path, {"__0_0.distcp": write_chunks(tmp_path / "__0_0.distcp", chunks)})
-    reader = MegatronReader(tmp_path, arch)
-    ops = stage_ops(arch, range(1), first=True, last=True, fused_norms=True)
-    attention = next(op for op in ops if op.megatron.endswith("linear_proj.weight"))
-    assert reader.cuts(attention) == 2
