@@ -210,7 +210,6 @@ def _settings_of(run_dir: Path, step: int | None):
         run=run_dir,
         model=chosen,
         start=Path(config.model.path),
-        out=run_dir / "eval" / chosen.name,
         prompt_key=config.data.prompt_key,
         answer_key=config.data.answer_key,
         scheme=config.quant.scheme,

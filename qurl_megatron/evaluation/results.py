@@ -58,17 +58,6 @@ def interval(resampled_D: np.ndarray, level: float = LEVEL) -> tuple[float, floa
     return float(low), float(high)
 
 
-def sampling_error(reward_PK: np.ndarray) -> float:
-    """Standard error of the mean over the draw of responses alone, on these very problems.
-
-    sqrt(sum_p s_p^2 / K) / P with the unbiased variance s_p^2 of problem p; nan for K = 1.
-    """
-    problems, responses = reward_PK.shape
-    if responses < 2:
-        return math.nan
-    return float(np.sqrt(reward_PK.var(axis=1, ddof=1).sum() / responses) / problems)
-
-
 def pass_at(right_P: Sequence[int], responses: int, k: int) -> float:
     """Unbiased estimate of the chance that one of k responses is right, as a mean over problems.
 
@@ -84,7 +73,7 @@ def pass_at(right_P: Sequence[int], responses: int, k: int) -> float:
 
 
 @dataclass(frozen=True)
-class BenchmarkScore:
+class Score:
     """One benchmark, or the mean over several, in one mode."""
 
     responses: int  # to each problem
@@ -92,8 +81,7 @@ class BenchmarkScore:
     resampled_D: np.ndarray  # accuracy on other draws of problems
     truncated: float  # share of responses
     tokens: float  # of a response, on average
-    sampling_error: float | None = None
-    pass_at: Mapping[int, float] | None = None
+    pass_at: Mapping[int, float]  # of sampled ones, by number of responses
 
     def as_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
@@ -103,9 +91,7 @@ class BenchmarkScore:
             "truncated": round(self.truncated, DIGITS),
             "tokens": round(self.tokens, DIGITS),
         }
-        if self.sampling_error is not None:
-            document["sampling_error"] = round(self.sampling_error, DIGITS)
-        if self.pass_at is not None:
+        if self.pass_at:
             document["pass_at"] = {str(k): round(p, DIGITS) for k, p in self.pass_at.items()}
         return document
 
@@ -114,8 +100,8 @@ class BenchmarkScore:
 class Pair:
     """Two models on the same problems, in one mode."""
 
-    before: BenchmarkScore
-    after: BenchmarkScore
+    before: Score
+    after: Score
     resampled_D: np.ndarray  # the change in accuracy on other draws of problems
 
     @property
@@ -131,9 +117,11 @@ class Pair:
         }
 
 
-Scores = dict[str, BenchmarkScore]
+Scores = dict[str, Score]
 Pairs = dict[str, Pair]
 """By mode."""
+Line = tuple[str, int | None, Scores, float | None]
+"""A benchmark's name, number of problems, scores and tokens per second."""
 
 
 def score(
@@ -146,19 +134,18 @@ def score(
         every: list[GradedAnswer] = []
         for index in range(len(benchmark.problems)):
             every += answers[mode, index]
-        error = chances = None
+        chances = {}
         if count > 1:
-            error, chances = sampling_error(reward_PK), {}
             right_P = (reward_PK == 1).sum(axis=1).tolist()
-            for k in _powers(count):
+            for k in [2**power for power in range(count.bit_length()) if 2**power < count]:
                 chances[k] = pass_at(right_P, count, k)
-        scores[mode] = BenchmarkScore(
+            chances[count] = pass_at(right_P, count, count)
+        scores[mode] = Score(
             responses=count,
             accuracy=float(reward_PK.mean()),
             resampled_D=_resampled(benchmark, reward_PK.mean(axis=1), seed),
             truncated=float(np.mean([answer.finish == "length" for answer in every])),
             tokens=float(np.mean([answer.tokens for answer in every])),
-            sampling_error=error,
             pass_at=chances,
         )
     return scores
@@ -166,22 +153,18 @@ def score(
 
 def mean(scores: Sequence[Scores]) -> Scores:
     """The mean over benchmarks, each with the same weight however many problems it has."""
-    means, count = {}, len(scores)
+    means = {}
     for mode, first in scores[0].items():
         of_mode = [by_mode[mode] for by_mode in scores]
-        error = chances = None
-        if first.pass_at is not None:
-            error = math.sqrt(sum((score.sampling_error or 0.0) ** 2 for score in of_mode)) / count
-            chances = {}
-            for k in first.pass_at:
-                chances[k] = sum((score.pass_at or {})[k] for score in of_mode) / count
-        means[mode] = BenchmarkScore(
+        chances = {}
+        for k in first.pass_at:
+            chances[k] = float(np.mean([score.pass_at[k] for score in of_mode]))
+        means[mode] = Score(
             responses=first.responses,
-            accuracy=sum(score.accuracy for score in of_mode) / count,
+            accuracy=float(np.mean([score.accuracy for score in of_mode])),
             resampled_D=np.mean([score.resampled_D for score in of_mode], axis=0),
-            truncated=sum(score.truncated for score in of_mode) / count,
-            tokens=sum(score.tokens for score in of_mode) / count,
-            sampling_error=error,
+            truncated=float(np.mean([score.truncated for score in of_mode])),
+            tokens=float(np.mean([score.tokens for score in of_mode])),
             pass_at=chances,
         )
     return means
@@ -214,7 +197,7 @@ def mean_pair(pairs: Sequence[Pairs]) -> Pairs:
     return means
 
 
-def as_json(by_mode: Mapping[str, BenchmarkScore | Pair]) -> dict[str, Any]:
+def as_json(by_mode: Mapping[str, Score | Pair]) -> dict[str, Any]:
     return {mode: entry.as_json() for mode, entry in by_mode.items()}
 
 
@@ -235,13 +218,10 @@ def rows(benchmark: ProblemSet, answers: Answers) -> list[dict[str, Any]]:
     return table_rows
 
 
-def table(
-    lines: Sequence[tuple[str, int | None, Scores, float | None]], *, right_or_wrong: bool = True
-) -> str:
+def table(lines: Sequence[Line], *, right_or_wrong: bool = True) -> str:
     """Text that is a Markdown table as well.
 
     Args:
-        lines: name, number of problems, scores and tokens per second.
         right_or_wrong: each score is 1 or 0, and means are percentages.
     """
     unit = PERCENT if right_or_wrong else ""
@@ -254,13 +234,13 @@ def table(
         row = [name, "" if problems is None else str(problems)]
         for mode_score in by_mode.values():
             row.append(_mean_text(mode_score.accuracy, mode_score.resampled_D, right_or_wrong))
-            if mode_score.pass_at is not None:
+            if mode_score.pass_at:
                 row.append(f"{100 * mode_score.pass_at[mode_score.responses]:.1f}")
         last = by_mode["sampled" if sampled else "greedy"]
         row += [f"{100 * last.truncated:.1f}", f"{last.tokens:.0f}"]
         row.append("" if speed is None else f"{speed:.0f}")
         cells.append(row)
-    return _aligned(cells)
+    return aligned(cells)
 
 
 def pair_table(
@@ -277,16 +257,22 @@ def pair_table(
                 row.append(_mean_text(side.accuracy, side.resampled_D, right_or_wrong))
             change = _mean_text(mode_pair.change, mode_pair.resampled_D, right_or_wrong, sign="+")
             cells.append([*row, change])
-    return _aligned(cells)
+    return aligned(cells)
 
 
-def _aligned(cells: Sequence[Sequence[str]]) -> str:
-    """A table with the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table, its heads in the first row.
+
+    Args:
+        left: columns of words, which are aligned to the left; the others are numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = []
+    for column, width in enumerate(widths):
+        rule.append("-" * width if column < left else "-" * (width - 1) + ":")
     lines = []
-    for row in [cells[0], rule, *cells[1:]]:
-        padded = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+    for row in [rows[0], rule, *rows[1:]]:
+        padded = [*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])]
         lines.append(f"| {' | '.join(padded)} |")
     return "\n".join(lines)
 
@@ -319,11 +305,3 @@ def _rewards(benchmark: ProblemSet, answers: Answers, mode: str) -> np.ndarray:
 def _resampled(benchmark: ProblemSet, mean_P: np.ndarray, seed: int) -> np.ndarray:
     # Benchmarks of one size must not be resampled alike, or their mean would vary too much.
     return resampled_means(mean_P, [seed, *benchmark.name.encode()])
-
-
-def _powers(count: int) -> list[int]:
-    """1, 2, 4, ..., and the count itself."""
-    powers = [1]
-    while 2 * powers[-1] < count:
-        powers.append(2 * powers[-1])
-    return powers if powers[-1] == count else [*powers, count]
