@@ -384,7 +384,6 @@ def _study_options(command: argparse.ArgumentParser) -> None:
     modes = command.add_mutually_exclusive_group()
     for name, help in (
         ("status", "only show how far each cell is"),
-        ("report", "only draw tables and pictures again"),
         ("dry-run", "only print the commands"),
     ):
         value = name.replace("-", "_")

@@ -29,9 +29,8 @@ from qurl_megatron.evaluation.options import Defaults
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
-from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.disk import claimed, write_whole
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.kit.filesystem import claimed
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool, check_rewards
 from qurl_megatron.rewards.environment import EnvironmentPool, check_environment

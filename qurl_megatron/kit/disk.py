@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from qurl_megatron.kit.errors import ConfigError, reading
+from qurl_megatron.kit.filesystem import refusing
 
 
 def write_whole(
@@ -98,3 +99,21 @@ def lock(file: IO, how: int = fcntl.LOCK_EX) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def claimed(out: Path, who: str) -> Iterator[None]:
+    """Keep others of a kind out of the folder of --out until the block ends.
+
+    Raises:
+        ConfigError: another one is at work in it, or it cannot be written.
+    """
+    with refusing(out, key="--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        lock_file = (out / ".lock").open("a")
+    with lock_file:
+        if not lock(lock_file):
+            raise ConfigError(
+                f"{who} is at work in {out}; wait for it, stop it, or give another --out"
+            )
+        yield

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from qurl_megatron.kit.disk import lock
 from qurl_megatron.kit.errors import ConfigError
 
 CACHED_S = 90.0
@@ -119,21 +118,3 @@ def wait_until_seen(path: Path, why: str, *, key: str, seconds: float = CACHED_S
             with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
                 next(entries, None)
         time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def claimed(out: Path, who: str) -> Iterator[None]:
-    """Keep others of a kind out of the folder of --out until the block ends.
-
-    Raises:
-        ConfigError: another one is at work in it, or it cannot be written.
-    """
-    with refusing(out, key="--out"):
-        out.mkdir(parents=True, exist_ok=True)
-        lock_file = (out / ".lock").open("a")
-    with lock_file:
-        if not lock(lock_file):
-            raise ConfigError(
-                f"{who} is at work in {out}; wait for it, stop it, or give another --out"
-            )
-        yield
