@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from qurl_megatron.kit.errors import ConfigError, reading
-from qurl_megatron.kit.filesystem import refusing
 
 
 def write_whole(
@@ -108,9 +107,11 @@ def claimed(out: Path, who: str) -> Iterator[None]:
     Raises:
         ConfigError: another one is at work in it, or it cannot be written.
     """
-    with refusing(out, key="--out"):
+    try:
         out.mkdir(parents=True, exist_ok=True)
         lock_file = (out / ".lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None
     with lock_file:
         if not lock(lock_file):
             raise ConfigError(
