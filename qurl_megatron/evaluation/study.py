@@ -112,10 +112,10 @@ def matching(study: Study, only: str) -> list[Cell]:
 def status(result: Result, width: int) -> str:
     """Say how far a cell is, with its last reward and accuracy, or why it has failed."""
     words = [f"{result.cell.name:{width}}  {result.state:7}  {result.step}/{result.cell.steps}"]
-    if result.history and "reward/mean" in result.history:
-        words.append(f"reward {number(result.history.last('reward/mean'))}")
-    if result.history and "eval/accuracy" in result.history:
-        words.append(f"accuracy {percent(result.history.last('eval/accuracy'))}")
+    if result.history and (reward := result.history.last("reward/mean")) is not None:
+        words.append(f"reward {number(reward)}")
+    if result.history and (accuracy := result.history.last("eval/accuracy")) is not None:
+        words.append(f"accuracy {percent(accuracy)}")
     return "  ".join([*words, result.reason]).rstrip()
 
 
