@@ -55,11 +55,38 @@ class Asked:
         assert self.file is not None
         return self.file
 
-    def open(self, plan: EvaluationPlan, settings: dict[str, Any]) -> None:
+
+@dataclass
+class Evaluation:
+    """One model's."""
+
+    plan: EvaluationPlan
+    tokenizer: Tokenizer
+    asked: list[Asked]
+
+    @staticmethod
+    def of(plan: EvaluationPlan, benchmarks: Sequence[ProblemSet]) -> "Evaluation":
+        tokenizer = _tokenizer(plan, benchmarks[0])
+        asked = []
+        for benchmark in benchmarks:
+            prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
+            asked.append(Asked(benchmark, prompts))
+        return Evaluation(plan, tokenizer, asked)
+
+    @property
+    def room(self) -> float:
+        """Tokens that the model's context leaves beside the longest prompt."""
+        longest = 0
+        for asked in self.asked:
+            longest = max(longest, *(len(prompt.input_ids) for prompt in asked.prompts))
+        return self.plan.context - longest
+
+    def open(self, settings: dict[str, Any]) -> None:
         """Raise ``ConfigError`` where there are answers made with other settings."""
-        depends = {"problems": fingerprint(self.prompts), **settings}
-        path = plan.out / f"{self.benchmark.name}.samples.jsonl"
-        self.file = AnswerFile(path, depends, plan.sampling.responses)
+        for asked in self.asked:
+            depends = {"problems": fingerprint(asked.prompts), **settings}
+            path = self.plan.out / f"{asked.benchmark.name}.samples.jsonl"
+            asked.file = AnswerFile(path, depends, self.plan.sampling.responses)
 
 
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
@@ -84,34 +111,25 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     )
     for benchmark in benchmarks:
         print(benchmark.summary, flush=True)
-    tokenizers, asked_by_plan, longest = [], [], 0
-    for plan in plans:
-        tokenizer = _tokenizer(plan, benchmarks[0])
-        asked_of_plan = []
-        for benchmark in benchmarks:
-            prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
-            longest = max(longest, *(len(prompt.input_ids) for prompt in prompts))
-            asked_of_plan.append(Asked(benchmark, prompts))
-        tokenizers.append(tokenizer)
-        asked_by_plan.append(asked_of_plan)
-    room = min(plan.context for plan in plans) - longest
+    evaluations = [Evaluation.of(plan, benchmarks) for plan in plans]
+    room = min(evaluation.room for evaluation in evaluations)
     if arguments.max_new_tokens is None and 1 <= room < last.sampling.max_new_tokens:
         print(
             f"responses end at {room} tokens, which the model's context leaves beside the longest "
             "prompt (--max-new-tokens sets another limit)",
             flush=True,
         )
-        plans = [plan.shortened(int(room)) for plan in plans]
+        for evaluation in evaluations:
+            evaluation.plan = evaluation.plan.shortened(int(room))
     with ExitStack() as folders:
-        for plan, asked_of_plan in zip(plans, asked_by_plan, strict=True):
+        for evaluation in evaluations:
+            plan = evaluation.plan
             folders.enter_context(claimed(plan.out, "an evaluation"))
             if not plan.rollout.urls:  # else the engines must say first which weights they serve
-                for asked in asked_of_plan:
-                    asked.open(plan, plan.settings)
-        for plan, tokenizer, asked_of_plan in zip(plans, tokenizers, asked_by_plan, strict=True):
-            _run(plan, tokenizer, asked_of_plan)
-        if len(plans) == 2:
-            _compare(plans, asked_by_plan)
+                evaluation.open(plan.settings)
+        scores = [_run(evaluation) for evaluation in evaluations]
+        if arguments.before:
+            _compare(evaluations, scores)
     return 0
 
 
@@ -127,12 +145,16 @@ def _tokenizer(plan: EvaluationPlan, first: ProblemSet) -> Tokenizer:
     return tokenizer
 
 
-def _run(plan: EvaluationPlan, tokenizer: Tokenizer, asked: Sequence[Asked]) -> None:
+def _run(evaluation: Evaluation) -> list[results.Scores]:
     """Have one plan's engines answer, write the results and print them.
+
+    Returns:
+        The scores of each benchmark.
 
     Raises:
         ConfigError: an engine cannot be reached or fails for good; no response has a score.
     """
+    plan, tokenizer = evaluation.plan, evaluation.tokenizer
     print(f"evaluating {plan.model} by {plan.reward.setting}", flush=True)
     fleet = Fleet(
         plan.rollout,
@@ -153,28 +175,25 @@ def _run(plan: EvaluationPlan, tokenizer: Tokenizer, asked: Sequence[Asked]) -> 
                 turns = Turns(pool, tokenizer, chat=plan.chat)
             stack.enter_context(fleet)
             evaluator = Evaluator(fleet, rewards, tokenizer, plan.sampling, turns)
-            page = _answer(plan, evaluator, asked)
+            scores = _answer(evaluation, evaluator)
     except (EngineError, RewardDown) as error:
         kept = any(plan.out.glob("*.samples.jsonl"))
         advice = "; the answers so far are kept, and the same command goes on" if kept else ""
         raise ConfigError(f"{error}{advice}") from error
-    print(page)
+    print((plan.out / "results.md").read_text(encoding="utf-8"), end="")
     print(f"results: {plan.out / 'results.json'}", flush=True)
+    return scores
 
 
-def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) -> str:
-    """Answer benchmark after benchmark, writing the results so far after each.
-
-    Returns:
-        The table with its notes.
-    """
+def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores]:
+    """Answer benchmark after benchmark, writing the results so far after each."""
+    plan, asked = evaluation.plan, evaluation.asked
     settings = plan.settings
     engines = describe_engines(evaluator.fleet, plan.context)
     if plan.rollout.urls:
         served = {f"{engine['model']} @ {engine['weight_version']}" for engine in engines}
         settings["served"] = sorted(served)
-        for of_benchmark in asked:
-            of_benchmark.open(plan, settings)
+        evaluation.open(settings)
     if limits := [engine["max_tokens"] for engine in engines if "max_tokens" in engine]:
         for of_benchmark in asked:
             length = plan.sampling.max_new_tokens
@@ -190,12 +209,14 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
         "benchmarks": {},
     }
     lines: list[results.Line] = []
+    scores: list[results.Scores] = []
     every: list[GradedAnswer] = []
     for of_benchmark in asked:
         benchmark, file = of_benchmark.benchmark, of_benchmark.answers
         _answer_benchmark(plan, evaluator, of_benchmark)
         every += file.every
         score = results.score(benchmark, file.answers, file.responses, plan.sampling.seed)
+        scores.append(score)
         speed = results.tokens_per_second(file.every)
         lines.append((benchmark.name, len(benchmark.problems), score, speed))
         document["benchmarks"][benchmark.name] = {
@@ -210,7 +231,7 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
             "rows": results.rows(benchmark, file.answers),
         }
         if len(lines) == len(asked) > 1:
-            average = results.mean([by_mode for _, _, by_mode, _ in lines])
+            average = results.mean(scores)
             document["mean"] = results.as_json(average)
             lines.append(("mean", None, average, None))
         text = json.dumps(document, indent=1, ensure_ascii=False)
@@ -218,7 +239,7 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
     table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
     page = "\n\n".join([table, *_notes(plan, every)])
     write_whole(plan.out / "results.md", page + "\n")
-    return page
+    return scores
 
 
 def _answer_benchmark(plan: EvaluationPlan, evaluator: Evaluator, asked: Asked) -> None:
@@ -257,27 +278,22 @@ def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
     return notes
 
 
-def _compare(plans: Sequence[EvaluationPlan], asked_by_plan: Sequence[Sequence[Asked]]) -> None:
+def _compare(evaluations: Sequence[Evaluation], scores: Sequence[Sequence[results.Scores]]) -> None:
     """Print how two models differ on the same problems, and write it beside their results."""
-    before, after = plans
-    benchmarks: dict[str, Any] = {}
-    document: dict[str, Any] = {
+    before, after = [evaluation.plan for evaluation in evaluations]
+    lines: list[tuple[str, int, results.Pairs]] = []
+    benchmarks = {}
+    for asked, first, second in zip(evaluations[1].asked, *scores, strict=True):
+        name = asked.benchmark.name
+        pairs = results.pairs(name, first, second, after.sampling.seed)
+        lines.append((name, len(asked.prompts), pairs))
+        benchmarks[name] = results.as_json(pairs)
+    document = {
         "before": str(before.model),
         "after": str(after.model),
         "settings": after.settings,
         "benchmarks": benchmarks,
     }
-    lines: list[tuple[str, int | None, results.Pairs]] = []
-    for first, second in zip(*asked_by_plan, strict=True):
-        responses, seed = after.sampling.responses, after.sampling.seed
-        answers = first.answers.answers, second.answers.answers
-        pairs = results.pair(first.benchmark, *answers, responses, seed)
-        lines.append((first.benchmark.name, len(first.prompts), pairs))
-        benchmarks[first.benchmark.name] = results.as_json(pairs)
-    if len(lines) > 1:
-        average = results.mean_pair([pairs for _, _, pairs in lines])
-        document["mean"] = results.as_json(average)
-        lines.append(("mean", None, average))
     path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
     write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     table = results.pair_table(lines, right_or_wrong=after.reward.right_or_wrong)

@@ -82,6 +82,7 @@ class Score:
     truncated: float  # share of responses
     tokens: float  # of a response, on average
     pass_at: Mapping[int, float]  # of sampled ones, by number of responses
+    mean_P: np.ndarray | None = None  # of a single benchmark
 
     def as_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
@@ -130,10 +131,13 @@ def score(
     """Score a benchmark that is fully answered."""
     scores = {}
     for mode, count in responses.items():
-        reward_PK = _rewards(benchmark, answers, mode)
+        rewards: list[list[float]] = []
         every: list[GradedAnswer] = []
         for index in range(len(benchmark.problems)):
+            rewards.append([answer.reward for answer in answers[mode, index]])
             every += answers[mode, index]
+        reward_PK = np.array(rewards)
+        mean_P = reward_PK.mean(axis=1)
         chances = {}
         if count > 1:
             right_P = (reward_PK == 1).sum(axis=1).tolist()
@@ -143,10 +147,11 @@ def score(
         scores[mode] = Score(
             responses=count,
             accuracy=float(reward_PK.mean()),
-            resampled_D=_resampled(benchmark, reward_PK.mean(axis=1), seed),
+            resampled_D=_resampled(benchmark.name, mean_P, seed),
             truncated=float(np.mean([answer.finish == "length" for answer in every])),
             tokens=float(np.mean([answer.tokens for answer in every])),
             pass_at=chances,
+            mean_P=mean_P,
         )
     return scores
 
@@ -170,31 +175,14 @@ def mean(scores: Sequence[Scores]) -> Scores:
     return means
 
 
-def pair(
-    benchmark: ProblemSet, before: Answers, after: Answers, responses: Mapping[str, int], seed: int
-) -> Pairs:
-    """Compare two fully answered benchmarks, problem by problem."""
-    before_scores = score(benchmark, before, responses, seed)
-    after_scores = score(benchmark, after, responses, seed)
-    pairs = {}
-    for mode in responses:
-        change_P = _rewards(benchmark, after, mode).mean(axis=1)
-        change_P -= _rewards(benchmark, before, mode).mean(axis=1)
-        resampled_D = _resampled(benchmark, change_P, seed)
-        pairs[mode] = Pair(before_scores[mode], after_scores[mode], resampled_D)
-    return pairs
-
-
-def mean_pair(pairs: Sequence[Pairs]) -> Pairs:
-    """The mean over benchmarks, as ``mean``."""
-    means = {}
-    for mode in pairs[0]:
-        of_mode = [by_mode[mode] for by_mode in pairs]
-        before = mean([{mode: pair.before} for pair in of_mode])
-        after = mean([{mode: pair.after} for pair in of_mode])
-        resampled_D = np.mean([pair.resampled_D for pair in of_mode], axis=0)
-        means[mode] = Pair(before[mode], after[mode], resampled_D)
-    return means
+def pairs(name: str, before: Scores, after: Scores, seed: int) -> Pairs:
+    """Compare two models on a benchmark, problem by problem."""
+    compared = {}
+    for mode, later in after.items():
+        assert later.mean_P is not None and before[mode].mean_P is not None, "of one benchmark"
+        resampled_D = _resampled(name, later.mean_P - before[mode].mean_P, seed)
+        compared[mode] = Pair(before[mode], later, resampled_D)
+    return compared
 
 
 def as_json(by_mode: Mapping[str, Score | Pair]) -> dict[str, Any]:
@@ -243,19 +231,16 @@ def table(lines: Sequence[Line], *, right_or_wrong: bool = True) -> str:
     return aligned(cells)
 
 
-def pair_table(
-    lines: Sequence[tuple[str, int | None, Pairs]], *, right_or_wrong: bool = True
-) -> str:
+def pair_table(lines: Sequence[tuple[str, int, Pairs]], *, right_or_wrong: bool = True) -> str:
     """The same of two models: a line for each benchmark and mode."""
     unit = PERCENT if right_or_wrong else ""
     cells = [["benchmark", "problems", "score", "before", "after", "change"]]
-    for name, problems, pairs in lines:
-        count = "" if problems is None else str(problems)
-        for mode_pair in pairs.values():
-            row = [name, count, f"Avg@{mode_pair.after.responses}{unit}"]
-            for side in (mode_pair.before, mode_pair.after):
+    for name, problems, by_mode in lines:
+        for pair in by_mode.values():
+            row = [name, str(problems), f"Avg@{pair.after.responses}{unit}"]
+            for side in (pair.before, pair.after):
                 row.append(_mean_text(side.accuracy, side.resampled_D, right_or_wrong))
-            change = _mean_text(mode_pair.change, mode_pair.resampled_D, right_or_wrong, sign="+")
+            change = _mean_text(pair.change, pair.resampled_D, right_or_wrong, sign="+")
             cells.append([*row, change])
     return aligned(cells)
 
@@ -294,14 +279,6 @@ def _interval_json(resampled_D: np.ndarray) -> list[float] | None:
     return [round(end, DIGITS) for end in ends] if ends else None
 
 
-def _rewards(benchmark: ProblemSet, answers: Answers, mode: str) -> np.ndarray:
-    """[P, K] rewards."""
-    rewards = []
-    for index in range(len(benchmark.problems)):
-        rewards.append([answer.reward for answer in answers[mode, index]])
-    return np.array(rewards)
-
-
-def _resampled(benchmark: ProblemSet, mean_P: np.ndarray, seed: int) -> np.ndarray:
+def _resampled(name: str, mean_P: np.ndarray, seed: int) -> np.ndarray:
     # Benchmarks of one size must not be resampled alike, or their mean would vary too much.
-    return resampled_means(mean_P, [seed, *benchmark.name.encode()])
+    return resampled_means(mean_P, [seed, *name.encode()])

@@ -7,7 +7,6 @@ Shapes: N = steps at which a metric was measured.
 """
 
 import json
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,18 +32,6 @@ FAILURES = "cells.json"
 WINDOW = 5
 """Steps whose mean reward counts as the reward of the last of them: one bad batch is no
 collapse."""
-
-CURVES = (
-    "reward/mean",
-    "eval/accuracy",
-    "policy/clip_fraction",
-    "rollout/kl_k3",
-    "rollout/rho_max",
-    "quant/code_flip_rate",
-    "quant/weight_update",
-    "quant/weight_error",
-)
-"""Metrics that study.json keeps of every step."""
 
 Series = tuple[np.ndarray, np.ndarray]
 """Steps and values, [N] each."""
@@ -306,16 +293,7 @@ def _run(result: Result) -> dict[str, Any]:
         "step": result.step,
         "overrides": list(result.cell.overrides),
     }
-    history = result.history
-    if not result.done or history is None:
-        return document
-    curves = {}
-    for name in CURVES:
-        if name in history:
-            steps, values = history.series(name)
-            short = [float(f"{value:.4g}") for value in values]
-            curves[name] = {"steps": steps.tolist(), "values": short}
-    return {**document, **result.finals, "non_finite": history.non_finite, "curves": curves}
+    return document | result.finals if result.done else document
 
 
 # study.md
@@ -416,42 +394,28 @@ def table(groups: Sequence[Group]) -> str:
 
 
 def page(
-    study: Study, results: Sequence[Result], groups: Sequence[Group], pictures: Sequence[Path]
+    study: Study, results: Sequence[Result], groups: Sequence[Group], pictures: Sequence[str]
 ) -> str:
     """study.md; the pictures lie beside it."""
-    parts = [f"# {study.title}", _summary(study, results), table(groups), NOTE]
+    summary = f"{sum(result.done for result in results)} of {len(results)} runs are done"
+    if failed := [result for result in results if result.reason]:
+        summary += f", {len(failed)} failed"
+    summary += ". study.json has every number, the recipe and each run's overrides."
+    parts = [f"# {study.title}", summary, table(groups), NOTE]
     if pictures:
         parts += [
             "## Curves (the paper's Figures 2, 3 and 9)",
             "Mean over seeds, smoothed, on the band from the lowest to the highest seed; for the "
             "largest ratio,\non each seed's own values.",
         ]
-        parts += [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
-    failed = []
-    for result in results:
-        if result.reason:
-            reason = _one_line(result.reason)
-            failed.append(f"- `{result.cell.name}`, after step {result.step}: {reason}")
+        parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures]
     if failed:
-        parts += ["## Runs that failed", "\n".join(failed)]
+        lines = []
+        for result in failed:
+            reason = _one_line(result.reason)
+            lines.append(f"- `{result.cell.name}`, after step {result.step}: {reason}")
+        parts += ["## Runs that failed", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
-
-
-def _summary(study: Study, results: Sequence[Result]) -> str:
-    done = f"{sum(result.done for result in results)} of {len(results)} runs are done"
-    if failed := sum(result.state == "failed" for result in results):
-        done += f", {failed} failed"
-    recipe = study.resolved()
-    train, prompts = recipe["train"], recipe["data"]["prompts_per_step"]
-    steps = sorted({result.cell.steps for result in results})
-    seeds = ", ".join(map(str, study.settings.seeds))
-    avg = f"Avg@{train['eval_samples']} on {train['eval_prompts']} held-out prompts"
-    return (
-        f"{done}: {' or '.join(map(str, steps))} steps of {prompts} prompts x "
-        f"{recipe['rollout']['samples_per_prompt']} responses in {recipe['algo']['minibatches']} "
-        f"minibatches; accuracy is {avg}; seeds {seeds}. study.json has every number, the recipe "
-        "and each run's overrides."
-    )
 
 
 def _one_line(text: str) -> str:
@@ -480,8 +444,7 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
     if environment is not None:
         document["environment"] = dict(environment)
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    lists_of_numbers = re.compile(r"\[\s+[-\d][^\[\]{}\"]*\]")
-    write_whole(path, lists_of_numbers.sub(lambda match: " ".join(match[0].split()), text))
+    write_whole(path, text)
     path = out / "study.md"
-    write_whole(path, page(study, results, finished_groups, [out / name for name in images]))
+    write_whole(path, page(study, results, finished_groups, list(images)))
     return path
