@@ -210,7 +210,6 @@ def _settings_of(run_dir: Path, step: int | None):
         run=run_dir,
         model=chosen,
         start=Path(config.model.path),
-        out=run_dir / "eval" / chosen.name,
         prompt_key=config.data.prompt_key,
         answer_key=config.data.answer_key,
         scheme=config.quant.scheme,
@@ -385,7 +384,6 @@ def _study_options(command: argparse.ArgumentParser) -> None:
     modes = command.add_mutually_exclusive_group()
     for name, help in (
         ("status", "only show how far each cell is"),
-        ("report", "only draw tables and pictures again"),
         ("dry-run", "only print the commands"),
     ):
         value = name.replace("-", "_")
