@@ -257,7 +257,7 @@ def fleet(arguments: argparse.Namespace) -> int:
     """Look at the engines of a run."""
     from qurl_megatron.fleet.fleet_status import show as run
 
-    return run(arguments.urls, watch_s=arguments.watch, api_key_file=arguments.api_key_file)
+    return run(arguments.urls, api_key_file=arguments.api_key_file)
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -419,10 +419,9 @@ def _serve_options(command: argparse.ArgumentParser) -> None:
 def _fleet_options(command: argparse.ArgumentParser) -> None:
     looks = command.add_subparsers(dest="look", required=True, metavar="COMMAND")
     status = looks.add_parser(
-        "status", help="a table of versions, queues and speeds of embedded and SGLang engines"
+        "status", help="a table of versions and queues of embedded and SGLang engines"
     )
     status.add_argument("urls", nargs="+", metavar="URL", help="e.g. http://127.0.0.1:30000")
-    status.add_argument("--watch", type=float, metavar="S", help="again every S seconds")
     status.add_argument(
         "--api-key-file", type=Path, help="file with the engines' key; else QURL_API_KEY is taken"
     )
