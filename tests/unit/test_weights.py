@@ -166,16 +166,22 @@ def test_folding_leaves_int8_codes_from_fp32(tmp_path):
         ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks ['low_freq_factor"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias are not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+            "lacks the key 'low_freq_factor'",
+        ),
+        (
+            {"model_type": "llama", "attention_bias": True},
+            "attention_bias=true is not",
+        ),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types ['full_attention', 'sliding_attention'] are not supported",
+            'layer_types="sliding_attention" is not supported; it must be "full_attention"',
         ),
         (
             {"model_type": "mistral", "sliding_window": 4096},
-            "sliding_window=4096 is not supported; set it to null",
+            "sliding_window=4096 is not supported; it must be null",
         ),
         (
             {"model_type": "gemma", "hidden_act": "silu"},
@@ -214,7 +220,7 @@ def test_real_gemma_and_mistral_configs_are_understood():
     assert read_arch(mistral).head_dim == 256
     assert not read_arch(mistral).tied
     del mistral["sliding_window"]  # and transformers takes 4096
-    with pytest.raises(ConfigError, match="sliding_window=4096 is not supported; set it to null"):
+    with pytest.raises(ConfigError, match="sliding_window=4096 is not supported; it must be null"):
         read_arch(mistral)
 
 
