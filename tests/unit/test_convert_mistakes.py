@@ -175,20 +175,6 @@ def test_a_table_of_contents_changes_no_class(megatron, refused):
         assert not hasattr(getattr(importlib.import_module(module), name), "taint")
 
 
-def test_a_damaged_table_of_contents(megatron, refused, tmp_path):
-    table = (megatron / ".metadata").read_bytes()
-    for position in range(20, len(table), len(table) // 40):
-        (megatron / ".metadata").write_bytes(
-            table[:position] + bytes([table[position] ^ 0x55]) + table[position + 1 :]
-        )
-        out = tmp_path / "flipped"
-        assert tool("export", "--ckpt", megatron, "--out", out) in (0, 2)
-        shutil.rmtree(out, ignore_errors=True)
-    (megatron / ".metadata").write_bytes(table)
-    (megatron / "metadata.json").write_text("[]")
-    assert "must hold a JSON object" in refused("export", "--ckpt", megatron)
-
-
 def test_chunks_with_a_hole_between_them(megatron, refused):
     """The first half twice and the second not at all are as many elements as the whole."""
     files: dict[str, list] = {}
