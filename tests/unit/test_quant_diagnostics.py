@@ -76,11 +76,6 @@ def test_sums_of_shards_are_the_sums_of_the_whole():
     assert 0 < error < 1e-4
 
 
-def test_an_empty_shard_counts_as_nothing():
-    empty = torch.empty(0, 4)
-    assert weight_update(empty, empty).tolist() == [0, 0]
-
-
 def codes(*rows, scale):
     return QuantizedWeight(torch.tensor(rows, dtype=torch.int8), torch.tensor(scale))
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from qurl_megatron.quant import QuantizedWeight, dequantize, quantize, rounding_of
-from qurl_megatron.quant import weights as quant_weights
 from qurl_megatron.quant.formats import scheme_named
 
 SCHEMES = ["int8", "int6", "int5", "int4", "fp8", "fp8_block"]
@@ -111,11 +110,6 @@ def test_the_largest_of_a_scale_gets_the_largest_code_and_nothing_leaves_the_ran
         assert values.abs().max() == largest
 
 
-def test_a_zero_stays_a_zero_without_a_sign():
-    for scheme in SCHEMES:
-        assert not codes(rounded(torch.tensor([[0.0, -0.0] * 64]), scheme)).any()
-
-
 def draw(seed, version, name, shape, row, column) -> float:
     """One draw in plain integers: MurmurHash3's finalizer, a key and a counter."""
     key = hashlib.blake2b(f"{seed} {version} {name}".encode(), digest_size=8).digest()
@@ -183,16 +177,6 @@ def test_shards_of_columns_are_those_of_the_whole(scheme, columns):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("run, scratch", [(1, 1), (256 * 200, 256 * 128), (250 * 128, 1)])
-def test_runs_and_their_parts_do_not_show(scheme, run, scratch, monkeypatch):
-    w = weight(columns=250)
-    whole = rounded(w, scheme)
-    monkeypatch.setattr(quant_weights, "_RUN_CPU", run)
-    monkeypatch.setattr(quant_weights, "_SCRATCH_CPU", scratch)
-    assert torch.equal(codes(rounded(w, scheme)), codes(whole))
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_is_drawn_again_and_something_else_for_another_version_tensor_or_run(scheme):
     w = weight()
     first = codes(rounded(w, scheme))
@@ -201,15 +185,9 @@ def test_the_same_is_drawn_again_and_something_else_for_another_version_tensor_o
         # Two draws give two codes with 2 f (1 - f), one time in three.
         changed = (codes(rounded(w, scheme, **other)) != first).double().mean()
         assert 0.3 < changed < 0.36, other
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_dithered_codes_are_the_same_in_all_versions_and_others_in_another_run(scheme):
-    w = weight()
-    first = codes(rounded(w, scheme, kind="dithered"))
-    assert torch.equal(first, codes(rounded(w, scheme, kind="dithered", version=8)))
-    other = codes(rounded(w, scheme, kind="dithered", seed=4))
-    assert 0.3 < (other != first).double().mean() < 0.36
+    dithered = {seed: codes(rounded(w, scheme, kind="dithered", seed=seed)) for seed in (3, 4)}
+    assert torch.equal(codes(rounded(w, scheme, kind="dithered", version=8)), dithered[3])
+    assert 0.3 < (dithered[4] != dithered[3]).double().mean() < 0.36
 
 
 def test_dithered_a_tenth_of_a_step_moves_a_tenth_of_the_codes_and_none_backwards():
@@ -223,7 +201,3 @@ def test_dithered_a_tenth_of_a_step_moves_a_tenth_of_the_codes_and_none_backward
     change = (after - before).double()
     assert change.min() == 0 and change.max() == 1
     assert abs(change.mean() - 0.1) < 5 * math.sqrt(0.1 * 0.9 / change.numel())
-
-
-def test_nearest_draws_nothing():
-    assert rounding((4, 4), kind="nearest") is None

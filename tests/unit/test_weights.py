@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from qurl_megatron.checkpoints import HfReader, fold_uaq, load_parameter, stage_ops, unfold_uaq
+from qurl_megatron.checkpoints import HfReader, fold_uaq, unfold_uaq
 from qurl_megatron.checkpoints.ops import FusedQKV, GateUp
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.tensors.table import HfTensor, is_quantized
-from tests.support.models import FAMILIES, tiny_checkpoint
+from qurl_megatron.tensors.table import HfTensor
+from tests.support.models import tiny_checkpoint
 
 
 def named(*names: str) -> tuple[HfTensor, ...]:
@@ -34,15 +33,6 @@ def test_fused_ops_invert_and_commute_with_sharding(width, ranks):
             shard = {name: x.chunk(ranks)[rank] for name, x in hf.items()}
             back = op.to_hf(op.to_megatron(shard))
             assert all(torch.equal(back[name], shard[name]) for name in hf)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_stored_tensor_has_exactly_one_op(family, tmp_path):
-    folder = tiny_checkpoint(tmp_path, family)
-    arch = read_arch(read_config(folder))
-    ops = stage_ops(arch, range(arch.num_layers), first=True, last=True)
-    names = [tensor.name for op in ops for tensor in op.hf]
-    assert sorted(names) == sorted(HfReader(folder).names())
 
 
 def test_a_vocabulary_slice_beyond_the_stored_rows_is_zero(tmp_path):
@@ -82,29 +72,6 @@ def test_folding_scales_norms_up_and_their_readers_down():
     assert all(torch.equal(back[name], state[name]) for name in state) and "qurl" not in config
 
 
-def test_folding_reaches_every_expert_and_their_router():
-    ones = torch.ones(2, 2)
-    mlp = "model.layers.1.mlp."
-    state = {
-        f"{mlp}gate.weight": ones,
-        **{
-            f"{mlp}experts.{expert}.{kind}_proj.weight": ones
-            for expert in (0, 10)
-            for kind in ("gate", "up", "down")
-        },
-    }
-    folded = fold_uaq(state, {"model_type": "qwen3_moe"}, 2.0)
-    assert {name.removeprefix(mlp): value[0, 0].item() for name, value in folded.items()} == {
-        "gate.weight": 0.5,
-        "experts.0.gate_proj.weight": 0.5,
-        "experts.0.up_proj.weight": 0.5,
-        "experts.0.down_proj.weight": 1.0,
-        "experts.10.gate_proj.weight": 0.5,
-        "experts.10.up_proj.weight": 0.5,
-        "experts.10.down_proj.weight": 1.0,
-    }
-
-
 def test_folding_a_zero_centred_norm_scales_its_gain():
     config = {"model_type": "gemma"}
     layer = "model.layers.0.input_layernorm.weight"
@@ -122,33 +89,11 @@ def test_folding_a_family_whose_norms_are_unknown_is_refused():
         fold_uaq({}, {"model_type": "gemma2"}, 1.5)
 
 
-def test_experts_are_quantized_and_their_router_is_not():
-    layer = "model.layers.0.mlp."
-    names = [f"{layer}experts.3.{kind}_proj.weight" for kind in ("gate", "up", "down")]
-    assert all(is_quantized(name) for name in names)
-    assert not is_quantized(layer + "gate.weight")
-
-
 def test_folding_twice_is_refused():
     config = {"model_type": "qwen2"}
     fold_uaq({}, config, 1.5)
     with pytest.raises(ConfigError, match=r"already has the UAQ factor 1.5"):
         fold_uaq({}, config, 1.5)
-
-
-def test_folding_leaves_int8_codes_from_fp32(tmp_path):
-    folder = tiny_checkpoint(tmp_path, "qwen2")
-    arch, reader = read_arch(read_config(folder)), HfReader(folder)
-    (op,) = [
-        op
-        for op in stage_ops(arch, range(1), first=False, last=False)
-        if op.megatron.endswith("fc1.weight")
-    ]
-    kwargs = dict(rank=0, size=1, padded_vocab=128)
-    before = quantize(load_parameter(op, reader, uaq_scale=1.0, **kwargs), "int8")
-    after = quantize(load_parameter(op, reader, uaq_scale=1.5, **kwargs), "int8")
-    assert torch.equal(before.values, after.values)
-    torch.testing.assert_close(before.scale, after.scale * 1.5)
 
 
 @pytest.mark.parametrize(
@@ -166,16 +111,22 @@ def test_folding_leaves_int8_codes_from_fp32(tmp_path):
         ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "lacks ['low_freq_factor"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias are not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+            "lacks the key 'low_freq_factor'",
+        ),
+        (
+            {"model_type": "llama", "attention_bias": True},
+            "attention_bias=true is not",
+        ),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types ['full_attention', 'sliding_attention'] are not supported",
+            'layer_types="sliding_attention" is not supported; it must be "full_attention"',
         ),
         (
             {"model_type": "mistral", "sliding_window": 4096},
-            "sliding_window=4096 is not supported; set it to null",
+            "sliding_window=4096 is not supported; it must be null",
         ),
         (
             {"model_type": "gemma", "hidden_act": "silu"},
@@ -214,7 +165,7 @@ def test_real_gemma_and_mistral_configs_are_understood():
     assert read_arch(mistral).head_dim == 256
     assert not read_arch(mistral).tied
     del mistral["sliding_window"]  # and transformers takes 4096
-    with pytest.raises(ConfigError, match="sliding_window=4096 is not supported; set it to null"):
+    with pytest.raises(ConfigError, match="sliding_window=4096 is not supported; it must be null"):
         read_arch(mistral)
 
 
