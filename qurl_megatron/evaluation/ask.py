@@ -15,12 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, Key
 from qurl_megatron.evaluation.benchmarks import ProblemSet
-from qurl_megatron.evaluation.eval_plan import Sampling
+from qurl_megatron.evaluation.eval_plan import EvaluationPlan
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
@@ -62,24 +63,18 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
     return descriptions
 
 
+@dataclass
 class Evaluator:
     """Answers benchmarks with the engines of a fleet."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        rewards: RewardPool,
-        tokenizer: Tokenizer,
-        sampling: Sampling,
-        turns: Turns | None = None,
-    ) -> None:
-        """
-        Args:
-            turns: where an environment answers, as in training.
-        """
-        self.fleet, self.rewards, self.tokenizer, self.turns = fleet, rewards, tokenizer, turns
-        self.sampling = sampling
-        engines = fleet.serving()
+    plan: EvaluationPlan
+    fleet: Fleet
+    rewards: RewardPool
+    tokenizer: Tokenizer
+    turns: Turns | None  # where an environment answers, as in training
+
+    def __post_init__(self) -> None:
+        engines = self.fleet.serving()
         self.in_batches = all(engine.kind.repeats for engine in engines)
         self.batch = BATCH * len(engines)  # responses
 
@@ -89,7 +84,7 @@ class Evaluator:
         Raises:
             EngineError: no engine is left, or none can answer; earlier answers are in the file.
         """
-        for mode in self.sampling.responses:
+        for mode in self.plan.responses:
             _Round(self, benchmark, file, mode).answer(prompts)
 
 
@@ -100,7 +95,7 @@ class _Round:
         self, evaluator: Evaluator, benchmark: ProblemSet, file: AnswerFile, mode: str
     ) -> None:
         self.evaluator, self.benchmark, self.file, self.mode = evaluator, benchmark, file, mode
-        self.responses = evaluator.sampling.responses[mode]  # of each problem
+        self.responses = evaluator.plan.responses[mode]  # of each problem
         self.last_progress = 0.0
 
     def answer(self, prompts: Sequence[Prompt]) -> None:
@@ -169,19 +164,18 @@ class _Round:
     def _ask(
         self, prompts: Sequence[Prompt], finished: Callable[[list[Sample]], None] | None = None
     ) -> list[Sample]:
-        fleet, sampling = self.evaluator.fleet, self.evaluator.sampling
-        turns = self.evaluator.turns
+        fleet, plan, turns = self.evaluator.fleet, self.evaluator.plan, self.evaluator.turns
         if self.mode == "greedy":
-            limit = sampling.max_new_tokens
+            limit = plan.rollout.max_new_tokens
             return greedy(fleet, prompts, limit, finished=finished, turns=turns)
         first_missing = {prompt.index: self.file.count(self._key(prompt)) for prompt in prompts}
         return collect(
             fleet,
             prompts,
             fleet.config,
-            seed=sampling.seed,
+            seed=plan.seed,
             step=EVALUATION,
-            top_p=sampling.top_p,
+            top_p=plan.top_p,
             samples=lambda prompt: range(first_missing[prompt.index], self.responses),
             finished=finished,
             turns=turns,

@@ -86,7 +86,7 @@ class Evaluation:
         for asked in self.asked:
             depends = {"problems": fingerprint(asked.prompts), **settings}
             path = self.plan.out / f"{asked.benchmark.name}.samples.jsonl"
-            asked.file = AnswerFile(path, depends, self.plan.sampling.responses)
+            asked.file = AnswerFile(path, depends, self.plan.responses)
 
 
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
@@ -113,7 +113,7 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         print(benchmark.summary, flush=True)
     evaluations = [Evaluation.of(plan, benchmarks) for plan in plans]
     room = min(evaluation.room for evaluation in evaluations)
-    if arguments.max_new_tokens is None and 1 <= room < last.sampling.max_new_tokens:
+    if arguments.max_new_tokens is None and 1 <= room < last.rollout.max_new_tokens:
         print(
             f"responses end at {room} tokens, which the model's context leaves beside the longest "
             "prompt (--max-new-tokens sets another limit)",
@@ -171,7 +171,7 @@ def _run(evaluation: Evaluation) -> list[results.Scores]:
                 pool = stack.enter_context(EnvironmentPool(plan.rollout))
                 turns = Turns(pool, tokenizer, chat=plan.chat)
             stack.enter_context(fleet)
-            evaluator = Evaluator(fleet, rewards, tokenizer, plan.sampling, turns)
+            evaluator = Evaluator(plan, fleet, rewards, tokenizer, turns)
             scores = _answer(evaluation, evaluator)
     except (EngineError, RewardDown) as error:
         kept = any(plan.out.glob("*.samples.jsonl"))
@@ -193,7 +193,7 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
         evaluation.open(settings)
     if limits := [engine["max_tokens"] for engine in engines if "max_tokens" in engine]:
         for of_benchmark in asked:
-            length = plan.sampling.max_new_tokens
+            length = plan.rollout.max_new_tokens
             check_lengths(of_benchmark.benchmark, of_benchmark.prompts, length, min(limits))
     versions = {"qurl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
@@ -212,7 +212,7 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
         benchmark, file = of_benchmark.benchmark, of_benchmark.answers
         _answer_benchmark(plan, evaluator, of_benchmark)
         every += file.every
-        score = results.score(benchmark, file.answers, file.responses, plan.sampling.seed)
+        score = results.score(benchmark, file.answers, file.responses, plan.seed)
         scores.append(score)
         speed = results.tokens_per_second(file.every)
         lines.append((benchmark.name, len(benchmark.problems), score, speed))
@@ -269,7 +269,7 @@ def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
     if left_out := sum(answer.left_out for answer in answers):
         notes.append(
             f"{left_out} of {how_many(len(answers), 'response')} ended early: what the environment "
-            f"said next did not fit into --max-new-tokens {plan.sampling.max_new_tokens}, which "
+            f"said next did not fit into --max-new-tokens {plan.rollout.max_new_tokens}, which "
             "all turns and its words share; raise it, or have the environment say less"
         )
     return notes
@@ -282,7 +282,7 @@ def _compare(evaluations: Sequence[Evaluation], scores: Sequence[Sequence[result
     benchmarks = {}
     for asked, first, second in zip(evaluations[1].asked, *scores, strict=True):
         name = asked.benchmark.name
-        pairs = results.pairs(name, first, second, after.sampling.seed)
+        pairs = results.pairs(name, first, second, after.seed)
         lines.append((name, len(asked.prompts), pairs))
         benchmarks[name] = results.as_json(pairs)
     document = {

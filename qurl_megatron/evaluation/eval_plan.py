@@ -27,37 +27,6 @@ FOR_OWN_ENGINES = ("backend", "engines", "tensor", "scheme")  # options that --u
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How responses are drawn; the limit holds for greedy ones, too."""
-
-    k: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        for option in ("k", "max_new_tokens"):
-            if (value := getattr(self, option)) < 1:
-                name = option.replace("_", "-")
-                raise ConfigError(f"--{name} must be 1 or more, got {value}")
-        if self.k > 1 and not self.temperature > 0:
-            raise ConfigError(
-                f"--temperature {self.temperature:g} would make all --k {self.k} responses the "
-                "same; give a positive one, or --k 1 for greedy decoding alone"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p must lie in (0, 1], got {self.top_p:g}")
-        if self.seed < 0:
-            raise ConfigError(f"--seed must be 0 or more, got {self.seed}")
-
-    @property
-    def responses(self) -> dict[str, int]:
-        """Responses to each problem, by mode."""
-        return {"greedy": 1, "sampled": self.k} if self.k > 1 else {"greedy": 1}
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
     """One model's evaluation, every option decided."""
 
@@ -65,7 +34,8 @@ class EvaluationPlan:
     rollout: RolloutConfig
     scheme: str
     dtype: str
-    sampling: Sampling
+    top_p: float
+    seed: int
     chat: bool
     suffix: str
     reward: RewardConfig
@@ -73,10 +43,24 @@ class EvaluationPlan:
     out: Path
 
     @property
+    def responses(self) -> dict[str, int]:
+        """Responses to each problem, by mode."""
+        k = self.rollout.samples_per_prompt
+        return {"greedy": 1, "sampled": k} if k > 1 else {"greedy": 1}
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Everything the answers depend on, except the engines and the problems."""
-        settings = dataclasses.asdict(self.sampling)
-        settings |= {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
+        settings = {
+            "k": self.rollout.samples_per_prompt,
+            "temperature": self.rollout.temperature,
+            "top_p": self.top_p,
+            "max_new_tokens": self.rollout.max_new_tokens,
+            "seed": self.seed,
+            "chat": self.chat,
+            "suffix": self.suffix,
+            "reward": self.reward.described,
+        }
         if self.reward.failed:
             settings["failed"] = self.reward.failed
         if self.rollout.environment:
@@ -101,11 +85,8 @@ class EvaluationPlan:
 
     def shortened(self, max_new_tokens: int) -> "EvaluationPlan":
         """Return the plan with another limit on responses."""
-        return dataclasses.replace(
-            self,
-            sampling=dataclasses.replace(self.sampling, max_new_tokens=max_new_tokens),
-            rollout=dataclasses.replace(self.rollout, max_new_tokens=max_new_tokens),
-        )
+        rollout = dataclasses.replace(self.rollout, max_new_tokens=max_new_tokens)
+        return dataclasses.replace(self, rollout=rollout)
 
 
 def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[EvaluationPlan]:
@@ -144,18 +125,12 @@ def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Evalua
 def _plan(
     arguments: argparse.Namespace, defaults: Defaults, model: Path, out: Path
 ) -> EvaluationPlan:
-    def given(name: str, fallback: Any) -> Any:
-        value = getattr(arguments, name)
-        return fallback if value is None else value
-
-    sampling = Sampling(
-        k=arguments.k,
-        temperature=given("temperature", defaults.rollout.temperature),
-        top_p=given("top_p", defaults.top_p),
-        max_new_tokens=given("max_new_tokens", defaults.rollout.max_new_tokens),
-        seed=arguments.seed,
-    )
-    rollout = _rollout(arguments, defaults.rollout, sampling)
+    rollout = _rollout(arguments, defaults.rollout)
+    top_p = defaults.top_p if arguments.top_p is None else arguments.top_p
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p must lie in (0, 1], got {top_p:g}")
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed must be 0 or more, got {arguments.seed}")
     reward, reward_key = defaults.reward, "reward" if defaults.run else "--reward"
     if arguments.reward is not None:
         reward, reward_key = _reward(arguments.reward, defaults.reward), "--reward"
@@ -163,9 +138,10 @@ def _plan(
         model=model,
         rollout=rollout,
         scheme="" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model),
-        dtype=given("dtype", defaults.dtype),
-        sampling=sampling,
-        chat=given("chat", defaults.chat),
+        dtype=arguments.dtype or defaults.dtype,
+        top_p=top_p,
+        seed=arguments.seed,
+        chat=defaults.chat if arguments.chat is None else arguments.chat,
         suffix=arguments.suffix,
         reward=reward,
         reward_key=reward_key,
@@ -186,29 +162,35 @@ def _reward(option: str, base: RewardConfig) -> RewardConfig:
     return dataclasses.replace(base, **{**none, "kind": option})
 
 
-def _rollout(
-    arguments: argparse.Namespace, base: RolloutConfig, sampling: Sampling
-) -> RolloutConfig:
+def _rollout(arguments: argparse.Namespace, base: RolloutConfig) -> RolloutConfig:
     """The recipe's engines, or one, changed by the options."""
     for option in FOR_OWN_ENGINES:
         if arguments.urls and getattr(arguments, option):
             raise ConfigError(
                 f"--{option} is for engines that are started here; leave it or --url out"
             )
+    for option in ("k", "max_new_tokens"):
+        if (value := getattr(arguments, option)) is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} must be 1 or more, got {value}")
+    if arguments.temperature is not None and not arguments.temperature > 0:
+        raise ConfigError(
+            f"--temperature {arguments.temperature:g} would make all responses to a problem the "
+            "same; give a positive one, or --k 1 for greedy decoding alone"
+        )
     options = {
         "backend": arguments.backend,
         "engines": arguments.engines,
         "engine_tensor": arguments.tensor,
         "engine_args": arguments.engine_args and tuple(arguments.engine_args),
         "start_timeout_s": ADOPTED_S if arguments.urls else None,
+        "temperature": arguments.temperature,
+        "max_new_tokens": arguments.max_new_tokens,
     }
     settings: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if not ENGINE_KINDS[arguments.backend or base.backend].takes_gpus:
         if (arguments.tensor or 1) > 1 or arguments.engine_args:
             raise ConfigError("--tensor and --engine-arg are for --backend sglang")
         settings |= {"engine_tensor": 1, "engine_args": ()}
-    if sampling.k > 1:
-        settings["temperature"] = sampling.temperature
     return dataclasses.replace(
         base,
         **settings,
@@ -218,8 +200,7 @@ def _rollout(
         max_staleness=0,
         timeout_s=TIMEOUT_S,
         straggler_s=0.0,
-        samples_per_prompt=sampling.k,
-        max_new_tokens=sampling.max_new_tokens,
+        samples_per_prompt=arguments.k,
     )
 
 

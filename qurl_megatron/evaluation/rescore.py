@@ -16,7 +16,6 @@ import numpy as np
 
 from qurl_megatron.checkpoints.integrity import refuse_damaged
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist
-from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.evaluation.results import aligned
@@ -125,7 +124,16 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
     if not records:
         raise ConfigError(f"{path} holds no samples")
     version = step - 1
-    checkpoint, scheme = _checkpoint(run_dir, version, config)
+    by_step = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
+    if version not in by_step:
+        raise ConfigError(
+            f"step {step} was sampled from the checkpoint of step {version}, which {run_dir} does "
+            f"not have (it has those of steps {sorted(by_step)}); checkpoint.every=1 and a large "
+            "checkpoint.keep keep them"
+        )
+    checkpoint = by_step[version]
+    refuse_damaged(find_torch_dist(checkpoint) or checkpoint)
+    scheme = TrainState.read(checkpoint).scheme(config.quant.scheme)
     if config.rollout.temperature != 1 and not config.rollout.kind.tempers_prompts:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature:g}: {config.rollout.backend} scores "
@@ -211,29 +219,3 @@ def table(gaps: Sequence[Gap], samples: Sequence[Sample], tokenizer: Tokenizer) 
         numbers = [str(len(gap.sizes)), f"{gap.sizes.mean():.2g}", f"{gap.largest:.2g}"]
         rows.append([gap.pair, worst, *numbers])
     return aligned(rows, left=2)
-
-
-def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> tuple[Path, str]:
-    """The checkpoint with the weights of a version, and the number format it was published in.
-
-    Raises:
-        ConfigError: it is not there, or damaged.
-    """
-    by_step = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
-    if version in by_step:
-        refuse_damaged(find_torch_dist(by_step[version]) or by_step[version])
-        return by_step[version], TrainState.read(by_step[version]).scheme(config.quant.scheme)
-    start = Path(config.model.path)
-    if version == 0 and start.exists():
-        folded = open_checkpoint(start).uaq_scale
-        if folded == config.quant.uaq_scale:
-            return start, config.quant.scheme
-        raise ConfigError(
-            f"step 1 was sampled from {start} with quant.uaq_scale={config.quant.uaq_scale:g} "
-            "folded in, which no folder holds; name a later step"
-        )
-    raise ConfigError(
-        f"step {version + 1} was sampled from the checkpoint of step {version}, which {run_dir} "
-        f"does not have (it has those of steps {sorted(by_step)}); checkpoint.every=1 and a large "
-        "checkpoint.keep keep them"
-    )

@@ -22,7 +22,7 @@ from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.observe.history import History
 from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
-from qurl_megatron.observe.text import number, percent, plus_minus, scientific
+from qurl_megatron.observe.text import number, percent
 from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.training.state import refuse_other_run
 
@@ -302,8 +302,8 @@ NOTHING = "–"
 
 
 def row(group: Group) -> dict[str, str]:
-    """A line of the table, by heading: the paper's Tables 1 and 4, and docs/mismatch.md."""
-    config, totals = group.cells[0].config, group.totals
+    """A line of the table, by heading."""
+    totals = group.totals
 
     def mean(name: str, text: Callable[[float], str] = number) -> str:
         return NOTHING if (total := totals[name]) is None else text(total.mean)
@@ -314,36 +314,21 @@ def row(group: Group) -> dict[str, str]:
         text = f"{100 * total.mean:.1f}"
         return text if total.std is None else f"{text} ± {100 * total.std:.1f}"
 
-    kl_at_end = update_to_error = passed = NOTHING
-    if (end := totals["kl"]) and (largest := totals["kl_largest"]):
-        kl_at_end = f"{number(end.mean)} ({number(largest.high)})"
-    update, error = totals["weight_update"], totals["weight_error"]
-    if update and error and error.mean != 0:
-        update_to_error = number(update.mean / error.mean)
-    if passing := totals["update_passed"]:
-        std = totals["update_passed_std"]
-        passed = plus_minus(passing.mean, passing.mean, std.mean if std else None)
     rho = totals["rho_max"]
     done, planned = len(group.histories), len(group.cells)
     return {
         "Method": group.method.label,
         "Rollouts": group.precision,
-        "Scale s": f"s = {config.quant.uaq_scale:g}",
-        "Learning rate": scientific(config.optimizer.lr),
         "Trained policy, %": accuracy(TRAINED),
-        "Before, %": accuracy("accuracy_before"),
         "Accuracy, %": accuracy("accuracy"),
         "Best, %": accuracy("accuracy_best"),
         "Collapsed": _collapse(group),
-        "KL at the end (largest)": kl_at_end,
         "KL": mean("kl_mean"),
         "Max ρ": number(rho.high) if rho else NOTHING,
         "Clipped": mean("clip_fraction", percent),
         "Code flips": mean("code_flip_rate", percent),
         "Update, Eq. 13": mean("weight_update"),
         "Error, Eq. 14": mean("weight_error"),
-        "Update / error": update_to_error,
-        "Update passed": passed,
         "Step, s": mean("step_seconds"),
         "Runs": str(done) if done == planned else f"{done} of {planned}",
     }
@@ -366,18 +351,16 @@ Columns that no run has measured are left out. **Trained policy** is the last ch
 unquantized and decoded greedily, on the held-out questions (`qurl eval`): what one trains for. It
 is – where engines other than embedded ones generated, the last step left no checkpoint, or the
 evaluation has failed or not finished yet. The other accuracies are of the same questions at the
-precision of the rollouts: "before" at step 0, "best" the highest evaluation of each run. ± is the
-standard deviation over seeds (n − 1), of "update passed" over steps.
+precision of the rollouts; "best" is the highest evaluation of each run. ± is the standard deviation
+over seeds (n − 1).
 
 A run has **collapsed** at the first step from which its reward, a mean over {WINDOW} steps, stays
 below half of its best until the end. **KL** is of the behaviour from the proximal policy (k3, per
-token): its mean over all steps, and at the end over the last tenth of them, with the largest step
-behind. **Max ρ** is the largest ratio of proximal to behaviour probability of any token of any run.
+token), **max ρ** the largest ratio of proximal to behaviour probability of any token of any run.
 
-Code flips, the **update** ‖θ′ − θ‖² / ‖θ‖² of Eq. 13, the **error** ‖Q(θ) − θ‖² / ‖θ‖² of Eq. 14
-and the part of an update that reaches the quantized weights ("update passed") are of the quantized
-linear layers; like the clipped tokens they are means over all steps. The time of a step is the
-median of all but the first."""
+Code flips, the **update** ‖θ′ − θ‖² / ‖θ‖² of Eq. 13 and the **error** ‖Q(θ) − θ‖² / ‖θ‖² of Eq. 14
+are of the quantized linear layers; like KL and clipped tokens they are means over all steps. The
+time of a step is the median of all but the first."""
 
 
 def table(groups: Sequence[Group]) -> str:

@@ -691,7 +691,7 @@ def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
     "options, message",
     [
         (["--k", "0"], "--k must be 1 or more, got 0"),
-        (["--temperature", "0"], "--temperature 0 would make all --k 32 responses the same"),
+        (["--temperature", "0"], "--temperature 0 would make all responses to a problem the"),
         (["--top-p", "1.5"], r"--top-p must lie in \(0, 1\], got 1.5"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more"),
         (["--seed", "-1"], "--seed must be 0 or more"),
