@@ -32,6 +32,8 @@ LEAVING_S = 0.2
 """Seconds that a rank which has failed may take to be gone, after its peers have noticed."""
 TEXT = 15_000
 """Characters, of up to 4 bytes, that a rank may tell: they wait in a pipe until it has ended."""
+NO_CODE = 255
+"""Exit code that multiprocessing reports for a process whose fork server is gone."""
 
 FORK_SERVER = "qurl_megatron.kit.fork_server"
 PRELOAD = ["qurl_megatron.training.train"]
@@ -177,15 +179,14 @@ def _join(
     if any(codes.values()):
         # By then it is clear whether a rank was killed, or only reported the failure.
         _wait(ranks, codes, SURE_S)
-        killed = [rank for rank, code in codes.items() if code < 0]
+        killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
         text = _first(told)
         if text and all(codes[rank] == -signal.SIGABRT for rank in killed):
             killed = []  # by NCCL, for they waited for one that failed and told why
         if not killed:
             _say(text)
         elif -codes[killed[0]] not in forwarded:
-            death = f"rank {killed[0]} was killed by {signal.Signals(-codes[killed[0]]).name}"
-            _say(f"qurl: {lost(death)}")
+            _say(f"qurl: {lost(_death(killed[0], codes[killed[0]]))}")
         _wait(ranks, codes, LOST_S if killed else GRACE_S)
         for rank in ranks:
             rank.kill()
@@ -228,6 +229,12 @@ def _first(told: list[Connection]) -> str | None:
 def _say(text: str | None) -> None:
     if text is not None:
         print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+def _death(rank: int, code: int) -> str:
+    if code == NO_CODE:
+        return f"rank {rank} was lost, for the process that forked it was killed"
+    return f"rank {rank} was killed by {signal.Signals(-code).name}"
 
 
 def stopping() -> list[int]:

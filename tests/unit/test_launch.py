@@ -505,3 +505,13 @@ def test_all_ends_with_a_rank_that_is_killed(launched, shared):
     assert launcher.returncode == 128 + signal.SIGKILL
     assert footprint.left() == []
     assert not shared.exists()
+
+
+@pytest.mark.parametrize("launched", [""], ids=["forked"], indirect=True)
+def test_all_ends_with_a_fork_server_that_is_killed(launched):
+    launcher, footprint, (rank, _) = launched
+    os.kill(psutil.Process(rank).ppid(), signal.SIGKILL)
+    said = launcher.communicate(timeout=PATIENCE_S)[1]
+    assert said.endswith(" was lost, for the process that forked it was killed\n")
+    assert launcher.returncode == launch.NO_CODE
+    assert footprint.left() == []
