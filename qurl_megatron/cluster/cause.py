@@ -20,7 +20,6 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from qurl_megatron.cluster.layout import ENGINES_PREFIX, EXAMINATION_PREFIX
 from qurl_megatron.observe.failures import Failure
@@ -140,7 +139,6 @@ class Log:
     source: str
     text: str
     time: float  # when it was last written, Unix seconds
-    path: Path
     engine: bool = False
 
 
