@@ -25,7 +25,7 @@ from qurl_megatron.observe.samples import say, visible
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.training.fresh_scores import actor_scores, engine_scores, fresh_engine
 from qurl_megatron.training.rollout_file import Recorded, path_of, read_rollouts
-from qurl_megatron.training.state import RECIPE, TrainState, checkpoints, recipe_of
+from qurl_megatron.training.state import RECIPE, checkpoints, recipe_of
 from qurl_megatron.types import Sample
 
 Scores = Sequence[np.ndarray | None]
@@ -128,7 +128,7 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
     if not records:
         raise ConfigError(f"{path} holds no samples")
     version = step - 1
-    checkpoint, scheme = _checkpoint(run_dir, version, config)
+    checkpoint = _checkpoint(run_dir, version, config)
     if config.rollout.temperature != 1 and not config.rollout.kind.tempers_prompts:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature:g}: {config.rollout.backend} scores "
@@ -136,8 +136,8 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
         )
     samples = [record.sample for record in records]
     print(f"scoring {how_many(len(samples), 'response')} again by {checkpoint}", flush=True)
-    fresh = _by_engine(checkpoint, scheme, samples, config, version)
-    actor = actor_scores(config, checkpoint, path, len(samples), scheme=scheme)
+    fresh = _by_engine(checkpoint, samples, config, version)
+    actor = actor_scores(config, checkpoint, path, len(samples))
     if isinstance(actor, int):
         return actor
     gaps = compared(records, fresh, actor)
@@ -148,7 +148,7 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
 
 
 def _by_engine(
-    checkpoint: Path, scheme: str, samples: Sequence[Sample], config: RunConfig, version: int
+    checkpoint: Path, samples: Sequence[Sample], config: RunConfig, version: int
 ) -> Scores:
     """Scores of a fresh engine; None where the sample is too long or of other weights than it has.
 
@@ -156,6 +156,7 @@ def _by_engine(
         ConfigError: it could not start, or not score.
     """
     scores: list[np.ndarray | None] = [None] * len(samples)
+    scheme = config.quant.scheme
     if scheme != "none" and config.quant.rounding != "nearest":
         print(
             f"quant.rounding={config.quant.rounding} published other codes than a fresh engine, "
@@ -244,8 +245,8 @@ def _rollouts(run_dir: Path, step: int) -> Path:
     )
 
 
-def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> tuple[Path, str]:
-    """The checkpoint with the weights of a version, and the number format it was published in.
+def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> Path:
+    """The checkpoint with the weights of a version.
 
     Raises:
         ConfigError: it is not there, or damaged.
@@ -253,12 +254,12 @@ def _checkpoint(run_dir: Path, version: int, config: RunConfig) -> tuple[Path, s
     by_step = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
     if version in by_step:
         refuse_damaged(find_torch_dist(by_step[version]) or by_step[version])
-        return by_step[version], TrainState.read(by_step[version]).scheme(config.quant.scheme)
+        return by_step[version]
     start = Path(config.model.path)
     if version == 0 and start.exists():
         folded = open_checkpoint(start).uaq_scale
         if folded == config.quant.uaq_scale:
-            return start, config.quant.scheme
+            return start
         raise ConfigError(
             f"step 1 was sampled from {start} with quant.uaq_scale={config.quant.uaq_scale:g} "
             "folded in, which no folder holds; name a later step"

@@ -91,7 +91,7 @@ CONVERTED = {
     "request": {"kind": "quantize"},
     "files": {"config.json": {"bytes": 2, "sha256": "00"}},
 }
-TRAINED = {"step": 4, "cursor": {"epoch": 0}, "accuracy": 0.5, "guard": {"kl": 1}, "notice": "n"}
+TRAINED = {"step": 4, "cursor": {"epoch": 0}, "accuracy": 0.5, "guard": {"kl": 1}}
 SUMS = {"format": "qurl-files-1", "files": {"__0_0.distcp": [4, "ab"], "hf/config.json": [2, ""]}}
 
 
@@ -131,7 +131,6 @@ def read_state(path: Path) -> None:
     state = TrainState.read(path.parent)
     assert state.step >= 0
     state.summary(right_or_wrong=True)
-    state.scheme("int8")
 
 
 INDEXED = {"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}
