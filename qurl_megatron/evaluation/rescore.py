@@ -25,7 +25,7 @@ from qurl_megatron.observe.samples import say, visible
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.training.fresh_scores import actor_scores, engine_scores, fresh_engine
 from qurl_megatron.training.rollout_file import Recorded, path_of, read_rollouts
-from qurl_megatron.training.state import RECIPE, TrainState, checkpoints, recipe_of
+from qurl_megatron.training.state import RECIPE, checkpoints, recipe_of
 from qurl_megatron.types import Sample
 
 Scores = Sequence[np.ndarray | None]
@@ -133,7 +133,6 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
         )
     checkpoint = by_step[version]
     refuse_damaged(find_torch_dist(checkpoint) or checkpoint)
-    scheme = TrainState.read(checkpoint).scheme(config.quant.scheme)
     if config.rollout.temperature != 1 and not config.rollout.kind.tempers_prompts:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature:g}: {config.rollout.backend} scores "
@@ -141,8 +140,8 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
         )
     samples = [record.sample for record in records]
     print(f"scoring {how_many(len(samples), 'response')} again by {checkpoint}", flush=True)
-    fresh = _by_engine(checkpoint, scheme, samples, config, version)
-    actor = actor_scores(config, checkpoint, path, len(samples), scheme=scheme)
+    fresh = _by_engine(checkpoint, samples, config, version)
+    actor = actor_scores(config, checkpoint, path, len(samples))
     if isinstance(actor, int):
         return actor
     gaps = compared(records, fresh, actor)
@@ -153,7 +152,7 @@ def rescore(run_dir: Path, step: int, *, responses: int | None = None) -> int:
 
 
 def _by_engine(
-    checkpoint: Path, scheme: str, samples: Sequence[Sample], config: RunConfig, version: int
+    checkpoint: Path, samples: Sequence[Sample], config: RunConfig, version: int
 ) -> Scores:
     """Scores of a fresh engine; None where the sample is too long or of other weights than it has.
 
@@ -161,7 +160,7 @@ def _by_engine(
         ConfigError: it could not start, or not score.
     """
     scores: list[np.ndarray | None] = [None] * len(samples)
-    rollout, dtype = config.rollout, config.model.dtype
+    scheme, rollout, dtype = config.quant.scheme, config.rollout, config.model.dtype
     drawn = scheme != "none" and config.quant.rounding != "nearest"
     chosen = []
     for index, sample in enumerate(samples):

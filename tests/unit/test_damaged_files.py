@@ -85,7 +85,7 @@ QUANTIZED = {
 }
 
 
-TRAINED = {"step": 4, "cursor": {"epoch": 0}, "accuracy": 0.5, "guard": {"kl": 1}, "notice": "n"}
+TRAINED = {"step": 4, "cursor": {"epoch": 0}, "accuracy": 0.5, "guard": {"kl": 1}}
 SUMS = {"format": "qurl-files-1", "files": {"__0_0.distcp": [4, "ab"], "hf/config.json": [2, ""]}}
 
 
@@ -119,7 +119,6 @@ def read_state(path: Path) -> None:
     state = TrainState.read(path.parent)
     assert state.step >= 0
     state.summary(right_or_wrong=True)
-    state.scheme("int8")
 
 
 INDEXED = {"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}

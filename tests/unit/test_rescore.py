@@ -55,15 +55,15 @@ def test_a_damaged_line_is_named(tmp_path, damage, message):
         read_rollouts(path)
 
 
-def test_the_actor_is_aligned_as_the_run_was_and_no_longer_since_the_guard_fell_back(tmp_path):
+def test_the_actor_is_aligned_as_the_run_was(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[quant]\nscheme = "int8"\n'
         '[train]\nalign = "full"\n'
     )
     config = load(recipe)
-    aligned, fallen_back = (actor_recipe(config, tmp_path, 6, one) for one in ("int8", "none"))
-    assert (aligned.train.align, fallen_back.train.align) == ("full", "none")
+    aligned = actor_recipe(config, tmp_path, 6)
+    assert aligned.train.align == "full"
     assert 6 % aligned.train.micro_batch == 0 and aligned.model.path == str(tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_a_response_that_fills_the_engines_context_is_left_to_the_actor(model, c
         Sample(PROMPT, [7] * length, [-1.0] * length, "length", ((2, length),))
         for length in (30, 29)  # of 32, beside a prompt of 2
     ]
-    full, scored = _by_engine(model, "int8", samples, config_of(model), 2)
+    full, scored = _by_engine(model, samples, config_of(model), 2)
     assert full is None and len(scored) == 29 and np.isfinite(scored).all()
     assert "1 response scored by the actor alone" in capsys.readouterr().out
 
@@ -91,11 +91,8 @@ def test_a_response_that_fills_the_engines_context_is_left_to_the_actor(model, c
 @pytest.mark.parametrize("rounding", ["stochastic", "dithered"])
 def test_codes_that_were_drawn_are_not_compared_with_a_fresh_engines(rounding, model, capsys):
     config = config_of(model, rounding=rounding)
-    assert _by_engine(model, "int8", SAMPLES, config, 2) == [None, None]
+    assert _by_engine(model, SAMPLES, config, 2) == [None, None]
     assert "2 responses scored by the actor alone" in capsys.readouterr().out
-    # Since the guard fell back nothing is rounded.
-    sample = replace(SAMPLES[0], versions=((2, 3),))
-    assert _by_engine(model, "none", [sample], config, 2)[0] is not None
 
 
 def arrays(*rows):
