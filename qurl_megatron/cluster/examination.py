@@ -1,14 +1,13 @@
 """The nodes of an attempt are examined before its ranks start.
 
-Each node measures itself, by a task of ``srun``: GPUs as NVIDIA's driver sees them, and a matrix
-product on each, compared with the node's other GPUs: how long it should take need not be known.
+Each node measures itself, by a task of ``srun``: its GPUs, their memory, and a matrix product on
+each, compared with the node's other GPUs: how long it should take need not be known.
 
 Without a bad rollout node the run goes on with fewer engines. Without a bad training node it cannot
 go on: the job has to go back to the queue, with that node excluded. Where all nodes are bad, others
 would be bad alike, and a person has to look.
 """
 
-import contextlib
 import json
 import os
 import time
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median_low
-from typing import Any
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
@@ -28,7 +26,7 @@ from qurl_megatron.kit.errors import ConfigError
 
 GIB = 1 << 30
 MOST_USED = 4 * GIB
-"""Memory in use on a GPU before the job starts; a driver takes less than 1 GiB for itself."""
+"""Memory in use on a GPU before the job starts; CUDA takes less than 1 GiB for itself."""
 REPEATS = 20
 SLOWER = 1.25
 """Times the node's median product. Sound GPUs of a kind differ by a few per cent, by power and
@@ -67,55 +65,19 @@ def measure_node() -> int:
 
 
 def _measure(name: str) -> Report:
-    nvml, faults = _nvml(), []
-    for index in gpu_indices(nvml, os.environ) if nvml else []:  # before torch takes memory itself
-        faults += [f"GPU {index} {fault}" for fault in gpu_faults(nvml, index)]
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    products_ms = [_product_ms(torch.device("cuda", index)) for index in range(gpus)]
-    return Report(name, [*faults, *slow_gpus(products_ms)], gpus)
-
-
-def _nvml() -> Any:
-    """Return nvidia-ml-py; None where it is not installed, as on clusters without GPUs."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    return pynvml
-
-
-def gpu_indices(nvml: Any, env: Mapping[str, str]) -> list[int]:
-    """Return the driver's numbers of this step's GPUs; none where there is no driver.
-
-    Where Slurm hides no device, CUDA_VISIBLE_DEVICES says which are ours.
-    """
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:  # no library, or no driver that answers it
-        return []
-    count = nvml.nvmlDeviceGetCount()
-    parts = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    visible = [int(part) for part in parts if part.isdecimal()]
-    return visible if visible and len(visible) < count else list(range(count))
-
-
-def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
-    """Yield the driver's findings against a GPU."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    used = nvml.nvmlDeviceGetMemoryInfo(handle).used
-    if used > MOST_USED:
-        yield f"has {used / GIB:.1f} GiB in use already: end what holds them, or reset it"
-    errors = 0
-    with contextlib.suppress(nvml.NVMLError_NotSupported):  # some kinds do not count errors
-        uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        errors += nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, nvml.NVML_VOLATILE_ECC)
-    with contextlib.suppress(nvml.NVMLError_NotSupported):
-        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
-        errors += pending + failed
-    if errors:
-        yield "has uncorrected memory errors: reset it; where they come back, have it replaced"
+    if not torch.cuda.is_available():
+        return Report(name, [])
+    faults, products_ms = [], []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        free, total = torch.cuda.mem_get_info(device)
+        if total - free > MOST_USED:
+            used = f"{(total - free) / GIB:.1f} GiB in use already"
+            faults.append(f"GPU {index} has {used}: end what holds them, or reset it")
+        products_ms.append(_product_ms(device))
+    return Report(name, [*faults, *slow_gpus(products_ms)], len(products_ms))
 
 
 def _product_ms(device) -> float:
