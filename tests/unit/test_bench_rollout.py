@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qurl_megatron.bench import rollout
-from qurl_megatron.bench.options import SCHEMES, add_rollout
+from qurl_megatron.bench.command import SCHEMES, add_rollout
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.rollout import Subject
