@@ -76,17 +76,18 @@ def _measured(options: argparse.Namespace) -> list[Case]:
     vocab = read_arch(config_of(options.model)).vocab
     count = options.prompts * options.samples
     lengths = long_tailed(count, mean=options.mean, longest=options.max)
-    logs = Path(tempfile.mkdtemp(prefix="qurl-bench-logs-"))
-    if options.out:
-        logs = options.out / "logs"
+    logs = options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="qurl-bench-"))
     with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
         folder = model_folder(options.model, Path(work))
+        versions: dict[tuple[str, str], Version] = {}
         engines: dict[str, StartedEngine] = {}
         for subject, config in zip(subjects, configs, strict=True):
-            progress(f"starting {subject.name}; it logs to {logs}")
-            root = Path(work) / subject.name
-            version = Version(folder, subject.quant_scheme, subject.dtype, root)
-            engine = started(config, folder, version, logs / subject.name.replace(" ", "-"))
+            kind = (subject.quant_scheme, subject.dtype)
+            if kind not in versions:
+                versions[kind] = Version(folder, *kind, Path(work) / "-".join(kind))
+            own_logs = logs / subject.name.replace(" ", "-")
+            progress(f"starting {subject.name}; it logs to {own_logs}")
+            engine = started(config, folder, versions[kind], own_logs)
             engines[subject.name] = stack.enter_context(engine)
         loads = {name: _loads(engine, lengths, vocab, options) for name, engine in engines.items()}
         measured = interleaved(loads, repeats=options.repeats, seen=_show)
