@@ -93,11 +93,12 @@ def _measured(options: argparse.Namespace) -> list[Case]:
         measured = interleaved(loads, repeats=options.repeats, seen=_show)
     if not options.out:
         shutil.rmtree(logs)
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings["tokens"] = sum(lengths)
     cases = []
     for subject in subjects:
         repeats, identity = measured[subject.name], engines[subject.name].identity
-        settings = {name: getattr(options, name) for name in SETTINGS}
-        cases.append(case_of(subject, settings, sum(lengths), repeats, identity))
+        cases.append(case_of(subject, settings, repeats, identity))
     return cases
 
 
@@ -143,15 +144,13 @@ def _show(name: str, outcome: LoadOutcome) -> None:
 def case_of(
     subject: Subject,
     settings: Mapping[str, str | int | float | bool | None],
-    tokens: int,
     repeats: Repeats[LoadOutcome],
     identity: dict[str, object],
 ) -> Case:
     """Return figures and reasons of all repeats.
 
     Args:
-        settings: options, as keys of the case.
-        tokens: that are asked for.
+        settings: of the load, as keys of the case.
         identity: what the engine says of itself.
     """
     outcomes = repeats.results
@@ -163,7 +162,7 @@ def case_of(
     timed = all(outcome.tokens for outcome in outcomes)
     return Case(
         name=subject.name,
-        keys={**keys, "tensor": subject.tensor, "tokens": tokens, **settings},
+        keys={**keys, "tensor": subject.tensor, **settings},
         figures=figures_of(outcomes) if timed else [],
         yardsticks=repeats.yardsticks,
         reasons=[*reasons, *repeats.reasons],
