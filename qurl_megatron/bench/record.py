@@ -152,14 +152,14 @@ LEFT = ("case", "figure", "unit")
 
 def cells(figure: Figure) -> tuple[str, ...]:
     """Return a figure's cells of a table, by ``HEADS`` after the first."""
-    return (
-        figure.name,
-        number(figure.median),
-        figure.unit,
-        f"±{percent(figure.spread)}" if len(figure.repeats) > 1 else "",
-        "" if figure.limit is None else f"{number(figure.limit)} {figure.limit_of}".strip(),
-        "" if figure.share is None else percent(figure.share),
-    )
+    spread = limit = share = ""
+    if len(figure.repeats) > 1:
+        spread = f"±{percent(figure.spread)}"
+    if figure.limit is not None:
+        limit = f"{number(figure.limit)} {figure.limit_of}".strip()
+    if figure.share is not None:
+        share = percent(figure.share)
+    return figure.name, number(figure.median), figure.unit, spread, limit, share
 
 
 def percent(share: float) -> str:

@@ -68,11 +68,10 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def _measured(options: argparse.Namespace) -> list[Case]:
-    subjects = [
-        Subject(*each)
-        for each in itertools.product(options.engine, options.schemes, options.tensor)
-    ]
-    configs = [engine_config(subject, options) for subject in subjects]
+    configs: dict[Subject, RolloutConfig] = {}
+    for each in itertools.product(options.engine, options.schemes, options.tensor):
+        subject = Subject(*each)
+        configs[subject] = engine_config(subject, options)
     vocab = read_arch(config_of(options.model)).vocab
     count = options.prompts * options.samples
     lengths = long_tailed(count, mean=options.mean, longest=options.max)
@@ -81,7 +80,7 @@ def _measured(options: argparse.Namespace) -> list[Case]:
         folder = model_folder(options.model, Path(work))
         versions: dict[tuple[str, str], Version] = {}
         engines: dict[str, StartedEngine] = {}
-        for subject, config in zip(subjects, configs, strict=True):
+        for subject, config in configs.items():
             kind = (subject.quant_scheme, subject.dtype)
             if kind not in versions:
                 versions[kind] = Version(folder, *kind, Path(work) / "-".join(kind))
@@ -96,7 +95,7 @@ def _measured(options: argparse.Namespace) -> list[Case]:
     settings = {name: getattr(options, name) for name in SETTINGS}
     settings["tokens"] = sum(lengths)
     cases = []
-    for subject in subjects:
+    for subject in configs:
         repeats, identity = measured[subject.name], engines[subject.name].identity
         cases.append(case_of(subject, settings, repeats, identity))
     return cases
@@ -172,15 +171,17 @@ def case_of(
 
 def figures_of(outcomes: Sequence[LoadOutcome]) -> list[Figure]:
     """Return a figure per quantity; the tail describes the load, and is not compared."""
-    rates = [outcome.tokens / outcome.makespan for outcome in outcomes]
-    makespans = [outcome.makespan for outcome in outcomes]
-    tails = [100 * outcome.tail for outcome in outcomes]
+    rates, makespans, tails, pauses = [], [], [], []
+    for outcome in outcomes:
+        rates.append(outcome.tokens / outcome.makespan)
+        makespans.append(outcome.makespan)
+        tails.append(100 * outcome.tail)
+        pauses.append(max(outcome.paused_s, default=0.0))
     figures = [
         Figure(name="tokens/s", unit="1/s", better="higher", repeats=rates),
         Figure(name="makespan", unit="s", better="lower", repeats=makespans),
         Figure(name="tail", unit="%", better=None, repeats=tails),
     ]
-    if all(outcome.paused_s for outcome in outcomes):
-        slowest = [max(outcome.paused_s) for outcome in outcomes]
-        figures.append(Figure(name="paused to publish", unit="s", better="lower", repeats=slowest))
+    if any(pauses):
+        figures.append(Figure(name="paused to publish", unit="s", better="lower", repeats=pauses))
     return figures
