@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.machine_limits import limits
-from qurl_megatron.bench.options import count
+from qurl_megatron.bench.command import count
 from qurl_megatron.bench.record import SCHEMA, BenchRecord, Case, recorded
 from qurl_megatron.kit.errors import ConfigError, reading
 

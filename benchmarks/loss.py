@@ -36,7 +36,7 @@ from benchmarks.machine_limits import limits
 from benchmarks.quantize import switched
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.algo import objective, token_log_probs
-from qurl_megatron.bench.options import count
+from qurl_megatron.bench.command import count
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress, yardstick

@@ -428,7 +428,7 @@ def _fleet_options(command: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(command: argparse.ArgumentParser) -> None:
-    from qurl_megatron.bench.options import add_benchmarks
+    from qurl_megatron.bench.command import add_benchmarks
 
     add_benchmarks(command)
 

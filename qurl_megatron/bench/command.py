@@ -1,18 +1,147 @@
-"""``qurl bench WHAT``: run a benchmark, show its table and keep its record, DIR/WHAT.json."""
+"""``qurl bench WHAT``: measure, show the table and keep the record, DIR/WHAT.json.
+
+Every help reads the options, so what measures is imported when it is asked for.
+"""
 
 import argparse
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
-from qurl_megatron.bench.record import recorded
+BENCHMARKS = ("rollout", "step")
+"""Modules of this folder, each with ``run(options) -> list[Case]``."""
+
+SCHEMES = ("bf16", "int8", "fp8")
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure, and return the exit code.
+    """Run one benchmark, and return the exit code.
 
     Raises:
-        ConfigError: the benchmark cannot be run here, or with these options.
+        ConfigError: it cannot be run here, or with these options.
     """
+    from qurl_megatron.bench.record import recorded
+
     run = import_module(f"qurl_megatron.bench.{options.benchmark}").run
-    record = recorded(options.benchmark, "qurl", lambda: run(options))
-    record.keep(options.out)
+    recorded(options.benchmark, "qurl", lambda: run(options)).keep(options.out)
     return 0
+
+
+def add_benchmarks(command: argparse.ArgumentParser) -> None:
+    """Give ``qurl bench`` a subcommand for each benchmark."""
+    names = command.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    text = "engines under a load with long-tailed, grouped responses"
+    add_rollout(names.add_parser("rollout", help=text, description=f"Measure {text}."))
+    text = "seconds of a whole RL step, with other settings of a recipe side by side"
+    add_step(names.add_parser("step", help=text, description=f"Measure {text}."))
+
+
+def add_rollout(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``qurl bench rollout``."""
+    add = parser.add_argument
+    add(
+        "--model",
+        default="h1024",
+        metavar="SHAPE_OR_PATH",
+        help="a shape (tiny, h1024, 0.5B, ..., 32B), a folder of launch/models, or any folder with "
+        "a config.json; default h1024",
+    )
+    add(
+        "--schemes",
+        type=names_of(*SCHEMES),
+        default=list(SCHEMES),
+        metavar="A,B",
+        help=f"default {','.join(SCHEMES)}",
+    )
+    add(
+        "--engine",
+        type=names_of("embedded", "sglang"),
+        default=["embedded"],
+        metavar="A,B",
+        help="embedded, sglang or both; default embedded",
+    )
+    add(
+        "--tensor",
+        type=count,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="ranks of an SGLang engine; default 1",
+    )
+    add("--sglang-python", default="", metavar="PATH", help="Python that has SGLang")
+    add(
+        "--cache-gb",
+        type=float,
+        default=2.0,
+        metavar="GIB",
+        help="keys and values of an embedded engine; default 2",
+    )
+    add("--prompts", type=count, default=8, metavar="N", help="default 8")
+    add("--samples", type=count, default=4, metavar="N", help="responses to each; default 4")
+    add("--prompt", type=count, default=32, metavar="N", help="tokens of a prompt; default 32")
+    add("--mean", type=float, default=64.0, metavar="N", help="tokens of a response; default 64")
+    add("--max", type=count, default=256, metavar="N", help="of the longest one; default 256")
+    add(
+        "--publish",
+        type=count,
+        default=0,
+        metavar="N",
+        help="new weights so many times, evenly over the tokens of a load; default: never",
+    )
+    _add_common(parser, repeats=10)
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``qurl bench step``."""
+    add = parser.add_argument
+    add(
+        "--recipe",
+        type=Path,
+        default=Path("launch/recipes/quickstart.toml"),
+        metavar="FILE.toml",
+        help="the recipe to run; default: quickstart",
+    )
+    add(
+        "--case",
+        action="append",
+        default=[],
+        metavar='"section.key=value ..."',
+        help="one setting to measure, as overrides; give it as often as there are settings. "
+        "Default: rollout.max_staleness of 0, 1 and 2",
+    )
+    add("--steps", type=count, default=8, metavar="N", help="steps of one repeat; default 8")
+    _add_common(parser, repeats=9)
+    add("overrides", nargs="*", metavar="section.key=value", help="of every case")
+
+
+def _add_common(parser: argparse.ArgumentParser, *, repeats: int) -> None:
+    parser.add_argument(
+        "--repeats",
+        type=count,
+        default=repeats,
+        metavar="N",
+        help=f"how often each case is measured; default {repeats}",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for BENCHMARK.json; default: only the table"
+    )
+
+
+def names_of(*known: str) -> Callable[[str], list[str]]:
+    """Return argparse's type of a list of known names, with commas between them."""
+
+    def names(text: str) -> list[str]:
+        chosen = [name for name in text.split(",") if name]
+        unknown = [name for name in chosen if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is not among {', '.join(known)}")
+        return chosen
+
+    return names
+
+
+def count(text: str) -> int:
+    """Read a whole number above 0."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
+    return int(text)

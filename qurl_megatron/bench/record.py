@@ -94,7 +94,7 @@ class BenchRecord:
     schema: str = SCHEMA
 
     def keep(self, folder: Path | None) -> None:
-        """Print the table, and write the record to ``folder``, if there is one.
+        """Print the table, and write BENCHMARK.json to ``folder``, if there is one.
 
         Raises:
             ConfigError: it cannot be written; an older file stays whole.
@@ -137,12 +137,12 @@ def recorded(
         program: the words of the command before its options.
         facts: called afterwards, for more facts of the machine.
     """
-    begun, before = started(), environment()
+    start, before = started(), environment()
     cases = measure()
     command = f"{program} {shlex.join(sys.argv[1:])}"
     machine = {**before, "load_after": load(), **facts()}
     return BenchRecord(
-        benchmark=benchmark, command=command, started=begun, environment=machine, cases=cases
+        benchmark=benchmark, command=command, started=start, environment=machine, cases=cases
     )
 
 
@@ -152,14 +152,14 @@ LEFT = ("case", "figure", "unit")
 
 def cells(figure: Figure) -> tuple[str, ...]:
     """Return a figure's cells of a table, by ``HEADS`` after the first."""
-    return (
-        figure.name,
-        number(figure.median),
-        figure.unit,
-        f"±{percent(figure.spread)}" if len(figure.repeats) > 1 else "",
-        "" if figure.limit is None else f"{number(figure.limit)} {figure.limit_of}".strip(),
-        "" if figure.share is None else percent(figure.share),
-    )
+    spread = limit = share = ""
+    if len(figure.repeats) > 1:
+        spread = f"±{percent(figure.spread)}"
+    if figure.limit is not None:
+        limit = f"{number(figure.limit)} {figure.limit_of}".strip()
+    if figure.share is not None:
+        share = percent(figure.share)
+    return figure.name, number(figure.median), figure.unit, spread, limit, share
 
 
 def percent(share: float) -> str:

@@ -68,35 +68,36 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def _measured(options: argparse.Namespace) -> list[Case]:
-    subjects = [
-        Subject(*each)
-        for each in itertools.product(options.engine, options.schemes, options.tensor)
-    ]
-    configs = [engine_config(subject, options) for subject in subjects]
+    configs: dict[Subject, RolloutConfig] = {}
+    for each in itertools.product(options.engine, options.schemes, options.tensor):
+        subject = Subject(*each)
+        configs[subject] = engine_config(subject, options)
     vocab = read_arch(config_of(options.model)).vocab
     count = options.prompts * options.samples
     lengths = long_tailed(count, mean=options.mean, longest=options.max)
-    logs = Path(tempfile.mkdtemp(prefix="qurl-bench-logs-"))
-    if options.out:
-        logs = options.out / "logs"
+    logs = options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="qurl-bench-"))
     with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
         folder = model_folder(options.model, Path(work))
+        versions: dict[tuple[str, str], Version] = {}
         engines: dict[str, StartedEngine] = {}
-        for subject, config in zip(subjects, configs, strict=True):
-            progress(f"starting {subject.name}; it logs to {logs}")
-            root = Path(work) / subject.name
-            version = Version(folder, subject.quant_scheme, subject.dtype, root)
-            engine = started(config, folder, version, logs / subject.name.replace(" ", "-"))
+        for subject, config in configs.items():
+            kind = (subject.quant_scheme, subject.dtype)
+            if kind not in versions:
+                versions[kind] = Version(folder, *kind, Path(work) / "-".join(kind))
+            own_logs = logs / subject.name.replace(" ", "-")
+            progress(f"starting {subject.name}; it logs to {own_logs}")
+            engine = started(config, folder, versions[kind], own_logs)
             engines[subject.name] = stack.enter_context(engine)
         loads = {name: _loads(engine, lengths, vocab, options) for name, engine in engines.items()}
         measured = interleaved(loads, repeats=options.repeats, seen=_show)
     if not options.out:
         shutil.rmtree(logs)
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings["tokens"] = sum(lengths)
     cases = []
-    for subject in subjects:
+    for subject in configs:
         repeats, identity = measured[subject.name], engines[subject.name].identity
-        settings = {name: getattr(options, name) for name in SETTINGS}
-        cases.append(case_of(subject, settings, sum(lengths), repeats, identity))
+        cases.append(case_of(subject, settings, repeats, identity))
     return cases
 
 
@@ -142,15 +143,13 @@ def _show(name: str, outcome: LoadOutcome) -> None:
 def case_of(
     subject: Subject,
     settings: Mapping[str, str | int | float | bool | None],
-    tokens: int,
     repeats: Repeats[LoadOutcome],
     identity: dict[str, object],
 ) -> Case:
     """Return figures and reasons of all repeats.
 
     Args:
-        settings: options, as keys of the case.
-        tokens: that are asked for.
+        settings: of the load, as keys of the case.
         identity: what the engine says of itself.
     """
     outcomes = repeats.results
@@ -162,7 +161,7 @@ def case_of(
     timed = all(outcome.tokens for outcome in outcomes)
     return Case(
         name=subject.name,
-        keys={**keys, "tensor": subject.tensor, "tokens": tokens, **settings},
+        keys={**keys, "tensor": subject.tensor, **settings},
         figures=figures_of(outcomes) if timed else [],
         yardsticks=repeats.yardsticks,
         reasons=[*reasons, *repeats.reasons],
@@ -172,15 +171,17 @@ def case_of(
 
 def figures_of(outcomes: Sequence[LoadOutcome]) -> list[Figure]:
     """Return a figure per quantity; the tail describes the load, and is not compared."""
-    rates = [outcome.tokens / outcome.makespan for outcome in outcomes]
-    makespans = [outcome.makespan for outcome in outcomes]
-    tails = [100 * outcome.tail for outcome in outcomes]
+    rates, makespans, tails, pauses = [], [], [], []
+    for outcome in outcomes:
+        rates.append(outcome.tokens / outcome.makespan)
+        makespans.append(outcome.makespan)
+        tails.append(100 * outcome.tail)
+        pauses.append(max(outcome.paused_s, default=0.0))
     figures = [
         Figure(name="tokens/s", unit="1/s", better="higher", repeats=rates),
         Figure(name="makespan", unit="s", better="lower", repeats=makespans),
         Figure(name="tail", unit="%", better=None, repeats=tails),
     ]
-    if all(outcome.paused_s for outcome in outcomes):
-        slowest = [max(outcome.paused_s) for outcome in outcomes]
-        figures.append(Figure(name="paused to publish", unit="s", better="lower", repeats=slowest))
+    if any(pauses):
+        figures.append(Figure(name="paused to publish", unit="s", better="lower", repeats=pauses))
     return figures

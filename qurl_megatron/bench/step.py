@@ -55,25 +55,24 @@ def run(options: argparse.Namespace) -> list[Case]:
     if options.steps <= FIRST:
         raise ConfigError(f"--steps {options.steps}: the first {FIRST} do not count; give more")
     recipe = options.recipe
-    overrides = {
-        name: (*options.overrides, *name.split())
-        for name in dict.fromkeys(options.case or DEFAULT_CASES)
-    }
-    configs = [load(recipe, settings) for settings in overrides.values()]
+    numbers = itertools.count(1)
     with tempfile.TemporaryDirectory(prefix="qurl-bench-step-") as folder:
-        run_dirs = (Path(folder) / f"run-{number}" for number in itertools.count(1))
 
         def once(settings: Sequence[str]) -> UsualStep:
-            run_dir = next(run_dirs)
+            run_dir = Path(folder) / f"run-{next(numbers)}"
             train(recipe, settings, options.steps, run_dir)
             return read_run(run_dir)
 
-        model = Path(configs[0].model.path)
+        runs = {}
+        for name in options.case or DEFAULT_CASES:
+            settings = (*options.overrides, *name.split())
+            model = Path(load(recipe, settings).model.path)  # refuses what the recipe cannot have
+            runs[name] = partial(once, settings)
         if not model.exists():
             progress(f"making {model}")
-            train(recipe, next(iter(overrides.values())), 1, next(run_dirs))
+            train(recipe, settings, 1, Path(folder) / "making")
         measured = interleaved(
-            {name: partial(once, settings) for name, settings in overrides.items()},
+            runs,
             repeats=options.repeats,
             warm_up=0,
             seen=lambda name, usual: progress(f"{name}: {usual.seconds['step']:.2f} s a step"),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qurl_megatron.bench.options import BENCHMARKS
+from qurl_megatron.bench.command import BENCHMARKS
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.layout import Component, gpus, inside, lay_out, variables
 from qurl_megatron.config import RunConfig

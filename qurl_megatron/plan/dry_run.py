@@ -42,10 +42,11 @@ def render(run: Footprint) -> str:
         f"GiB per rank, passes of {run.tokens} tokens, activations "
         f"{'recomputed' if config.model.recompute else 'kept'}",
     ]
-    rows = _stage_rows(run)
-    label = max(len(name) for name, _ in rows)
-    for name, cells in rows:
-        lines.append(f"  {name:{label}}" + "".join(f"{cell:>9}" for cell in cells).rstrip())
+    columns = [_column(run, index) for index in range(len(run.stages))]
+    label = max(map(len, columns[0]))
+    for name in columns[0]:
+        cells = [f"{column[name]:>9}" for column in columns]
+        lines.append(f"  {name:{label}}{''.join(cells)}")
     lines += ["", *_phase_lines(run)]
     if run.engine:
         lines += ["", *_engine_lines(run, run.engine)]
@@ -57,37 +58,38 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
-def _stage_rows(run: Footprint) -> list[tuple[str, list[str]]]:
-    stages = run.stages
+def _column(run: Footprint, index: int) -> dict[str, str]:
+    """Return the cells of one pipeline stage, by the label of their row."""
+    stage = run.stages[index]
+    policy, critic = stage.policy, stage.critic
     dtype = "BF16" if run.config.model.dtype == "bfloat16" else "FP32"
-
-    def gib(size) -> list[str]:
-        return [f"{size(stage) / GIB:.2f}" for stage in stages]
-
-    rows = [
-        ("pipeline stage", [str(index) for index in range(len(stages))]),
-        ("layers", [str(stage.layers) for stage in stages]),
-        ("parameters, millions", [f"{s.policy.parameters / 1e6:.0f}" for s in stages]),
-        (f"weights, {dtype}", gib(lambda s: s.policy.weights)),
-        ("gradients, FP32", gib(lambda s: s.policy.gradients)),
-        ("masters, FP32", gib(lambda s: s.policy.masters)),
-        ("Adam's moments, FP32", gib(lambda s: s.policy.moments)),
-    ]
-    if any(stage.reference for stage in stages):
-        rows.append((f"reference, {dtype}", gib(lambda s: s.reference)))
-    if any(stage.codes for stage in stages):
-        rows.append((f"codes, {run.config.quant.scheme}, and scales", gib(lambda s: s.codes)))
-    if stages[0].critic:
-        rows.append(("critic, all of these", gib(lambda s: s.critic.total)))
-    rows += [
-        ("passes under way", [str(stage.passes) for stage in stages]),
-        ("their activations", gib(lambda s: s.activations)),
-        ("one layer's work", gib(lambda s: s.working)),
-        ("logits", gib(lambda s: s.logits)),
-        ("sum", gib(lambda s: s.total)),
-        ("sum at rest", gib(lambda s: s.at_rest)),
-    ]
-    return rows
+    held = {
+        f"weights, {dtype}": policy.weights,
+        "gradients, FP32": policy.gradients,
+        "masters, FP32": policy.masters,
+        "Adam's moments, FP32": policy.moments,
+    }
+    if any(each.reference for each in run.stages):
+        held[f"reference, {dtype}"] = stage.reference
+    if any(each.codes for each in run.stages):
+        held[f"codes, {run.config.quant.scheme}, and scales"] = stage.codes
+    if critic:
+        held["critic, all of these"] = critic.total
+    passing = {
+        "their activations": stage.activations,
+        "one layer's work": stage.working,
+        "logits": stage.logits,
+        "sum": stage.total,
+        "sum at rest": stage.at_rest,
+    }
+    return {
+        "pipeline stage": str(index),
+        "layers": str(stage.layers),
+        "parameters, millions": f"{policy.parameters / 1e6:.0f}",
+        **{name: f"{size / GIB:.2f}" for name, size in held.items()},
+        "passes under way": str(stage.passes),
+        **{name: f"{size / GIB:.2f}" for name, size in passing.items()},
+    }
 
 
 def _phase_lines(run: Footprint) -> list[str]:

@@ -82,8 +82,7 @@ def _trainers(
         for context in within:
             data, unused = divmod(gpus, tensor * pipeline * context)
             if data and not unused:
-                sizes = dict(tensor=tensor, pipeline=pipeline, context=context, data=data)
-                yield replace(own, **sizes)
+                yield replace(own, tensor=tensor, pipeline=pipeline, context=context, data=data)
 
 
 def _divides(arch: Arch, tensor: int, pipeline: int) -> bool:

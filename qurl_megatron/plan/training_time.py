@@ -91,7 +91,8 @@ def forward(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Par
     peak = gpu.flops["none"]
     # The last stage has the output layer besides.
     weights = linear_parameters(arch) / parallel.pipeline
-    weights += arch.vocab * arch.hidden if trainer.head else 0
+    if trainer.head:
+        weights += arch.vocab * arch.hidden
     products = 2 * weights * hand.tokens / (t * c) / (peak * constants.gemm)
     width = arch.heads * arch.head_dim
     attention = 2 * layers * width * hand.squares / (t * c) / (peak * constants.attention)
@@ -139,7 +140,7 @@ def update(trainer: Trainer, gpu: Gpu, constants: Constants, hand: Hand) -> Part
     parallel = trainer.parallel
     parts = _in_pipeline(parts, parallel.pipeline, hand)
     parameters, copies = trainer.parameters, parallel.data * parallel.context
-    owned = parameters
+    owned = float(parameters)
     if trainer.distributed:
         owned /= copies
     if copies > 1:
@@ -196,10 +197,8 @@ def training_time(
         updated = _times(update(trainer, gpu, constants, hand), updates * work.epochs)
         score += sum(scored.values())
         train += sum(updated.values())
-        for name in [*scored, *updated]:
-            parts.setdefault(name, 0.0)
-        for name in parts:
-            parts[name] += scored.get(name, 0.0) + updated.get(name, 0.0)
+        for name, seconds in (*scored.items(), *updated.items()):
+            parts[name] = parts.get(name, 0.0) + seconds
     return TrainingTime(score, train, parts, limit=max(parts, key=lambda name: parts[name]))
 
 

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.harness import read
 from qurl_megatron import cli
 from qurl_megatron.bench import random_model, step
-from qurl_megatron.bench.options import BENCHMARKS
+from qurl_megatron.bench.command import BENCHMARKS
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.kit.errors import ConfigError

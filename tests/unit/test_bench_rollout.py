@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qurl_megatron.bench import rollout
-from qurl_megatron.bench.options import SCHEMES, add_rollout
+from qurl_megatron.bench.command import SCHEMES, add_rollout
 from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.rollout import Subject
@@ -143,7 +143,7 @@ def test_the_tail_is_the_time_in_which_fewer_than_half_of_the_batch_run(ends, ta
 def case(*outcomes):
     # A yardstick that no machine beats: none of them is "another load".
     repeats = Repeats(results=list(outcomes), yardsticks=[1e-9] * len(outcomes))
-    return rollout.case_of(Subject("embedded", "int8"), {"model": "tiny"}, 4, repeats, {"tp": 1})
+    return rollout.case_of(Subject("embedded", "int8"), {"model": "tiny"}, repeats, {"tp": 1})
 
 
 def test_a_case_has_a_value_per_repeat_and_the_slowest_publication():
@@ -152,11 +152,7 @@ def test_a_case_has_a_value_per_repeat_and_the_slowest_publication():
     assert found.figure("makespan").repeats == [2.0, 4.0]
     assert found.figure("paused to publish").repeats == [0.3, 0.2]
     assert found.figure("tail").better is None
-    assert (found.keys["model"], found.keys["engine"], found.keys["tokens"]) == (
-        "tiny",
-        "embedded",
-        4,
-    )
+    assert (found.keys["model"], found.keys["engine"]) == ("tiny", "embedded")
     assert found.reasons == [] and found.notes == {"identity": {"tp": 1}}
 
 

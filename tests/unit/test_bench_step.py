@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from qurl_megatron.bench import step as bench_step
-from qurl_megatron.bench.options import add_step
+from qurl_megatron.bench.command import add_step
 from qurl_megatron.bench.record import Case
 from qurl_megatron.bench.step import read_run
 from qurl_megatron.kit.errors import ConfigError
