@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qurl_megatron.quant import QuantizedWeight, dequantize, quantize, rounding_of
-from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.quant.rounding import scheme_named
 
 SCHEMES = ["int8", "int6", "int5", "int4", "fp8", "fp8_block"]
 NAME = "model.layers.0.mlp.down_proj.weight"
