@@ -169,10 +169,7 @@ def add_diff_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tol", type=float, default=0.0, help="largest ||b-a||/||a|| that is no difference"
     )
-    command.add_argument("--as-stored", action="store_true", help="do not unfold UAQ factors")
     command.add_argument("--all", action="store_true", help="list the tensors that agree, too")
-    command.add_argument("--hf-a", type=Path, help="folder with config.json for A")
-    command.add_argument("--hf-b", type=Path, help="folder with config.json for B")
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -180,14 +177,13 @@ def diff(arguments: argparse.Namespace) -> int:
     from qurl_megatron.checkpoints.diff import differences, row
     from qurl_megatron.checkpoints.inspect import open_any
 
-    a = open_any(arguments.a, arguments.hf_a)
-    b = open_any(arguments.b, arguments.hf_b)
-    if a.uaq_scale != b.uaq_scale and not arguments.as_stored:
+    a, b = open_any(arguments.a), open_any(arguments.b)
+    if a.uaq_scale != b.uaq_scale:
         print(f"A has s = {a.uaq_scale:g} folded in, B {b.uaq_scale:g}: compared without")
     count = beyond = 0
     worst = ""
     furthest = -1.0
-    for difference in differences(a, b, as_stored=arguments.as_stored):
+    for difference in differences(a, b):
         count += 1
         far = difference.beyond(arguments.tol)
         beyond += far

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qurl_megatron.quant.formats import round_to_grid_, scheme_named
+from qurl_megatron.quant.rounding import round_to_grid_, scheme_named
 from qurl_megatron.schemes import Scheme
 
 Arithmetic = Literal["exact", "sglang"]
@@ -68,7 +68,7 @@ def token_scales(amax: Tensor, largest: float) -> Tensor:
 
     A token of zeros gets a tiny positive scale: its codes are 0 under any scale, and none is NaN.
     """
-    # By a tensor, as in ``formats.scale_of``.
+    # By a tensor, as in ``rounding.scale_of``.
     return (amax / amax.new_full((), largest)).clamp_(min=TINY)
 
 

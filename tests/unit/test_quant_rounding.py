@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qurl_megatron.quant import QuantizedWeight, dequantize, quantize, rounding_of
-from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.quant.rounding import scheme_named
 
 SCHEMES = ["int8", "int6", "int5", "int4", "fp8", "fp8_block"]
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -152,28 +152,18 @@ def test_neighbours_rows_and_versions_are_drawn_independently():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("columns", [256, 251])
-def test_shards_of_rows_of_any_size_in_any_order_are_those_of_the_whole(scheme, columns):
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_of_any_size_in_any_order_are_those_of_the_whole(scheme, columns, dim):
     w = weight(columns=columns)
-    whole = rounded(w, scheme)
-    bounds = [0, 128, 256, 300] if whole.block else [0, 1, 4, 150, 299, 300]
-    for begin, end in reversed(list(pairwise(bounds))):
-        place = rounding(w.shape, dim=0, offset=begin)
-        part = quantize(w[begin:end], scheme, rounding=place)
-        assert torch.equal(codes(part), codes(whole)[begin:end]), (begin, end)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("columns", [256, 251])
-def test_shards_of_columns_are_those_of_the_whole(scheme, columns):
-    w = weight(columns=columns)
-    bounds = [0, 128, columns] if scheme == "fp8_block" else [0, 37, 100, 163, columns]
-    if scheme != "fp8_block":
+    inner = [128, 256][: 2 - dim] if scheme == "fp8_block" else [1, 37, 100, 163]
+    bounds = [0, *inner, w.shape[dim]]
+    if dim == 1 and scheme != "fp8_block":
         w[:, bounds[:-1]] = 1.0  # each has the row's largest, as ranks would agree
-    whole = rounded(w, scheme)
-    for begin, end in pairwise(bounds):
-        place = rounding(w.shape, dim=1, offset=begin)
-        part = quantize(w[:, begin:end], scheme, rounding=place)
-        assert torch.equal(codes(part), codes(whole)[:, begin:end]), (begin, end)
+    whole = codes(rounded(w, scheme))
+    for begin, end in reversed(list(pairwise(bounds))):
+        part, expected = (x.narrow(dim, begin, end - begin) for x in (w, whole))
+        shard = quantize(part, scheme, rounding=rounding(w.shape, dim=dim, offset=begin))
+        assert torch.equal(codes(shard), expected), (begin, end)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -6,7 +6,7 @@ import torch
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens, rounding_of
 from qurl_megatron.quant import weights as quant_weights
-from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.quant.rounding import scheme_named
 
 SCHEMES = ["int8", "fp8", "fp8_block", "int6", "int4"]
 

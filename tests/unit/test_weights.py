@@ -6,7 +6,7 @@ import torch
 from qurl_megatron.checkpoints import HfReader, fold_uaq, unfold_uaq
 from qurl_megatron.checkpoints.ops import FusedQKV, GateUp
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import read_arch, read_config
+from qurl_megatron.tensors.arch import FIXED, read_arch, read_config
 from qurl_megatron.tensors.table import HfTensor
 from tests.support.models import tiny_checkpoint
 
@@ -96,49 +96,25 @@ def test_folding_twice_is_refused():
         fold_uaq({}, config, 1.5)
 
 
+LINEAR_ROPE = {"rope_type": "linear"}
+HALF_OF_LLAMA3 = {"rope_type": "llama3", "factor": 2.0}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"model_type": "gemma2"},
-            "model_type 'gemma2' is not supported; "
-            "known: llama, mistral, qwen2, qwen3, qwen3_moe, gemma",
-        ),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "give the checkpoint they were made from",
-        ),
-        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+        *(({key: 7}, f"{key}=7 is not supported; it must be ") for key in FIXED),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; known: llama, mistral, "),
+        ({"quantization_config": {"bits": 8}}, "give the checkpoint they were made from"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        ({"rope_parameters": LINEAR_ROPE}, "rope_type 'linear' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
-            "lacks the key 'low_freq_factor'",
-        ),
-        (
-            {"model_type": "llama", "attention_bias": True},
-            "attention_bias=true is not",
-        ),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            'layer_types="sliding_attention" is not supported; it must be "full_attention"',
-        ),
-        (
-            {"model_type": "mistral", "sliding_window": 4096},
-            "sliding_window=4096 is not supported; it must be null",
-        ),
-        (
-            {"model_type": "gemma", "hidden_act": "silu"},
-            "hidden_act 'silu' is not supported; a gemma model needs gelu_pytorch_tanh or gelu",
-        ),
-        (
-            {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "relu"},
-            "hidden_activation 'relu' is not supported",
-        ),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers=[0] is not"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not"),
+        ({"rope_parameters": HALF_OF_LLAMA3}, "lacks the key 'low_freq_factor'"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=true is not"),
+        ({"layer_types": ["full_attention", "other"]}, 'layer_types="other" is not supported'),
+        ({"model_type": "mistral", "sliding_window": 9}, "sliding_window=9 is not supported"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "a gemma model needs gelu_pytorch_tanh or"),
+        ({"model_type": "gemma", "hidden_activation": "relu"}, "hidden_act 'silu' is not"),
         ({"model_type": "qwen3_moe"}, "config.json lacks the key 'num_local_experts'"),
     ],
 )
