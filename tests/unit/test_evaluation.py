@@ -138,29 +138,23 @@ def test_scores_of_a_benchmark_and_their_mean_add_up_by_hand():
 
 
 def test_what_two_models_differ_by_is_paired_problem_by_problem():
-    modes = {"greedy": 1, "sampled": 2}
-    before = answers_of(
-        {"greedy": [[1.0], [0.0], [0.0]], "sampled": [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]}
-    )
+    before = {"greedy": [[1.0], [0.0], [0.0]], "sampled": [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]}
     # Each problem is sampled 50 points better, whatever it was before: nothing is left to chance.
-    after = answers_of(
-        {"greedy": [[1.0], [1.0], [0.0]], "sampled": [[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]]}
-    )
-    benchmark = benchmark_of("a", 3)
-    scores = [results.score(benchmark, answers, modes, 0) for answers in (before, after)]
+    after = {"greedy": [[1.0], [1.0], [0.0]], "sampled": [[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]]}
+    scores = []
+    for rewards in (before, after):
+        modes = {"greedy": 1, "sampled": 2}
+        scores.append(results.score(benchmark_of("a", 3), answers_of(rewards), modes, 0))
     found = results.pairs("a", *scores, 0)
     assert found["sampled"].change == 0.5 and np.all(found["sampled"].resampled_D == 0.5)
-    assert found["greedy"].change == pytest.approx(1 / 3)
     assert set(np.round(3 * found["greedy"].resampled_D)) == {0, 1, 2, 3}  # never worse
     assert results.as_json(found)["greedy"]["ci95"] == [0.0, 1.0]
-    table = results.pair_table([("a", 3, found)])
-    rows = [cells_of(line) for line in table.splitlines()]
-    assert rows[0] == ["benchmark", "problems", "score", "before", "after", "change"]
-    assert rows[2][:3] == ["a", "3", "Avg@1, %"] and rows[2][-1] == "+33.3 [+0.0, +100.0]"
-    assert rows[3] == ["a", "3", "Avg@2, %", "33.3 [0.0, 50.0]", "83.3 [50.0, 100.0]", "+50.0"]
+    header, _, greedy, sampled = map(cells_of, results.pair_table([("a", 3, found)]).splitlines())
+    assert header == ["benchmark", "problems", "score", "before", "after", "change"]
+    assert greedy[:3] == ["a", "3", "Avg@1, %"] and greedy[-1] == "+33.3 [+0.0, +100.0]"
+    assert sampled[2:] == ["Avg@2, %", "33.3 [0.0, 50.0]", "83.3 [50.0, 100.0]", "+50.0"]
     plain = results.pair_table([("a", 3, found)], right_or_wrong=False)  # scores of any size
     assert "| Avg@2 | 0.333 [0.000, 0.500] | 0.833 [0.500, 1.000] |" in plain
-    assert "+0.500 |" in plain
 
 
 def test_benchmarks_of_one_size_are_resampled_independently():
@@ -264,19 +258,6 @@ def test_answers_on_disk_survive_a_cut_line_and_refuse_other_settings(tmp_path):
         AnswerFile(path, {"limit": 2}, modes)
 
 
-def test_how_many_are_asked_for_is_no_setting(tmp_path):
-    path = tmp_path / "aime.samples.jsonl"
-    given = answers_of({"greedy": [[1.0]], "sampled": [[1.0, 0.0, 1.0]]})
-    settings = {"limit": 9, "temperature": 0.6}
-    AnswerFile(path, {"k": 1, **settings}, {"greedy": 1}).add(given["greedy", 0])
-    AnswerFile(path, {"k": 3, **settings}, {"greedy": 1, "sampled": 3}).add(given["sampled", 0])
-    whole = path.read_bytes()
-    fewer = AnswerFile(path, {"k": 2, **settings}, {"greedy": 1, "sampled": 2})
-    assert fewer.answers["sampled", 0] == given["sampled", 0][:2]
-    assert AnswerFile(path, {"k": 1, **settings}, {"greedy": 1}).answers.keys() == {("greedy", 0)}
-    assert path.read_bytes() == whole
-
-
 # The command, against scripted engines. A response begins where the prompt ends: the fake's token
 # at position p is ``token_at(p)``, and every token of its model reads as its own number.
 
@@ -341,8 +322,8 @@ def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(
             for ids, params in zip(body["input_ids"], body["sampling_params"], strict=True)
         ]
     assert sorted(length for length, _ in asked) == sorted([*range(2, 8)] * 4)
-    greedy = [params for _, params in asked if params["temperature"] == 0]
     drawn = [params for _, params in asked if params["temperature"] == 0.6]
+    greedy = [params for _, params in asked if params not in drawn]
     assert greedy == [{**NEUTRAL, "temperature": 0.0, "max_new_tokens": 4}] * 6
     assert all(p["top_p"] == 0.95 and p["max_new_tokens"] == 4 for p in drawn)
     assert {p["sampling_seed"] for p in drawn} == {
