@@ -57,9 +57,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["qurl_megatron", "qurl_megatron.*"]),
     package_data={
-        "qurl_megatron": [
-            *("bench/*.html", "observe/*.html", "observe/*.css", "engines/embedded/*.cpp")
-        ]
+        "qurl_megatron": [*("observe/*.html", "observe/*.css", "engines/embedded/*.cpp")]
     },
     ext_modules=[NATIVE],
     cmdclass={"build_py": BuildWithShipped},

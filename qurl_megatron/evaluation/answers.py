@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from qurl_megatron.kit.errors import ConfigError, Unscored
-from qurl_megatron.rewards.pool import Tally, way_of
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.rewards.pool import Tally
 
 COUNT = "k"  # the number of responses asked for, on which no answer depends
 Key = tuple[str, int]
@@ -167,8 +167,7 @@ def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
         tally.responses += 1
         if answer.unscored:
             cause, _, reason = answer.unscored.partition(": ")
-            way = way_of(Unscored(cause, reason))
             tally.failed += 1
-            tally.ways[way] += 1
-            tally.first.setdefault(way, reason)
+            tally.causes[cause] += 1
+            tally.first.setdefault(cause, reason)
     return tally

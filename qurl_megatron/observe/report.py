@@ -5,14 +5,15 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.observe import drawing, panels
 from qurl_megatron.observe.catalogue import GROUPS, known
 from qurl_megatron.observe.history import History, unscored, what_acted
-from qurl_megatron.observe.html import page
 from qurl_megatron.observe.panels import Picture
 from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples, visible
@@ -102,8 +103,7 @@ def write_report(run_dir: Path | str) -> Path:
     spans = read_timeline(run_dir / TIMELINE_FILE)
     if spans:
         write_trace(spans, run_dir / TRACE_FILE)
-    text = page(
-        Path(__file__).with_name("report.html"),
+    text = _rendered(
         name=run_dir.resolve().name,
         facts=_facts(records, history, _tables(recipe)),
         figures=list(_key_figures(history, _tables(recipe))),
@@ -123,6 +123,20 @@ def write_report(run_dir: Path | str) -> Path:
     path = run_dir / REPORT_FILE
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _rendered(**values: Any) -> str:
+    """Return report.html with these values; a name that it lacks is an error."""
+    folder = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    css = (folder / "report.css").read_text(encoding="utf-8")
+    return printable(environment.get_template("report.html").render(css=css, **values))
 
 
 def save_overview_png(run_dir: Path | str, path: Path | str) -> Path:

@@ -39,25 +39,17 @@ class Tally:
 
     responses: int = 0
     failed: int = 0  # responses without a score from some reward
-    ways: Counter[str] = field(default_factory=Counter)  # in which they failed, see ``way_of``
-    first: dict[str, str] = field(default_factory=dict)  # the first reason, by way
+    causes: Counter[str] = field(default_factory=Counter)  # of failures, keys of ``CAUSES``
+    first: dict[str, str] = field(default_factory=dict)  # the first reason, by cause
     parts: dict[str, float] = field(default_factory=dict)  # sum of the scores, by name in the mix
 
     def add(self, other: "Tally") -> None:
         self.responses += other.responses
         self.failed += other.failed
-        self.ways.update(other.ways)
+        self.causes.update(other.causes)
         self.first = other.first | self.first
         for name, total in other.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + total
-
-    @property
-    def causes(self) -> Counter[str]:
-        """Number of failures by cause."""
-        counts: Counter[str] = Counter()
-        for way, count in self.ways.items():
-            counts[_cause(way)] += count
-        return counts
 
     @property
     def only_cause(self) -> str:
@@ -71,12 +63,11 @@ class Tally:
 
     def metrics(self) -> dict[str, Metric]:
         """Metrics below ``reward/``: share of failures, number by cause, mean of each part."""
-        causes = self.causes
         metrics: dict[str, Metric] = {
             "reward/failed_fraction": Mean(self.failed, self.responses),
         }
         for cause in CAUSES:
-            metrics[f"reward/{cause}"] = Sum(causes[cause])
+            metrics[f"reward/{cause}"] = Sum(self.causes[cause])
         for name, total in self.parts.items():
             metrics[f"reward/mix/{name}"] = Mean(total, self.responses)
         return metrics
@@ -89,17 +80,16 @@ class Tally:
             f"{self.said()}"
         )
 
-    def said(self, ways: Collection[str] | None = None) -> str:
+    def said(self, causes: Collection[str] = tuple(CAUSES)) -> str:
         """Describe the failures, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ...".
 
         Args:
-            ways: of these alone.
+            causes: of these alone.
         """
-        order = list(CAUSES)
-        chosen = self.ways.keys() if ways is None else self.ways.keys() & ways
         parts = []
-        for way in sorted(chosen, key=lambda way: (order.index(_cause(way)), way)):
-            parts.append(f"{self.ways[way]} {CAUSES[_cause(way)]} ({self.first[way]})")
+        for cause, event in CAUSES.items():
+            if cause in causes and self.causes[cause]:
+                parts.append(f"{self.causes[cause]} {event} ({self.first[cause]})")
         return ", ".join(parts)
 
 
@@ -275,22 +265,12 @@ def check_rewards(config: RewardConfig, key: str = "reward") -> None:
                 raise ConfigError(f"{name} ({part.described}): {error}") from None
 
 
-def way_of(score: Unscored) -> str:
-    """Return the cause; an environment's also with its event, as "environment: raised"."""
-    event = score.why.partition(":")[0]
-    return f"environment: {event}" if score.cause == "environment" else score.cause
-
-
 def _parts(config: RewardConfig, key: str) -> dict[str, RewardConfig]:
     return config.parts if config.mix else {key: config}
 
 
 def _error(tally: Tally, message: str) -> Exception:
     return (RewardDown if tally.only_cause == "unanswered" else ConfigError)(message)
-
-
-def _cause(way: str) -> str:
-    return way.partition(":")[0]
 
 
 def _number(score: Score, failed: float) -> float:
@@ -326,8 +306,8 @@ def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: flo
                 continue
             if score.cause == "environment" and index:
                 continue  # counted with the first part: every part of a mix has it
-            tally.ways[way_of(score)] += 1
-            tally.first.setdefault(way_of(score), _reason(score, names, index))
+            tally.causes[score.cause] += 1
+            tally.first.setdefault(score.cause, _reason(score, names, index))
         if names:
             tally.parts[names[index]] = sum(_number(score, failed) for score in scores)
     return tally

@@ -203,8 +203,8 @@ class RolloutSource:
                     raise
 
     def tell_unscored(self, tally: Tally, step: int) -> None:
-        """Say why responses have no score, each way once in a run; metrics go on counting."""
-        if new := tally.ways.keys() - self._remarked:
+        """Say why responses have no score, each cause once in a run; metrics go on counting."""
+        if new := tally.causes.keys() - self._remarked:
             self._remarked |= new
             self.journal.alarm(
                 "reward",

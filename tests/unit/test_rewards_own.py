@@ -297,10 +297,10 @@ def test_a_reward_that_scores_nothing_is_named_with_what_it_said(own):
 
 
 def test_an_environment_that_fails_too_takes_no_blame_from_a_server_that_is_down():
-    ways = Counter({"unanswered": 3, "environment: raised": 1})
-    first = {"unanswered": "http://judge:1 did not answer", "environment: raised": "raised: Oops"}
+    causes = Counter({"unanswered": 3, "environment": 1})
+    first = {"unanswered": "http://judge:1 did not answer", "environment": "raised: Oops"}
     with pytest.raises(RewardDown, match=r"\(raised: Oops\); start its server, or have it answer$"):
-        refuse_none_scored(Tally(4, 4, ways, first), "reward.url=http://judge:1")
-    both = ways + Counter(exceptions=1)
+        refuse_none_scored(Tally(4, 4, causes, first), "reward.url=http://judge:1")
+    both = causes + Counter(exceptions=1)
     with pytest.raises(ConfigError, match="scored none of 5 .*; fix it, and call it on one resp"):
         refuse_none_scored(Tally(5, 5, both, first | {"exceptions": "KeyError"}), "reward.mix")
