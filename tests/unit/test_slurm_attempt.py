@@ -93,12 +93,6 @@ def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):
         attempt(tmp_path)
 
 
-def test_a_folder_for_which_nothing_was_submitted_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_JOB_ID", "5")
-    with pytest.raises(ConfigError, match="request.json does not exist; `qurl slurm submit` makes"):
-        attempt(tmp_path)
-
-
 # ---- the run ends, or its time is up
 
 
@@ -378,12 +372,6 @@ def test_a_damaged_record_is_named(text, tmp_path):
     folder.put(tmp_path / "slurm/job.json", text)
     with pytest.raises(ConfigError, match=r"slurm/job.json is damaged .*submit the run again"):
         folder.job(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
-    (tmp_path / "slurm").write_text("in the way")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        folder.open_attempt(tmp_path, job=5)
 
 
 # ---- a rank
