@@ -10,7 +10,7 @@ from hypothesis import given
 
 from qurl_megatron.cli import main
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.cause import KINDS, Evidence, Log, first_cause, kind_of, tracebacks
+from qurl_megatron.cluster.cause import KINDS, Evidence, Log, causes, kind_of, tracebacks
 from qurl_megatron.cluster.logs import section
 from qurl_megatron.kit.clock import now
 from qurl_megatron.observe.failures import Failure
@@ -149,14 +149,14 @@ CASES = {
 
 @pytest.mark.parametrize(("evidence", "source", "kind", "followed"), CASES.values(), ids=CASES)
 def test_the_first_cause_is_told_from_what_followed(evidence, source, kind, followed):
-    cause = first_cause(evidence)
-    assert (cause.first.source, cause.first.kind.name) == (source, kind)
-    assert [event.source for event in cause.followed] == followed
+    first, *others = causes(evidence)
+    assert (first.source, first.kind.name) == (source, kind)
+    assert [event.source for event in others] == followed
 
 
 def test_the_node_is_that_of_the_rank_or_of_the_line():
-    assert first_cause(Evidence(COLLECTIVES)).first.node == "train3"
-    assert first_cause(srun(RANK_KILLED)).first.node == "roll1"
+    assert causes(Evidence(COLLECTIVES))[0].node == "train3"
+    assert causes(srun(RANK_KILLED))[0].node == "roll1"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_node_is_that_of_the_rank_or_of_the_line():
     ids=["ranks that srun has killed", "a requeue", "a step that is cancelled for a failed rank"],
 )
 def test_what_only_follows_is_no_cause(evidence):
-    assert first_cause(evidence) is None
+    assert causes(evidence) == []
 
 
 @pytest.mark.parametrize(
@@ -310,5 +310,5 @@ JOB_LOG = "\n".join((*KILLED, "srun: error: t1: tasks 0-1,4: Exited with exit co
 @examples(60)
 def test_whatever_a_log_holds_there_is_a_cause_or_none(job_log, log):
     lines = job_log.decode("utf-8", "replace").splitlines()
-    cause = first_cause(Evidence((), [engine(log.decode("utf-8", "replace"))], lines))
-    assert cause is None or cause.first.message
+    events = causes(Evidence((), [engine(log.decode("utf-8", "replace"))], lines))
+    assert all(event.message for event in events)
