@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         case "task":
             from qurl_megatron.cluster.tasks import task
 
-            return task(arguments.run_dir, arguments.engines)
+            return task(arguments.run_dir)
         case _:
             from qurl_megatron.cluster.tasks import offer
 
@@ -76,6 +76,5 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     parsers["status"].add_argument("--json", action="store_true", help="for a program to read")
     text = "default: the newest; the first is 1"
     parsers["logs"].add_argument("--attempt", type=int, metavar="N", help=text)
-    parsers["task"].add_argument("--engines", type=int, help="fewer than the recipe has")
     parsers["cell"].add_argument("study", type=Path, help="TOML study file")
     parsers["cell"].add_argument("out", type=Path, help="folder of its runs")

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,55 +93,52 @@ def _once(job: BatchJob, saved: int, received: Received) -> Outcome:
     Args:
         saved: step of the checkpoint that it goes on from.
     """
-    begun = folder.open_attempt(job.run_dir, job=job.number, step=saved)
-    logs = folder.attempt_folder(job.run_dir, begun.number).absolute()
+    record = folder.open_attempt(job.run_dir, job=job.number, step=saved)
+    logs = folder.attempt_folder(job.run_dir, record.number).absolute()
     os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
     say(
-        f"attempt {begun.number}, job {job.number}, from step {saved}; "
+        f"attempt {record.number}, job {job.number}, from step {saved}; "
         f"the ranks write {logs}/train-RANK.log"
     )
-    nodes = examine(job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS)
-    for node, fault in nodes.bad.items():
+    bad = examine(job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS)
+    for node, fault in bad.items():
         say(f"node {node} is bad: {fault}")
     if received.newest in PERSONS:
-        return _settle(job, begun, Ending(0, received.newest))
-    if nodes.needed and not received.newest:
-        outcome = _without(job, nodes.needed, nodes.shared)
-        return _record(job, begun, Ending(BAD_NODE), outcome)
+        return _settle(job, record, Ending(0, received.newest))
+    if bad and not received.newest:
+        return _record(job, record, Ending(BAD_NODE), _without(job, bad))
     ranks = job.config.parallel.world_size
-    supervisor = StepSupervisor(job.run_dir, begun, ranks, job.cluster.job, received)
-    return _settle(job, begun, _run(job, logs, supervisor, nodes.engines))
+    supervisor = StepSupervisor(job.run_dir, record, ranks, job.cluster.job, received)
+    return _settle(job, record, _run(job, logs, supervisor))
 
 
-def _run(
-    job: BatchJob, logs: Path, supervisor: StepSupervisor, engine_nodes: Sequence[str] | None
-) -> Ending:
-    """Run the training step, and the engines' beside it where they have nodes of their own.
-
-    Args:
-        engine_nodes: None: all that the job has for engines.
-    """
+def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> Ending:
+    """Run the training step, and the engines' beside it where they have nodes of their own."""
     layout, cluster = job.layout, job.cluster
     places = {"folder": str(logs), "workdir": os.getcwd()}
     rank = ["qurl", "slurm", "task", str(job.run_dir)]
-    if engine_nodes is not None:
-        rank += ["--engines", str(layout.engines * len(engine_nodes))]
     forget(job.run_dir)  # left by a supervisor that was killed with its ranks
     with contextlib.ExitStack() as stack:
         stack.callback(forget, job.run_dir)
         if layout.rollout:
             prepare(Path(job.config.rollout.rendezvous))
             offer = ["qurl", "slurm", "offer", str(job.run_dir)]
-            step = rollout_step(layout, cluster, offer, **places, nodes=engine_nodes)
+            step = rollout_step(layout, cluster, offer, **places)
             stack.enter_context(beside(step))
         return supervisor.watch(training_step(layout, cluster, rank, **places))
 
 
-def _without(job: BatchJob, nodes: tuple[str, ...], shared: str) -> Outcome:
+def _without(job: BatchJob, bad: Mapping[str, str]) -> Outcome:
     """Decide how a run goes on whose attempt cannot go on with these nodes."""
-    if shared:
-        return Outcome(Decision.STOP, BAD_NODE, shared)
+    nodes = tuple(bad)
     names = ", ".join(nodes)
+    if len(nodes) == job.layout.whole.nodes > 1:
+        reason = (
+            f"all {len(nodes)} nodes are bad, so none is excluded: look at container and "
+            f"site.prolog in the cluster file; {nodes[0]}: {bad[nodes[0]]}; then "
+            "`qurl slurm submit` again"
+        )
+        return Outcome(Decision.STOP, BAD_NODE, reason)
     try:
         refuse_exclusion(job.run_dir, job.number, nodes)
     except ConfigError as error:
@@ -164,23 +161,23 @@ def _settle_lost_attempt(job: BatchJob) -> Outcome | None:
     return _settle(job, attempts[-1], Ending(LOST, failure=failure))
 
 
-def _settle(job: BatchJob, begun: folder.Attempt, ending: Ending) -> Outcome:
+def _settle(job: BatchJob, record: folder.Attempt, ending: Ending) -> Outcome:
     """Make the decision on an attempt, and leave its record."""
     # Slurm's SIGTERM looks like a person's.
     if ending.stop_reason in PERSONS and _ended_by_slurm(job):
         failure = "Slurm has ended the job, as where a node is lost"
         ending = Ending(ending.code or LOST, failure=failure)
     attempts = folder.attempts(job.run_dir)
-    earlier = [attempt for attempt in attempts if attempt.ended and attempt.number < begun.number]
+    earlier = [attempt for attempt in attempts if attempt.ended and attempt.number < record.number]
     steps, retries = job.config.train.steps, job.cluster.job.retries
     saved = _saved_step(job.run_dir)
-    outcome = decide(ending, begun.step_before, saved, earlier, steps=steps, retries=retries)
-    return _record(job, begun, ending, outcome)
+    outcome = decide(ending, record.step_before, saved, earlier, steps=steps, retries=retries)
+    return _record(job, record, ending, outcome)
 
 
-def _record(job: BatchJob, begun: folder.Attempt, ending: Ending, outcome: Outcome) -> Outcome:
+def _record(job: BatchJob, record: folder.Attempt, ending: Ending, outcome: Outcome) -> Outcome:
     ended = replace(
-        begun,
+        record,
         step_after=_saved_step(job.run_dir),
         signal=ending.stop_reason,
         code=ending.code,
@@ -189,7 +186,7 @@ def _record(job: BatchJob, begun: folder.Attempt, ending: Ending, outcome: Outco
         ended_at=now(),
     )
     folder.write_attempt(job.run_dir, ended)
-    say(f"attempt {begun.number}: {outcome.reason}")
+    say(f"attempt {record.number}: {outcome.reason}")
     return outcome
 
 

@@ -19,7 +19,7 @@ log: two failures that are closer than the clocks agree may change places.
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from qurl_megatron.cluster.layout import ENGINES_PREFIX, EXAMINATION_PREFIX
 from qurl_megatron.observe.failures import Failure
@@ -122,14 +122,17 @@ FULL = KINDS[1]
 class Event:
     """A failure."""
 
-    kind: Kind
     weight: int
     source: str  # such as "rank 3"
     message: str
-    time: float | None = None
+    time: float = 0.0  # Unix seconds; 0: not known
     node: str = ""
+    place: str = ""  # the phase, and the step and version, by a rank's own account
     traceback: str = ""
-    failure: Failure | None = None  # a rank's own account
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.message)
 
 
 @dataclass(frozen=True)
@@ -151,14 +154,8 @@ class Evidence:
     srun: Sequence[str] = ()  # lines of job.log that belong to the attempt
 
 
-@dataclass(frozen=True)
-class Cause:
-    first: Event
-    followed: list[Event] = field(default_factory=list)  # in the order of weight and time
-
-
-def first_cause(evidence: Evidence) -> Cause | None:
-    """Return the first cause and its consequences; None: nothing says that anything failed."""
+def causes(evidence: Evidence) -> list[Event]:
+    """Return the first cause, and then its consequences; [] where nothing tells of a failure."""
     ranks, engines = [], []
     for line in evidence.srun:
         if line.startswith(ENGINES_PREFIX):
@@ -177,8 +174,7 @@ def first_cause(evidence: Evidence) -> Cause | None:
         events += _silent(ranks)
     unique = {(event.source, event.message): event for event in events}  # logs quote one another
     # Sorted is stable: where times are equal or unknown, the order of the lines counts.
-    ordered = sorted(unique.values(), key=lambda event: (event.weight, event.time or 0.0))
-    return Cause(ordered[0], ordered[1:]) if ordered else None
+    return sorted(unique.values(), key=lambda event: (event.weight, event.time))
 
 
 def kind_of(message: str) -> Kind:
@@ -187,24 +183,30 @@ def kind_of(message: str) -> Kind:
 
 def _of_failure(failure: Failure) -> Event:
     message = f"{failure.kind}: {failure.text}"
-    kind = kind_of(message)
-    weight, source = kind.weight or REASON, f"rank {failure.rank}"
-    time, node = failure.time, failure.node
-    return Event(kind, weight, source, message, time, node, failure.traceback, failure)
+    place = failure.phase
+    if failure.step is not None:
+        place += f" of step {failure.step} with weights {failure.version}"
+    return Event(
+        kind_of(message).weight or REASON,
+        f"rank {failure.rank}",
+        message,
+        failure.time,
+        failure.node,
+        place,
+        failure.traceback,
+    )
 
 
 def _of_log(log: Log) -> Iterator[Event]:
     for message, text in tracebacks(log.text):
-        kind = kind_of(message)
-        weight = kind.weight or REASON
+        weight = kind_of(message).weight or REASON
         if log.engine:
             weight = max(weight, ENGINE)
-        yield Event(kind, weight, log.source, message, log.time, traceback=text)
+        yield Event(weight, log.source, message, log.time, traceback=text)
     for line in log.text.splitlines():
         if died := re.match(r"qurl: (engine-\d+) exited with status -(\d+)", line):
             message = f"killed by {_signal_name(int(died[2]))}"
-            source = f"{died[1]} of {log.source}"
-            yield Event(kind_of(message), ENGINE, source, message, log.time)
+            yield Event(ENGINE, f"{died[1]} of {log.source}", message, log.time)
 
 
 SLURMS = (
@@ -222,9 +224,9 @@ def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
         message = line.removeprefix("qurl: ")
         if message.startswith("no new step for"):
             source = f"rank {', '.join(silent_ranks)}" if silent_ranks else "the supervisor"
-            yield Event(kind_of(message), KILLED, source, message)
+            yield Event(KILLED, source, message)
         elif kind_of(line) is FULL:  # then ranks can keep nothing
-            yield Event(FULL, REASON, "the supervisor", message)
+            yield Event(REASON, "the supervisor", message)
 
 
 def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
@@ -243,12 +245,12 @@ def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
         if number := _signal(ending):
             message = f"killed by {_signal_name(number)}"
             for index in tasks:
-                yield Event(kind_of(message), weight, f"{task} {index}", message, node=node)
+                yield Event(weight, f"{task} {index}", message, node=node)
         elif gone := re.search(r"Node failure on (\S+)", line):
-            yield Event(kind_of(line), weight, f"node {gone[1]}", message)
+            yield Event(weight, f"node {gone[1]}", message)
         elif re.search(SLURMS, line):
             source = f"{task} {', '.join(tasks)}" if tasks else "srun"
-            yield Event(kind_of(line), weight, source, message, node=node)
+            yield Event(weight, source, message, node=node)
 
 
 def _silent(lines: Sequence[str]) -> Iterator[Event]:
@@ -257,7 +259,7 @@ def _silent(lines: Sequence[str]) -> Iterator[Event]:
         if ending.startswith("Exited with exit code"):
             message = f"e{ending[1:]} and left no word"
             for task in tasks:
-                yield Event(kind_of(message), SILENT, f"rank {task}", message, node=node)
+                yield Event(SILENT, f"rank {task}", message, node=node)
 
 
 def _task_end(line: str) -> tuple[str, list[str], str]:

@@ -44,14 +44,18 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     check_writable(run_dir)
     check_engines(config)
     arch = check_model(config)
-    for key, path in other_checkpoints(config).items():
-        check_checkpoint(key, Path(path))
-    if newest := latest(run_dir):  # one that is damaged the ranks set aside
+    newest = latest(run_dir)
+    checkpoints = sources(config, resumed=newest is not None)
+    for key, path in checkpoints.items():
+        if key != "model.path":
+            check_checkpoint(key, Path(path))
+    if newest:  # one that is damaged the ranks set aside
         refuse_unreadable("train.run_dir", str(run_dir), newest.rglob("*"))
-    for key, path in files(config).items():
+    own_files = files(config)
+    for key, path in own_files.items():
         refuse_unreadable(key, path, [Path(path)])
     refuse_other_run(run_dir, config)  # after the values: a mistaken one makes no other run
-    paths = inputs(config)
+    paths = {"model.path": config.model.path, **checkpoints, **own_files}
     # On one node, versions may go where no other node sees them, such as its memory.
     if layout.whole.nodes > 1 and config.sync.transport in ("auto", "files") and config.sync.dir:
         paths["sync.dir"] = config.sync.dir
@@ -150,13 +154,6 @@ def check_model(config: RunConfig) -> Arch:
     return arch
 
 
-def other_checkpoints(config: RunConfig) -> dict[str, str]:
-    """Return the checkpoints beside the model that the run will read, by their recipe keys."""
-    has_checkpoint = latest(Path(config.train.run_dir)) is not None
-    paths = sources(config, resumed=has_checkpoint)
-    return {key: path for key, path in paths.items() if key != "model.path"}
-
-
 def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
     """The checkpoint is of a known family, and none of its files is missing, cut off or unreadable.
 
@@ -197,11 +194,6 @@ def refuse_unreadable(key: str, value: str, paths: Iterable[Path]) -> None:
             raise ConfigError(
                 f"{key}={value}: {path} cannot be read ({error.strerror}); copy it, or set {key}"
             ) from None
-
-
-def inputs(config: RunConfig) -> dict[str, str]:
-    """Return the files and folders that the run will read, by their recipe keys."""
-    return {"model.path": config.model.path, **other_checkpoints(config), **files(config)}
 
 
 def files(config: RunConfig) -> dict[str, str]:

@@ -3,9 +3,8 @@
 Each node measures itself, by a task of ``srun``: its GPUs, their memory, and a matrix product on
 each, compared with the node's other GPUs: how long it should take need not be known.
 
-Without a bad rollout node the run goes on with fewer engines. Without a bad training node it cannot
-go on: the job has to go back to the queue, with that node excluded. Where all nodes are bad, others
-would be bad alike, and a person has to look.
+With a bad node the job goes back to the queue, and that node is excluded. Where all nodes are bad,
+others would be bad alike, and a person has to look.
 """
 
 import json
@@ -107,26 +106,16 @@ def slow_gpus(products_ms: Sequence[float]) -> Iterator[str]:
 # ---- beside the others
 
 
-@dataclass(frozen=True)
-class Examination:
-    """Which nodes are bad, and which of them the attempt can do without."""
-
-    bad: dict[str, str]  # a sentence by node
-    engines: tuple[str, ...] | None = None  # rollout nodes that are left; None: all there are
-    needed: tuple[str, ...] = ()  # bad nodes without which this attempt cannot go on
-    shared: str = ""  # that all are bad, so that none of them is to be excluded; "": not all are
-
-
 def examine(
     layout: Allocation,
     cluster: ClusterConfig,
     *,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Examination:
-    """Have every node of the job measure itself, and judge their reports."""
+) -> dict[str, str]:
+    """Have every node of the job measure itself, and return a sentence for each bad one."""
     if not cluster.job.examine_s:
-        return Examination({})
-    training, rollout = nodes_of(layout, os.environ)
+        return {}
+    nodes = commands.hostnames(os.environ["SLURM_JOB_NODELIST"])
     end = time.monotonic() + cluster.job.examine_s
     command = examining_step(layout, cluster, ["qurl", "slurm", "examine"], workdir=os.getcwd())
     step = SrunStep(command, EXAMINATION_PREFIX, capture=True)
@@ -136,13 +125,12 @@ def examine(
         step.end_within(GRACE_S)
     reports = read_reports(step.output)
     if cancelled():
-        return Examination({})
+        return {}
     if not reports and code is not None:
         # All have ended without a word: it must be the examination's own fault.
         say("the examination of the nodes failed, as said above; it is left out")
-        return Examination({})
-    bad = judge(reports, [*training, *rollout], layout.whole.gpus)
-    return tell_apart(bad, training, rollout)
+        return {}
+    return judge(reports, nodes, layout.whole.gpus)
 
 
 def read_reports(lines: Sequence[str]) -> dict[str, Report]:
@@ -156,12 +144,6 @@ def read_reports(lines: Sequence[str]) -> dict[str, Report]:
         else:
             reports[report.node] = report
     return reports
-
-
-def nodes_of(layout: Allocation, env: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return the names of the training nodes, and of the rollout nodes."""
-    nodes = commands.hostnames(env["SLURM_JOB_NODELIST"])
-    return nodes[: layout.training.nodes], nodes[layout.training.nodes :]
 
 
 def judge(reports: Mapping[str, Report], nodes: Sequence[str], gpus: int) -> dict[str, str]:
@@ -183,25 +165,6 @@ def judge(reports: Mapping[str, Report], nodes: Sequence[str], gpus: int) -> dic
         elif some_have_gpus and report.gpus < gpus:
             bad[node] = f"{gpus} GPUs were granted, and torch can use {report.gpus}"
     return bad
-
-
-def tell_apart(bad: dict[str, str], training: Sequence[str], rollout: Sequence[str]) -> Examination:
-    """Tell the bad nodes that an attempt needs from those that it can do without.
-
-    Args:
-        training, rollout: names of the nodes of each.
-    """
-    nodes = [*training, *rollout]
-    if len(nodes) > 1 and len(bad) == len(nodes):
-        shared = (
-            f"all {len(bad)} nodes are bad, so none is excluded: look at container and site.prolog "
-            f"in the cluster file; {nodes[0]}: {bad[nodes[0]]}; then `qurl slurm submit` again"
-        )
-        return Examination(bad, needed=tuple(bad), shared=shared)
-    sound = tuple(node for node in rollout if node not in bad)
-    if bad.keys() & set(training) or (rollout and not sound):
-        return Examination(bad, needed=tuple(bad))
-    return Examination(bad, engines=sound if len(sound) < len(rollout) else None)
 
 
 # ---- exclusion

@@ -143,21 +143,15 @@ def rollout_step(
     *,
     folder: str,
     workdir: str,
-    nodes: Sequence[str] | None = None,
 ) -> list[str]:
     """Return the ``srun`` of the engines, a task per rollout node.
 
     A node that is lost ends its own task alone: the run goes on with the other engines.
-
-    Args:
-        nodes: names of the rollout nodes to take; None takes all.
     """
     assert layout.rollout is not None
-    component, where = layout.rollout, f"--relative={layout.training.nodes}"
-    if nodes is not None:
-        component, where = replace(component, nodes=len(nodes)), f"--nodelist={','.join(nodes)}"
-    srun = _srun("engines", component, cluster, folder, together=False)
-    return [*srun, where, *inside(cluster, command, workdir)]
+    srun = _srun("engines", layout.rollout, cluster, folder, together=False)
+    srun.append(f"--relative={layout.training.nodes}")
+    return [*srun, *inside(cluster, command, workdir)]
 
 
 def examining_step(

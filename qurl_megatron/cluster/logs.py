@@ -4,11 +4,11 @@ Reads the folder alone: it works while the run goes on, and on machines without 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.cause import Cause, Event, Evidence, Log, first_cause
+from qurl_megatron.cluster.cause import Event, Evidence, Log, causes
 from qurl_megatron.cluster.folder import Attempt
 from qurl_megatron.cluster.verdict import GOES_ON, Decision
 from qurl_megatron.kit.errors import ConfigError, printable
@@ -40,8 +40,7 @@ def logs(run_dir: Path, number: int | None) -> int:
     if not 1 <= number <= last:
         raise ConfigError(f"--attempt {number}: {run_dir} has attempts 1 to {last}")
     attempt = attempts[number - 1]
-    evidence = gather(run_dir, attempt)
-    print(printable(render(run_dir, attempt, evidence, first_cause(evidence))))
+    print(printable(render(run_dir, attempt, causes(gather(run_dir, attempt)))))
     return 0
 
 
@@ -84,7 +83,7 @@ def section(text: str, number: int) -> list[str]:
     return lines
 
 
-def render(run_dir: Path, attempt: Attempt, evidence: Evidence, cause: Cause | None) -> str:
+def render(run_dir: Path, attempt: Attempt, events: Sequence[Event]) -> str:
     """Return the lines for an operator."""
     number = attempt.number
     if attempt.ended:
@@ -96,10 +95,10 @@ def render(run_dir: Path, attempt: Attempt, evidence: Evidence, cause: Cause | N
         lines = [f"{run_dir}, attempt {number}: it runs, or its supervisor was killed"]
     if attempt.reason:
         lines.append(f"The supervisor says: {attempt.reason}")
-    if cause is None or attempt.decision == Decision.DONE:
+    if not events or attempt.decision == Decision.DONE:
         lines.append("no rank and no engine has failed")
     else:
-        lines += _cause(cause, attempt)
+        lines += _cause(attempt, *events)
     own = folder.attempt_folder(run_dir, number)
     lines += [
         "",
@@ -109,8 +108,7 @@ def render(run_dir: Path, attempt: Attempt, evidence: Evidence, cause: Cause | N
     return "\n".join(lines)
 
 
-def _cause(cause: Cause, attempt: Attempt) -> Iterator[str]:
-    first = cause.first
+def _cause(attempt: Attempt, first: Event, *followed: Event) -> Iterator[str]:
     yield ""
     yield f"{_title(attempt)}: {first.kind.name}: {_place(first)}"
     yield f"  {first.message}"
@@ -121,9 +119,9 @@ def _cause(cause: Cause, attempt: Attempt) -> Iterator[str]:
         yield f"  {'the run goes on by itself' if goes_on else again}"
     if first.traceback.strip():
         yield from ("", first.traceback.rstrip())
-    if cause.followed:
-        yield from ("", f"{len(cause.followed)} followed from it, or came later")
-        for event in cause.followed:
+    if followed:
+        yield from ("", f"{len(followed)} followed from it, or came later")
+        for event in followed:
             line = event.message.splitlines()[0]
             yield f"  {_place(event)}: {event.kind.name}: {line:.120}"
 
@@ -139,9 +137,4 @@ def _title(attempt: Attempt) -> str:
 def _place(event: Event) -> str:
     """Return who failed, on which node, in which phase, step and version."""
     source = f"{event.source} on {event.node}" if event.node else event.source
-    if event.failure is None:
-        return source
-    place = event.failure.phase
-    if event.failure.step is not None:
-        place += f" of step {event.failure.step} with weights {event.failure.version}"
-    return f"{source}, {place}"
+    return f"{source}, {event.place}" if event.place else source

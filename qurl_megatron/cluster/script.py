@@ -1,10 +1,10 @@
 """The job script as a pure function: options of sbatch, the site's lines, and one call.
 
-The same recipe and cluster file give the same text, on every machine and day. Nothing is decided in
-shell: ``qurl slurm attempt`` decides in the job. A training run has that
+Nothing is decided in shell: ``qurl slurm attempt`` decides in the job. A training run has that
 supervisor; every other kind of job is one command on one node.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -21,10 +21,6 @@ from qurl_megatron.kit.errors import ConfigError
 HEADER = "# Written by `qurl slurm`: change the recipe or the cluster file instead."
 LOGS = "runs/slurm"
 """Folder of the logs of jobs that have no run folder."""
-
-HERE = "\0"
-"""In a command, at the end of a word: the folder in which the job was submitted. No word that a
-user gives holds it."""
 
 TOOLS = {
     "convert": ("qurl", "{}"),
@@ -86,7 +82,7 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
         name=first if kind == "convert" else f"{kind}-{Path(first).stem}",
         output=f"{LOGS}/%x-{'%A_%a' if tasks > 1 else '%j'}.log",
         nodes=component,
-        command=(*step, *inside(cluster, command, HERE)),
+        command=(*step, *inside(cluster, command, os.getcwd())),
         tasks=tasks,
     )
 
@@ -127,7 +123,7 @@ def render(job: Script, cluster: ClusterConfig) -> str:
     body += cluster.site.prolog
     if body:
         lines += ["set -e", *body, ""]
-    lines.append(f"exec {_shell(job.command)}")
+    lines.append(f"exec {shlex.join(job.command)}")
     return "\n".join(lines) + "\n"
 
 
@@ -161,15 +157,3 @@ def _options(job: Script, cluster: ClusterConfig) -> list[str]:
     if nodes.gpus:
         options.append(f"--gpus-per-node={gpus(nodes, cluster)}")
     return [*options, *site.extra]
-
-
-def _shell(command: Sequence[str]) -> str:
-    """Quote the words for the shell, with its own folder in place of ``HERE``."""
-    words = []
-    for word in command:
-        if not word.endswith(HERE):
-            words.append(shlex.quote(word))
-            continue
-        before = word.removesuffix(HERE)
-        words.append((shlex.quote(before) if before else "") + '"$PWD"')
-    return " ".join(words)

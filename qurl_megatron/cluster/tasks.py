@@ -44,11 +44,8 @@ PAUSE_S = 5.0
 """Before an engine that ended is started again; twice as long each time."""
 
 
-def task(run_dir: Path, engines: int | None = None) -> int:
+def task(run_dir: Path) -> int:
     """Train as the rank that Slurm's variables name, with the recipe that was submitted.
-
-    Args:
-        engines: how many to wait for, where bad nodes leave fewer than the recipe has.
 
     Returns:
         0 also after a clean stop; else what ``qurl train`` returns.
@@ -64,8 +61,6 @@ def task(run_dir: Path, engines: int | None = None) -> int:
     forget_hook(os.environ)
     with kept():
         config = folder.recipe(run_dir)
-        if engines is not None:
-            config = replace(config, rollout=replace(config.rollout, engines=engines))
         from qurl_megatron.training.start import start
 
         code = start(config)

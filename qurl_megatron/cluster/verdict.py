@@ -77,15 +77,15 @@ def decide(
     if code not in FINAL and step_after >= steps:
         return Outcome(Decision.DONE, 0, f"all {steps} steps are done")
     saved = f"step {step_after} is saved"
-    taken = stop_reason in TAKEN
-    if code == 0 and not taken:
+    nodes_taken = stop_reason in TAKEN
+    if code == 0 and not nodes_taken:
         source = f"SIG{stop_reason}" if stop_reason else "a signal to the ranks"
         return Outcome(Decision.STOP, STOPPED, f"stopped by {source}; {saved}")
-    if taken:
+    if nodes_taken:
         failure = TAKEN[stop_reason]
     elif not failure:
         failure = f"the training step ended with {code}"
-    if code in FINAL or (stop_reason and not taken):
+    if code in FINAL or (stop_reason and not nodes_taken):
         return Outcome(Decision.STOP, code, f"{failure}; {saved}")
     if step_after <= step_before and earlier and _was_idle(earlier[-1]):
         mend = "fix the cause"
@@ -96,7 +96,7 @@ def decide(
             "then `qurl slurm submit`, as before, goes on"
         )
         return Outcome(Decision.STOP, NO_PROGRESS, reason)
-    if taken:
+    if nodes_taken:
         return Outcome(Decision.AGAIN, 0, f"{failure}; {saved}")
     failures = 1 + _failures_in_a_row(earlier)
     count = f"failure {failures} in a row"

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
@@ -183,10 +183,11 @@ def _join(
         text = _first(told)
         if text and all(codes[rank] == -signal.SIGABRT for rank in killed):
             killed = []  # by NCCL, for they waited for one that failed and told why
-        if not killed:
-            _say(text)
-        elif -codes[killed[0]] not in forwarded:
-            _say(f"qurl: {lost(_death(killed[0], codes[killed[0]]))}")
+        if killed:
+            silent = -codes[killed[0]] in forwarded
+            text = None if silent else f"qurl: {lost(_death(killed[0], codes[killed[0]]))}"
+        if text is not None:
+            print(text.rstrip(), file=sys.stderr, flush=True)
         _wait(ranks, codes, LOST_S if killed else GRACE_S)
         for rank in ranks:
             rank.kill()
@@ -226,11 +227,6 @@ def _first(told: list[Connection]) -> str | None:
     return min(failures)[1] if failures else None
 
 
-def _say(text: str | None) -> None:
-    if text is not None:
-        print(text.rstrip(), file=sys.stderr, flush=True)
-
-
 def _death(rank: int, code: int) -> str:
     if code == NO_CODE:
         return f"rank {rank} was lost, for the process that forked it was killed"
@@ -243,26 +239,25 @@ def stopping() -> list[int]:
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
-class _forwarded:
-    """Inside, signals that stop a run go to the ranks instead of ending this process."""
+@contextlib.contextmanager
+def _forwarded(ranks: list) -> Iterator[set[int]]:
+    """Inside, signals that stop a run go to the ranks instead of ending this process.
 
-    def __init__(self, ranks: list) -> None:
-        self.ranks = ranks
+    Yields:
+        The signals passed on so far.
+    """
+    passed: set[int] = set()
 
-    def __enter__(self) -> set[int]:
-        """The signals passed on so far."""
-        self.passed: set[int] = set()
-        self.before = {number: signal.signal(number, self._forward) for number in stopping()}
-        return self.passed
-
-    def __exit__(self, *_) -> None:
-        if self.passed:
-            return  # batch systems repeat themselves, and the exit code is still to be said
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _forward(self, number: int, _frame) -> None:
-        self.passed.add(number)
-        for rank in self.ranks:
+    def forward(number: int, _frame) -> None:
+        passed.add(number)
+        for rank in ranks:
             if rank.is_alive():
                 os.kill(rank.pid, number)
+
+    before = {number: signal.signal(number, forward) for number in stopping()}
+    try:
+        yield passed
+    finally:
+        if not passed:  # batch systems repeat themselves, and the exit code is still to be said
+            for number, handler in before.items():
+                signal.signal(number, handler)

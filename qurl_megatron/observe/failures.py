@@ -11,11 +11,12 @@ import os
 import socket
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.record import Malformed, decode
 
 FOLDER = "QURL_ATTEMPT"
 """Environment variable that names the attempt's folder; without it nothing is kept."""
@@ -95,7 +96,6 @@ def read_failures(folder: Path) -> list[Failure]:
     """Those of an attempt, the earliest first; a damaged one is left out, for logs tell too."""
     failures = []
     for path in folder.glob("failure-*.json"):
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            failure = Failure(**json.loads(path.read_bytes()))
-            failures.append(replace(failure, time=float(failure.time), rank=int(failure.rank)))
-    return sorted(failures, key=lambda one: one.time)
+        with contextlib.suppress(Malformed):
+            failures.append(decode(Failure, path.read_bytes()))
+    return sorted(failures, key=lambda failure: failure.time)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.cluster import folder
 from tests.slurm.cluster import NODES
 from tests.slurm.conftest import User
 from tests.slurm.runs import (
@@ -68,28 +67,7 @@ def test_two_jobs_of_one_user_at_once_on_the_same_two_nodes_end_as_each_alone_wo
         assert user.footprint.left(where) == []
 
 
-def test_a_bad_rollout_node_is_left_out_and_the_run_goes_on_with_the_other(user: User, hide_torch):
-    # A rank or an engine for each of all four nodes.
-    user.describe({"gpus": 1, "cpus": 128}, examine_s=EXAMINE_S)
-    hide_torch("train1")
-    meeting = user.folder / "apart/engines"
-    job, run_dir = user.submit("apart", *FEW, f"rollout.rendezvous={meeting}", "rollout.engines=2")
-    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    assert decisions(run_dir) == ["done"]
-    assert_one_engine_is_left_out(run_dir, "train1")
-    user.assert_key_is_kept(job, run_dir, meeting)
-    assert user.footprint.left(run_dir) == []
-
-
-def assert_one_engine_is_left_out(run_dir: Path, node: str) -> None:
-    """In the first attempt."""
-    where = folder.attempt_folder(run_dir, 1)
-    assert {*bad_nodes(run_dir)} == {node}
-    offered = "\n".join(path.read_text() for path in where.glob("engines-*.log"))
-    assert offered.count("listens at") == 1
-
-
-def test_a_bad_training_node_is_excluded_and_the_job_goes_on_elsewhere(user: User, hide_torch):
+def test_a_bad_node_is_excluded_and_the_job_goes_on_elsewhere(user: User, hide_torch):
     user.describe({"gpus": 1}, examine_s=EXAMINE_S)
     for node in ("roll1", "train2"):
         hide_torch(node)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.cluster import examination, folder, supervise
+from qurl_megatron.cluster import folder, supervise
 from qurl_megatron.cluster.attempt import attempt
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
 from qurl_megatron.cluster.supervise import Received
@@ -48,16 +48,6 @@ def submitted(run_dir: Path, **job) -> Path:
 @pytest.fixture
 def run_dir(slurm, tmp_path) -> Path:
     return submitted(tmp_path / "run")
-
-
-def with_rollout_nodes(tmp_path: Path, monkeypatch, rollout: list[str], **job) -> Path:
-    """A job that trains on node t1 and has an engine on each of ``rollout``."""
-    monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(["t1", *rollout]))
-    run_dir = tmp_path / "run"
-    engines = [f"rollout.engines={len(rollout)}", f"rollout.rendezvous={run_dir}/engines"]
-    cluster = ClusterConfig(job=JobConfig(**job), node=NodeConfig(gpus=1))
-    folder.write(run_dir, QUICK, ["train.steps=7", "parallel.tensor=1", *engines], cluster, "")
-    return run_dir
 
 
 def saves(run_dir: Path, step: int) -> str:
@@ -100,12 +90,6 @@ def test_the_supervisor_needs_neither_torch_nor_megatron():
 def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set: `qurl slurm attempt` runs"):
-        attempt(tmp_path)
-
-
-def test_a_folder_for_which_nothing_was_submitted_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_JOB_ID", "5")
-    with pytest.raises(ConfigError, match="request.json does not exist; `qurl slurm submit` makes"):
         attempt(tmp_path)
 
 
@@ -354,29 +338,15 @@ def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(examined, tmp_path
 def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
     examined, tmp_path, monkeypatch, capfd
 ):
-    run_dir = with_rollout_nodes(tmp_path, monkeypatch, ["r1"], examine_s=180)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "t1,r1")
+    run_dir = tmp_path / "run"
+    engines = ["rollout.engines=1", f"rollout.rendezvous={run_dir}/engines", "parallel.tensor=1"]
+    folder.write(run_dir, QUICK, engines, ClusterConfig(node=NodeConfig(gpus=1)), "")
     assert attempt(run_dir) == BAD_NODE
     assert not any("requeue" in line or "ExcNodeList" in line for line in examined.called)
     assert "attempt 1: all 2 nodes are bad, so none is excluded" in capfd.readouterr().out
     (record,) = folder.attempts(run_dir)
     assert (record.decision, record.code) == ("stop", BAD_NODE)
-
-
-def test_without_a_bad_rollout_node_the_ranks_wait_for_no_more_engines_than_are_left(
-    examined, tmp_path, monkeypatch
-):
-    run_dir = with_rollout_nodes(tmp_path, monkeypatch, ["r1", "r2"], examine_s=180)
-    bad = {"r2": "its GPU is slow"}
-    monkeypatch.setattr(examination, "judge", lambda *_: bad)
-    # The engines' step is told to end with the ranks', which may be before it has begun.
-    both = f"until grep -q 'slurm offer' {tmp_path}/called; do sleep 0.02; done"
-    ranks = f"{both}; {saves(run_dir, 7)}"
-    report = 'echo \'{"node": "t1", "faults": []}\''
-    examined("srun", f'case "$*" in *"slurm task"*) {ranks};; *examine*) {report};; esac')
-    assert attempt(run_dir) == 0
-    called = "\n".join(examined.called)
-    assert f"qurl slurm task {run_dir} --engines 1" in called
-    assert "--nodelist=r1 qurl slurm offer" in called
 
 
 # ---- the run's folder
@@ -402,12 +372,6 @@ def test_a_damaged_record_is_named(text, tmp_path):
     folder.put(tmp_path / "slurm/job.json", text)
     with pytest.raises(ConfigError, match=r"slurm/job.json is damaged .*submit the run again"):
         folder.job(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
-    (tmp_path / "slurm").write_text("in the way")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        folder.open_attempt(tmp_path, job=5)
 
 
 # ---- a rank

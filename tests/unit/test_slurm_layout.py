@@ -64,8 +64,4 @@ def test_cpus_and_memory_go_with_the_gpus():
     whole, quarter, none = Component(2, 8, 8), Component(1, 2, 2), Component(1, 1, 0)
     assert [c.cpus_per_task(NODE) for c in (whole, quarter, none)] == [12, 12, 96]
     assert [c.memory_gib(NODE) for c in (whole, quarter, none)] == [1600, 400, 1600]
-
-
-def test_one_allocation_that_is_cut_in_two_has_room_for_both():
-    layout = Allocation(Component(2, 8, 8), Component(1, 1, 8), engines=4)
-    assert layout.whole == Component(3, 8, 8)
+    assert Allocation(quarter, whole, engines=4).whole == Component(3, 2, 8)  # room for either

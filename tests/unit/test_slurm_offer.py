@@ -28,12 +28,6 @@ def test_a_new_attempt_keeps_the_key_and_forgets_the_engines_of_the_last(tmp_pat
     assert offers(tmp_path) == {}
 
 
-def test_a_meeting_place_that_is_a_file_is_named(tmp_path):
-    (tmp_path / "engines").write_text("")
-    with pytest.raises(ConfigError, match="engines cannot be written .*rollout.rendezvous"):
-        prepare(tmp_path / "engines")
-
-
 def offers(folder: Path) -> dict[str, Member]:
     wrong: list[ConfigError] = []
     members = read_members(folder, wrong.append)

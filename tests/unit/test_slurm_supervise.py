@@ -29,17 +29,12 @@ from qurl_megatron.kit import place
 from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 
-def test_the_end_of_a_job_is_in_local_time():
+def test_the_end_of_a_job_and_its_preemption_are_read_from_slurms_facts():
     at = datetime(2026, 11, 22, 9, 30).timestamp()
     assert end_of({"EndTime": "2026-11-22T09:30:00"}) == at
-    assert end_of({"EndTime": "Unknown"}) is None
-    assert end_of({}) is None
-
-
-def test_a_job_is_preempted_once_slurm_says_when():
+    assert end_of({"EndTime": "Unknown"}) is None is end_of({})
     assert preempted({"PreemptTime": "2026-11-22T09:34:46"})
-    assert not preempted({"PreemptTime": "None"})
-    assert not preempted({})
+    assert not preempted({"PreemptTime": "None"}) and not preempted({})
 
 
 @pytest.mark.parametrize(
