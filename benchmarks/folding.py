@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qurl_megatron.checkpoints import fold_uaq
-from qurl_megatron.checkpoints.uaq import folded, takes_part, unfold_uaq
+from qurl_megatron.checkpoints.uaq import folded, unfold_uaq
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.quant import quantize
-from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.tensors.table import is_quantized, uaq_role
 
 RECORD = Path(__file__).parents[1] / "docs/results/folding.json"
 
@@ -212,7 +212,7 @@ def compare(
 
     tokens = _batch(steps)  # none of those trained on
     first, one, two = (log_probs(_double(w), tokens) for w in (start, unfolded, folded_in))
-    changed = [name for name in start if takes_part(name)]
+    changed = [name for name in start if uaq_role(name)]
     return Parted(
         weights=_distance(folded_in, unfolded, changed) / _distance(unfolded, start, changed),
         function=((two - one).norm() / (one - first).norm()).item(),

@@ -272,7 +272,7 @@ def _checked(out: Path) -> dict[str, Any]:
         )
     if not all(PASSED_STD in group for group in told["groups"].values()):
         raise ConfigError(
-            f"{source} lacks {PASSED_STD}; renew it with qurl study STUDY.toml --out {out} --report"
+            f"{source} lacks {PASSED_STD}; renew it with qurl study STUDY.toml --out {out}"
         )
     return told
 

@@ -210,7 +210,6 @@ def _settings_of(run_dir: Path, step: int | None):
         run=run_dir,
         model=chosen,
         start=Path(config.model.path),
-        out=run_dir / "eval" / chosen.name,
         prompt_key=config.data.prompt_key,
         answer_key=config.data.answer_key,
         scheme=config.quant.scheme,
@@ -258,7 +257,7 @@ def fleet(arguments: argparse.Namespace) -> int:
     """Look at the engines of a run."""
     from qurl_megatron.fleet.fleet_status import show as run
 
-    return run(arguments.urls, watch_s=arguments.watch, api_key_file=arguments.api_key_file)
+    return run(arguments.urls, api_key_file=arguments.api_key_file)
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -385,7 +384,6 @@ def _study_options(command: argparse.ArgumentParser) -> None:
     modes = command.add_mutually_exclusive_group()
     for name, help in (
         ("status", "only show how far each cell is"),
-        ("report", "only draw tables and pictures again"),
         ("dry-run", "only print the commands"),
     ):
         value = name.replace("-", "_")
@@ -421,10 +419,9 @@ def _serve_options(command: argparse.ArgumentParser) -> None:
 def _fleet_options(command: argparse.ArgumentParser) -> None:
     looks = command.add_subparsers(dest="look", required=True, metavar="COMMAND")
     status = looks.add_parser(
-        "status", help="a table of versions, queues and speeds of embedded and SGLang engines"
+        "status", help="a table of versions and queues of embedded and SGLang engines"
     )
     status.add_argument("urls", nargs="+", metavar="URL", help="e.g. http://127.0.0.1:30000")
-    status.add_argument("--watch", type=float, metavar="S", help="again every S seconds")
     status.add_argument(
         "--api-key-file", type=Path, help="file with the engines' key; else QURL_API_KEY is taken"
     )

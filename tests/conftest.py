@@ -15,7 +15,7 @@ from qurl_megatron.kit import errors
 @pytest.fixture(autouse=True)
 def keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """``kit.errors.printable`` leaves keys out while the process lives; here, for a test."""
-    monkeypatch.setattr(errors, "_SECRETS", set())
+    monkeypatch.setattr(errors, "_SECRETS", {})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,8 +26,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 
 from qurl_megatron.quant import QuantizedWeight, quantize, quantize_tokens
-from qurl_megatron.quant.activations import Arithmetic, magnitudes
-from qurl_megatron.quant.products import scaled_product
+from qurl_megatron.quant.activations import Arithmetic, magnitudes, scaled_product
 
 
 @dataclass(frozen=True)

@@ -129,12 +129,6 @@ class Policy(Trained):
         """How the linear layers follow the engines'; None: they do not."""
         return self._aligned[0].align if self._aligned else None
 
-    def unalign(self) -> None:
-        """Compute with the weights as they are from now on: rollouts are no longer quantized."""
-        for layer in self._aligned:
-            layer.quantized = None
-        self._aligned, self._coded = [], True
-
     def weights_changed(self) -> None:
         self._coded = not self._aligned
 

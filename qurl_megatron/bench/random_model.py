@@ -68,13 +68,9 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
     """Write a BF16 Hugging Face folder without a tokenizer."""
     import torch  # not for those who want to know the sizes
 
-    from qurl_megatron.checkpoints.huggingface import (
-        TensorGroup,
-        TensorSpec,
-        plan_files,
-        write_safetensors,
-    )
+    from qurl_megatron.checkpoints.huggingface import TensorSpec, write_safetensors
     from qurl_megatron.checkpoints.ops import hf_shapes
+    from qurl_megatron.checkpoints.places import SINGLE
     from qurl_megatron.checkpoints.source import write_json
     from qurl_megatron.tensors.arch import read_arch
 
@@ -82,9 +78,9 @@ def write_random(config: dict[str, Any], folder: Path) -> None:
     write_json(folder / "config.json", config)
     shapes = hf_shapes(read_arch(config))
 
-    def make(name: str) -> dict[str, torch.Tensor]:
-        return {name: torch.randn(shapes[name], dtype=torch.bfloat16).mul_(0.02)}
+    def random(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16).mul_(0.02)
 
     specs = [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
-    (file,) = plan_files([TensorGroup(spec.name, (spec,)) for spec in specs], 1 << 62)
-    write_safetensors(folder / file.name, file.groups, make)
+    tensors = ((name, random(shape)) for name, shape in shapes.items())
+    write_safetensors(folder / SINGLE, specs, tensors)

@@ -71,7 +71,7 @@ class Version:
             ConfigError: it is no checkpoint.
         """
         source = open_checkpoint(folder)
-        source.check()
+        source.reader.check(source.arch)
         self.arch, self.scheme, self.dtype = source.arch, scheme, dtype
         self.sender = FilesSender(root, "tp0", leads=False)
         self.sender.begin(1)

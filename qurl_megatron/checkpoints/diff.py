@@ -35,15 +35,9 @@ class Difference:
         return bool(self.only_in or self.shapes or not self.relative <= tolerance)
 
 
-def differences(
-    a: AnyCheckpoint, b: AnyCheckpoint, *, as_stored: bool = False
-) -> Iterator[Difference]:
-    """Compare all tensors of both, in the order of A's layers; then come B's own.
-
-    Args:
-        as_stored: leave folded UAQ factors where they are.
-    """
-    unfold = not as_stored and a.uaq_scale != b.uaq_scale
+def differences(a: AnyCheckpoint, b: AnyCheckpoint) -> Iterator[Difference]:
+    """Compare all tensors of both, in the order of A's layers; then come B's own."""
+    unfold = a.uaq_scale != b.uaq_scale
     in_b = {tensor.name: (tensor, op) for tensor, op in b.tensors()}
     for tensor, op in a.tensors():
         if tensor.name not in in_b:

@@ -8,19 +8,20 @@ the header goes first and tensors follow in whatever order they are made.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qurl_megatron.checkpoints.ops import Op
+from qurl_megatron.checkpoints.ops import Op, hf_shapes
 from qurl_megatron.checkpoints.places import INDEX, SINGLE, safetensors_files
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.formats_on_disk import DTYPES, NAMES
 from qurl_megatron.tensors.table import HfTensor
 
@@ -28,6 +29,8 @@ from qurl_megatron.tensors.table import HfTensor
 _MAPPED_BYTES = 256 << 20
 
 LFS_POINTER = b"version https://git-lfs"
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Number formats of weights in high precision."""
@@ -76,18 +79,65 @@ class HfReader:
     def names(self) -> set[str]:
         return set(self._stored)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.stored(name).shape
+    def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return format and shape of every stored tensor."""
+        return {name: (stored.dtype, stored.shape) for name, stored in self._stored.items()}
 
-    def stored(self, name: str) -> Stored:
-        if name not in self._stored:
-            raise ConfigError(f"tensor {name} is not in the checkpoint {self.folder}")
-        return self._stored[name]
+    def dtype(self, op: Op) -> torch.dtype:
+        """Return the format of an op's tensors; FP32 where they differ."""
+        dtypes = {self._stored[tensor.name].dtype for tensor in op.hf}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    widest = dtype
+    """The format that an op's tensors are read in: here there are no wider masters."""
+
+    def check(self, arch: Arch) -> None:
+        """Hold every tensor's name, shape and format against the config, from headers alone.
+
+        Raises:
+            ConfigError: one is missing, or is left over, or has another shape or format; or a tied
+                output layer is not its twin.
+        """
+        shapes = hf_shapes(arch)
+        missing = sorted(shapes.keys() - self._stored.keys())
+        if missing:
+            raise ConfigError(
+                f"tensor {missing[0]} is not in {self.folder}"
+                f"{_and_more(missing)}; config.json says it must be"
+            )
+        extra = sorted(
+            name
+            for name in self._stored.keys() - shapes.keys()
+            if not name.endswith(".inv_freq") and not (arch.tied and name == HEAD)
+        )
+        if extra:
+            raise ConfigError(
+                f"tensor {extra[0]} in {self.folder} is not part of a model of type "
+                f"{arch.family}{_and_more(extra)}; it would be lost"
+            )
+        for name, shape in shapes.items():
+            stored = self._stored[name]
+            if stored.shape != shape:
+                raise ConfigError(
+                    f"tensor {name} in {stored.file} has shape {list(stored.shape)}, "
+                    f"config.json says {list(shape)}"
+                )
+            if stored.dtype not in FLOATS:
+                raise ConfigError(
+                    f"tensor {name} in {stored.file} is stored as {stored.dtype}, which is not "
+                    "high precision; give the checkpoint it was made from"
+                )
+        tied_head = arch.tied and HEAD in self._stored
+        if tied_head and not torch.equal(self.whole(EMBEDDING), self.whole(HEAD)):
+            raise ConfigError(
+                f"tensor {HEAD} in {self.folder} is not {EMBEDDING}, but config.json says "
+                "tie_word_embeddings=true; set it to false"
+            )
 
     def shards(
         self, op: Op, *, rank: int = 0, size: int = 1, padded_vocab: int | None = None
     ) -> dict[str, Tensor]:
-        """The Hugging Face tensors of an op, or slice ``rank`` of ``size`` of each."""
+        """Return the Hugging Face tensors of an op, or slice ``rank`` of ``size`` of each."""
         return {
             tensor.name: self.read(tensor, rank, size, padded_vocab if tensor.vocabulary else None)
             for tensor in op.hf
@@ -120,12 +170,18 @@ class HfReader:
         return self._slice(name)[...]
 
     def _slice(self, name: str):
-        stored = self.stored(name)
+        if name not in self._stored:
+            raise ConfigError(f"tensor {name} is not in the checkpoint {self.folder}")
+        stored = self._stored[name]
         if self._open is None or self._open[0] != stored.file or self._mapped > _MAPPED_BYTES:
             self._open = (stored.file, opened(stored.file))
             self._mapped = 0
         self._mapped += stored.dtype.itemsize * torch.Size(stored.shape).numel()
         return self._open[1].get_slice(name)
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _header(file: Path) -> Iterable[tuple[str, Stored]]:
@@ -161,9 +217,6 @@ def opened(file: Path):
         ) from None
 
 
-Origin = TypeVar("Origin")
-
-
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor that is to be written."""
@@ -177,105 +230,53 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class TensorGroup(Generic[Origin]):
-    """Tensors that are made together from one source."""
-
-    source: Origin
-    tensors: tuple[TensorSpec, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.bytes for tensor in self.tensors)
-
-
-@dataclass(frozen=True)
-class HfFile(Generic[Origin]):
-    """One safetensors file to come."""
-
-    name: str
-    groups: tuple[TensorGroup[Origin], ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(group.bytes for group in self.groups)
-
-
-def plan_files(groups: Sequence[TensorGroup[Origin]], max_bytes: int) -> list[HfFile[Origin]]:
-    """Fill files in order, none above ``max_bytes`` unless one group alone is larger."""
-    batches: list[list[TensorGroup[Origin]]] = []
-    room = 0
-    for group in groups:
-        if not batches or group.bytes > room:
-            batches.append([])
-            room = max_bytes
-        batches[-1].append(group)
-        room -= group.bytes
-    if len(batches) == 1:
-        return [HfFile(SINGLE, tuple(batches[0]))]
-    count = len(batches)
-    return [
-        HfFile(f"model-{number:05}-of-{count:05}.safetensors", tuple(batch))
-        for number, batch in enumerate(batches, start=1)
-    ]
-
-
 def write_safetensors(
-    path: Path,
-    groups: Iterable[TensorGroup[Origin]],
-    make: Callable[[Origin], Mapping[str, Tensor]],
+    path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Write one file.
 
     Args:
-        make: ``make(group.source)`` are the tensors of the group, by name.
+        specs: all tensors of the file.
+        tensors: their values by name, in any order; each is written before the next is asked for.
 
     Raises:
-        ConfigError: ``make`` returns another shape or format than was planned.
+        ConfigError: a tensor has another shape or format than was planned.
     """
-    groups = tuple(groups)
     # Wide formats first: then every tensor starts on a multiple of its element's size.
-    planned = sorted((t for g in groups for t in g.tensors), key=lambda t: -t.dtype.itemsize)
+    planned = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in planned:
-        start, end = end, end + tensor.bytes
-        header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": tensor.shape,
+    for spec in planned:
+        start, end = end, end + spec.bytes
+        header[spec.name] = {
+            "dtype": NAMES[spec.dtype],
+            "shape": spec.shape,
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    by_name = {spec.name: spec for spec in specs}
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         data = file.tell()
-        for group in groups:
-            tensors_of_group = make(group.source)
-            for spec in group.tensors:
-                file.seek(data + header[spec.name]["data_offsets"][0])
-                _write(file, spec, tensors_of_group[spec.name])
+        for name, tensor in tensors:
+            spec = by_name[name]
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                raise ConfigError(
+                    f"tensor {name} came out as {tensor.dtype} {list(tensor.shape)}, "
+                    f"planned were {spec.dtype} {list(spec.shape)}"
+                )
+            file.seek(data + header[name]["data_offsets"][0])
+            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.ftruncate(file.fileno(), data + end)
 
 
-def write_index(folder: Path, files: Sequence[HfFile]) -> None:
+def write_index(folder: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
     """Write the index from tensors to files; a single file needs none."""
-    if [file.name for file in files] == [SINGLE]:
+    if list(files) == [SINGLE]:
         return
-    places = {t.name: file.name for file in files for g in file.groups for t in g.tensors}
-    index = {
-        "metadata": {"total_size": sum(file.bytes for file in files)},
-        "weight_map": dict(sorted(places.items())),
-    }
+    places = {spec.name: name for name, specs in files.items() for spec in specs}
+    total = sum(spec.bytes for specs in files.values() for spec in specs)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write(file: BinaryIO, spec: TensorSpec, tensor: Tensor) -> None:
-    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-        raise ConfigError(
-            f"tensor {spec.name} came out as {tensor.dtype} {list(tensor.shape)}, "
-            f"planned were {spec.dtype} {list(spec.shape)}"
-        )
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    file.write(data.numpy().data)

@@ -1,6 +1,6 @@
 """Any checkpoint, to look at: opened whatever its kind, and its facts from headers alone.
 
-Kind, model, layout, formats, UAQ factor and files; ``tensors`` and ``read`` serve comparisons.
+Kind, model, formats, UAQ factor and files; ``tensors`` and ``read`` serve comparisons.
 """
 
 from collections import Counter
@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from qurl_megatron.checkpoints.huggingface import HfReader
-from qurl_megatron.checkpoints.job import read_manifest
-from qurl_megatron.checkpoints.megatron_reader import CRITIC, MegatronReader, stacked_parts
+from qurl_megatron.checkpoints.huggingface import HEAD, HfReader
+from qurl_megatron.checkpoints.megatron_reader import CRITIC, MegatronReader
 from qurl_megatron.checkpoints.ops import Op, parameter_count
 from qurl_megatron.checkpoints.places import find_torch_dist
 from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.kit.disk import read_json
+from qurl_megatron.observe.text import byte_size
 from qurl_megatron.quant import QuantizedWeight
 from qurl_megatron.quant.export import loaded, read_quantization, scale_name
 from qurl_megatron.tensors.arch import read_arch, read_config
@@ -56,10 +56,11 @@ class AnyCheckpoint:
                 unread -= {tensor.name, self._scale_of(tensor.name)}
                 yield tensor, op
         if self.checkpoint.arch.tied:
-            unread.discard("lm_head.weight")  # the embedding once more
-        unread = {name for name in unread if not name.endswith(".inv_freq")}
+            unread.discard(HEAD)  # the embedding once more
         for name in sorted(unread):
-            yield HfTensor(name, reader.shape(name), quantized=is_quantized(name)), None
+            if not name.endswith(".inv_freq"):
+                shape = reader.stored()[name][1]
+                yield HfTensor(name, shape, quantized=is_quantized(name)), None
 
     def read(self, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
         """Return one of ``tensors`` as it is stored."""
@@ -98,7 +99,17 @@ def open_any(folder: Path, description: Path | None = None) -> AnyCheckpoint:
 
 def inspect(found: AnyCheckpoint) -> dict[str, Any]:
     """Return facts about a checkpoint, as JSON."""
-    checkpoint = found.checkpoint
+    checkpoint, reader = found.checkpoint, found.checkpoint.reader
+    files = [path for path in checkpoint.folder.rglob("*") if path.is_file()]
+    masters = isinstance(reader, MegatronReader) and reader.masters
+    stored = reader.stored()
+    critic = any(name.startswith(CRITIC) for name in stored)
+    # Formats that the model runs in; masters and a critic are named apart.
+    formats = Counter(
+        str(dtype).removeprefix("torch.")
+        for name, (dtype, _) in stored.items()
+        if not name.startswith(("optimizer.", CRITIC))
+    )
     facts: dict[str, Any] = {
         "folder": str(checkpoint.folder),
         "kind": found.kind,
@@ -106,47 +117,22 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
         "parameters": parameter_count(checkpoint.arch),
         "uaq_scale": checkpoint.uaq_scale,
         "arch": asdict(checkpoint.arch),
-        "weights": formats(found),
-        "files": {
-            str(path.relative_to(checkpoint.folder)): path.stat().st_size
-            for path in sorted(checkpoint.folder.rglob("*"))
-            if path.is_file()
-        },
-        "manifest": read_manifest(checkpoint.folder) is not None,
+        "weights": dict(formats.most_common()),
+        "fp32_masters": bool(masters),
+        "critic": critic,
+        "files": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
     }
     if found.kind == "quantized":
         facts |= {"scheme": found.scheme, "format": found.fmt}
-    if isinstance(reader := checkpoint.reader, MegatronReader):
-        ops = checkpoint.ops()
-        attention = next(op for op in ops if op.megatron.endswith("linear_proj.weight"))
-        facts["layout"] = {
-            "tensor": reader.cuts(attention) // stacked_parts(attention),
-            "padded_vocab": reader.shape(ops[0])[0],
-        }
-        facts["fp32_masters"] = reader.masters is not None
-        facts["critic"] = any(key.startswith(CRITIC) for key in reader.table.keys())  # noqa: SIM118
-        state = checkpoint.folder / "state.json"  # of a checkpoint of `qurl train`
-        facts["step"] = read_json(state).get("step") if state.is_file() else None
+    state = checkpoint.folder / "state.json"  # of a checkpoint of `qurl train`
+    if state.is_file():
+        facts["step"] = read_json(state).get("step")
     return facts
 
 
-def formats(found: AnyCheckpoint) -> dict[str, int]:
-    """Count the model's tensors by the number format they are stored in."""
-    reader = found.checkpoint.reader
-    if isinstance(reader, MegatronReader):
-        # Formats the model runs in; masters are named apart.
-        counted = Counter(
-            str(reader.table.dtype(key))
-            for key in reader.table.keys()  # noqa: SIM118
-            if not key.startswith(("optimizer.", CRITIC))
-        )
-    else:
-        counted = Counter(str(reader.stored(name).dtype) for name in reader.names())
-    return {name.removeprefix("torch."): count for name, count in counted.most_common()}
-
-
-def text(facts: dict[str, Any], *, files: int = 12) -> str:
-    """Return the facts as text; of many files the largest are listed."""
+def text(facts: dict[str, Any]) -> str:
+    """Return the facts as text."""
     arch = facts["arch"]
     kind = {
         "huggingface": "Hugging Face, safetensors",
@@ -162,9 +148,9 @@ def text(facts: dict[str, Any], *, files: int = 12) -> str:
     if arch["tied"]:
         model += ", tied embeddings"
     stored = ", ".join(f"{name} ({count} tensors)" for name, count in facts["weights"].items())
-    if facts.get("fp32_masters"):
+    if facts["fp32_masters"]:
         stored += "; FP32 masters and optimizer state beside them"
-    if facts.get("critic"):
+    if facts["critic"]:
         stored += "; a critic, which no conversion takes along"
     rows = {
         "kind": kind,
@@ -172,36 +158,16 @@ def text(facts: dict[str, Any], *, files: int = 12) -> str:
         "parameters": f"{facts['parameters']:,}",
         "weights": stored,
         "UAQ": f"s = {facts['uaq_scale']:g} folded in" if facts["uaq_scale"] != 1 else "none",
+        "files": f"{facts['files']}, {byte_size(facts['bytes'])}",
     }
-    if "layout" in facts:
-        cut = facts["layout"]
-        rows["layout"] = (
-            f"cut for {cut['tensor']} tensor-parallel ranks, vocabulary padded to "
-            f"{cut['padded_vocab']}; loads at any other"
-        )
     if facts.get("step") is not None:
         rows["step"] = str(facts["step"])
-    sizes = sorted(facts["files"].items(), key=lambda item: -item[1])
-    rows["files"] = f"{len(sizes)}, {sum(facts['files'].values()):,} bytes"
-    lines = [facts["folder"], *(f"  {name:<11} {value}" for name, value in rows.items())]
-    lines += [f"    {size:>15,}  {name}" for name, size in sizes[:files]]
-    if len(sizes) > files:
-        lines.append(f"    {'':>15}  and {len(sizes) - files} smaller ones")
-    return "\n".join(lines)
+    return "\n".join([facts["folder"], *(f"  {name:<11} {row}" for name, row in rows.items())])
 
 
 def tensor_rows(found: AnyCheckpoint) -> list[str]:
     """Return one line per stored tensor: number format, shape, name."""
-    reader = found.checkpoint.reader
-    if isinstance(reader, MegatronReader):
-        table = reader.table
-        stored = {key: (table.dtype(key), table.shape(key)) for key in table.keys()}  # noqa: SIM118
-    else:
-        stored = {
-            name: (reader.stored(name).dtype, reader.stored(name).shape)
-            for name in sorted(reader.names())
-        }
     return [
         f"    {str(dtype).removeprefix('torch.'):<14} {list(shape)!s:<22} {name}"
-        for name, (dtype, shape) in stored.items()
+        for name, (dtype, shape) in found.checkpoint.reader.stored().items()
     ]

@@ -1,6 +1,8 @@
-"""Sizes and XXH3-128 sums of the files of a run's checkpoint, to find damage.
+"""Sizes and XXH3-128 sums of the files of a checkpoint, to find damage.
 
     step_000040/files.json   {"format": "qurl-files-1", "files": {"common.pt": [1234, "5c.."]}}
+    OUT/qurl_manifest.json   the same, of a conversion; it is compared on request alone, so that a
+                             user may edit what has been exported
 
 Disks, and copies from one to another, lose and change bytes without a word. XXH3 finds that, at the
 speed of memory; it does not find malice.
@@ -9,7 +11,6 @@ speed of memory; it does not find malice.
 import errno
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
 
 RECORD = "files.json"
+MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-files-1"
 FIX = "copy the checkpoint again, or name an older one"
 """Advice about a damaged checkpoint that nothing is resumed from."""
@@ -57,7 +59,7 @@ def sum_of(path: Path) -> FileSum:
     return summing.done()
 
 
-def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
+def write_record(folder: Path, known: Mapping[str, FileSum], record_name: str = RECORD) -> None:
     """Record every file below a folder that is whole now.
 
     Args:
@@ -67,23 +69,24 @@ def write_record(folder: Path, known: Mapping[str, FileSum]) -> None:
     sums = dict(known)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in known and name not in (RECORD, f".{RECORD}.new"):
+        own = (record_name, f".{record_name}.new")
+        if path.is_file() and name not in known and name not in own:
             to_disk(path)
             sums[name] = sum_of(path)
     record = {name: [file_sum.bytes, file_sum.xxh3] for name, file_sum in sorted(sums.items())}
     text = json.dumps({"format": FORMAT, "files": record}, indent=1)
-    write_whole(folder / RECORD, text + "\n", sync=True)
+    write_whole(folder / record_name, text + "\n", sync=True)
     to_disk(folder)
 
 
-def read_record(folder: Path) -> dict[str, FileSum] | None:
+def read_record(folder: Path, record_name: str = RECORD) -> dict[str, FileSum] | None:
     """Return the sums of a folder's files by name; None where it has no record.
 
     Raises:
         Unreadable: the system cannot read the record, or another version wrote it.
         ConfigError: the record is damaged.
     """
-    path = folder / RECORD
+    path = folder / record_name
     try:
         with reading(path):
             content = path.read_bytes()
@@ -91,16 +94,13 @@ def read_record(folder: Path) -> dict[str, FileSum] | None:
         return None
     try:
         table = json.loads(content)
-        newer = re.fullmatch(r"qurl-files-[2-9]", table["format"])
-        if not newer:
-            if table["format"] != FORMAT:
-                raise ValueError(f"its format is {table['format']!r}, not {FORMAT!r}")
+        if table["format"] == FORMAT:
             return {_inside(name): _file_sum(*entry) for name, entry in table["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({error!r:.200})") from None
     raise Unreadable(
-        f"{path} is of the format {newer[0]}, which this version does not know; read it with the "
-        "version that wrote it"
+        f"{path} is of the format {table['format']!r:.40}, which this version does not know; read "
+        "it with the version that wrote it"
     )
 
 
@@ -162,6 +162,24 @@ def refuse_damaged(folder: Path) -> None:
     record = read_record(folder) or {}
     if wrong := wrong_size(folder, record) or damaged(folder, record, record):
         raise ConfigError(f"{wrong}; {FIX}")
+
+
+def all_damage(folder: Path) -> list[str]:
+    """Describe every file that is not as a run or a conversion wrote it.
+
+    Raises:
+        ConfigError: the folder has no sums, or a file cannot be read.
+    """
+    record = read_record(folder, MANIFEST) or read_record(folder)
+    if record is None:
+        raise ConfigError(
+            f"{folder} has neither {MANIFEST} nor {RECORD}: nobody knows what was written"
+        )
+    found = []
+    for name, entry in record.items():
+        if fault := wrong_size(folder, {name: entry}) or damaged(folder, record, [name]):
+            found.append(fault)
+    return found
 
 
 def to_disk(path: Path) -> None:

@@ -1,14 +1,13 @@
 """Read a Megatron ``torch_dist`` checkpoint through the ops, whatever layout wrote it."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.checkpoints.huggingface import FLOATS
-from qurl_megatron.checkpoints.ops import GateUp, Op, stage_ops
+from qurl_megatron.checkpoints.ops import GateUp, Op, ops_on_disk
 from qurl_megatron.checkpoints.torch_dist import TorchDistReader
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
@@ -59,20 +58,10 @@ class MegatronReader:
         self.table = TorchDistReader(self.folder)
         # Names on disk follow from the Hugging Face names: a model without Transformer Engine has
         # other names for its norms, and a tied output layer is the embedding.
-        self._on_disk = {
-            op.hf[0].name: op.megatron
-            for op in stage_ops(
-                arch, range(arch.num_layers), first=True, last=True, fused_norms=True
-            )
-        }
-        self.masters = next(
-            (
-                prefix
-                for prefix in _MASTERS
-                if f"{prefix}embedding.word_embeddings.weight" in self.table
-            ),
-            None,
-        )
+        self._on_disk = {op.hf[0].name: op.megatron for op in ops_on_disk(arch)}
+        embedding = "embedding.word_embeddings.weight"
+        self.masters = next((p for p in _MASTERS if f"{p}{embedding}" in self.table), "")
+        """Prefix of the FP32 masters that the model is read from; empty: there are none."""
 
     def shards(
         self, op: Op, *, rank: int = 0, size: int = 1, padded_vocab: int | None = None
@@ -95,36 +84,29 @@ class MegatronReader:
     def dtype(self, op: Op) -> torch.dtype:
         """Return the model's own format of a parameter; its master is FP32 all the same."""
         key, _ = self._place(op)
-        return self.table.dtype(key.removeprefix(self.masters or ""))
-
-    def shape(self, op: Op) -> tuple[int, ...]:
-        """Return the shape of the whole Megatron parameter; an embedding's with its padding."""
-        key, index = self._place(op)
-        return self.table.shape(key)[len(index) :]
+        return self.table.dtype(key.removeprefix(self.masters))
 
     def holds(self, op: Op) -> bool:
         """True where the checkpoint has the parameter at all."""
         return self._found(op) is not None
 
-    def cuts(self, op: Op) -> int:
-        """Count the chunks of a parameter; its master's are also cut by data ranks."""
-        key, index = self._place(op)
-        return self.table.cuts(key.removeprefix(self.masters or ""), index)
+    def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return format and shape of every stored tensor."""
+        return {key: (tensor.dtype, tensor.shape) for key, tensor in self.table.tensors.items()}
 
-    def check(self, ops: Iterable[Op]) -> None:
-        """Hold every tensor against the config.
+    def check(self, arch: Arch) -> None:
+        """Hold every tensor's name, shape and format against the config, from headers alone.
 
         Raises:
             ConfigError: one is missing, or is left over, or has another shape or format.
         """
-        experts = self.arch.experts.count if self.arch.experts else 0
+        experts = arch.experts.count if arch.experts else 0
         expected: set[str] = set()
-        for op in ops:
+        for op in ops_on_disk(arch):
             key, index = self._place(op)
-            expected.add(key.removeprefix(self.masters or ""))
-            whole = ((self.arch.num_layers, experts)[: len(index)]) + op.shape
-            actual = self.table.shape(key)
-            rows = len(index)
+            expected.add(key.removeprefix(self.masters))
+            whole = ((arch.num_layers, experts)[: len(index)]) + op.shape
+            actual, rows = self.table.shape(key), len(index)
             padding = actual[rows] - whole[rows] if len(actual) == len(whole) else -1
             padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING
             same = actual == whole or padded and actual[rows + 1 :] == whole[rows + 1 :]
@@ -138,16 +120,12 @@ class MegatronReader:
                     f"tensor {key} in {self.folder} is stored as {self.table.dtype(key)}, which is "
                     "not high precision"
                 )
-        extra = [
-            key
-            for key in self.table.keys()  # noqa: SIM118  not a dict
-            if key not in expected and not key.startswith(_BESIDE)
-        ]
-        if extra:
-            raise ConfigError(
-                f"tensor {extra[0]} in {self.folder} is not part of a model of type "
-                f"{self.arch.family} as config.json has it; it would be lost"
-            )
+        for key in self.table.tensors:
+            if key not in expected and not key.startswith(_BESIDE):
+                raise ConfigError(
+                    f"tensor {key} in {self.folder} is not part of a model of type "
+                    f"{arch.family} as config.json has it; it would be lost"
+                )
 
     def _parameter(self, op: Op, rank: int, size: int) -> Tensor:
         key, index = self._place(op)
@@ -191,6 +169,6 @@ class MegatronReader:
         name = self._on_disk[op.hf[0].name]
         # Megatron writes layers that differ from each other under keys of their own.
         for key, index in (disk_key(name), (name, ())):
-            if f"{self.masters or ''}{key}" in self.table:
-                return f"{self.masters or ''}{key}", index
+            if f"{self.masters}{key}" in self.table:
+                return f"{self.masters}{key}", index
         return None

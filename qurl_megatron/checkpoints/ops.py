@@ -8,19 +8,6 @@ All families are one block with switches (a bias on q, k and v; a norm on q and 
 of the MLP), so they share one table. Layer numbers are global: a pipeline stage asks for its own
 layers and the ends it holds.
 
-A family is added as a row of ``tensors.arch.FAMILIES`` that says how it differs from Llama::
-
-    FAMILIES = {
-        "llama": Family(),
-        "qwen3": Family(qk_norm=True),  # a norm on q and k; read from here on as arch.qk_norm
-        ...
-
-If the row needs a switch that is not there yet, add it to ``Family`` and ``Arch``, its tensors to
-``tensors.table`` and ``layer_ops``, and its arithmetic to ``actor``. Everything else its config can
-say and this package does not compute, ``read_arch`` must refuse by name. The family's name in
-``FAMILIES`` of tests/support/models.py puts it through the tests: every stored tensor has one op,
-logits and gradients equal transformers' in every layout, folding leaves the function as it was.
-
 Imports no torch: memory planning reads this table without it.
 """
 
@@ -28,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.table import HfTensor, hf_tensor
@@ -40,66 +27,34 @@ if TYPE_CHECKING:
 Params = Mapping[str, "Tensor"]
 
 
-class Op(Protocol):
-    """One Megatron parameter, its whole shape, and the Hugging Face tensors it is made of."""
-
-    @property
-    def megatron(self) -> str: ...
-
-    @property
-    def hf(self) -> tuple[HfTensor, ...]: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def to_megatron(self, hf: Params) -> "Tensor": ...
-
-    def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]: ...
-
-
 @dataclass(frozen=True)
-class Same:
-    """One tensor under two names."""
+class Op:
+    """One Megatron parameter and the Hugging Face tensors it is made of; by itself, one tensor."""
 
     megatron: str
-    tensor: HfTensor
-
-    @property
-    def hf(self) -> tuple[HfTensor, ...]:
-        return (self.tensor,)
+    hf: tuple[HfTensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
+        """The whole parameter's: the rows of its tensors lie in one."""
+        return (sum(tensor.shape[0] for tensor in self.hf), *self.hf[0].shape[1:])
 
     def to_megatron(self, hf: Params) -> "Tensor":
-        return hf[self.tensor.name]
+        return hf[self.hf[0].name]
 
     def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]:
-        return {self.tensor.name: megatron}
+        return {self.hf[0].name: megatron}
 
 
 @dataclass(frozen=True)
-class FusedQKV:
+class FusedQKV(Op):
     """Megatron interleaves q, k and v per query group: rows are [(q q .. k v) x groups].
 
     A shard holds whole groups, so rows can be regrouped on it alone. Biases are rows of width one.
     """
 
-    megatron: str
-    q: HfTensor
-    k: HfTensor
-    v: HfTensor
     head_dim: int
     queries_per_group: int
-
-    @property
-    def hf(self) -> tuple[HfTensor, ...]:
-        return (self.q, self.k, self.v)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return _stacked(self.hf)
 
     def to_megatron(self, hf: Params) -> "Tensor":
         from torch import cat
@@ -116,44 +71,17 @@ class FusedQKV:
 
 
 @dataclass(frozen=True)
-class GateUp:
+class GateUp(Op):
     """Megatron stacks each rank's gate rows on its up rows, for one product before SwiGLU."""
-
-    megatron: str
-    gate: HfTensor
-    up: HfTensor
-
-    @property
-    def hf(self) -> tuple[HfTensor, ...]:
-        return (self.gate, self.up)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return _stacked(self.hf)
 
     def to_megatron(self, hf: Params) -> "Tensor":
         from torch import cat
 
-        return cat([hf[self.gate.name], hf[self.up.name]])
+        return cat([hf[tensor.name] for tensor in self.hf])
 
     def to_hf(self, megatron: "Tensor") -> dict[str, "Tensor"]:
         gate, up = megatron.chunk(2)
-        return {self.gate.name: gate, self.up.name: up}
-
-
-def _stacked(tensors: tuple[HfTensor, ...]) -> tuple[int, ...]:
-    """The shape of tensors whose rows lie in one."""
-    return (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
-
-
-def embedding(arch: Arch) -> Same:
-    return Same("embedding.word_embeddings.weight", hf_tensor(arch, "model.embed_tokens.weight"))
-
-
-def output_layer(arch: Arch) -> Same:
-    """The output projection; with tied embeddings a last stage's own copy of them."""
-    name = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
-    return Same("output_layer.weight", hf_tensor(arch, name))
+        return {self.hf[0].name: gate, self.hf[1].name: up}
 
 
 @lru_cache(maxsize=256)  # a plan asks again and again for the same layers of many experts
@@ -175,35 +103,35 @@ def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> tuple[Op, ...]:
         else "pre_mlp_layernorm.weight"
     )
 
-    def hf(name: str) -> HfTensor:
-        return hf_tensor(arch, f"model.layers.{layer}.{name}")
+    def op(megatron: str, name: str) -> Op:
+        return Op(f"{mg}{megatron}", tensors(name))
+
+    def tensors(*names: str) -> tuple[HfTensor, ...]:
+        return tuple(hf_tensor(arch, f"model.layers.{layer}.{name}") for name in names)
 
     def qkv(kind: str) -> FusedQKV:
-        q, k, v = (hf(f"self_attn.{x}_proj.{kind}") for x in "qkv")
         return FusedQKV(
             f"{mg}self_attention.linear_qkv.{kind}",
-            q,
-            k,
-            v,
+            tensors(*(f"self_attn.{x}_proj.{kind}" for x in "qkv")),
             head_dim=arch.head_dim,
             queries_per_group=arch.queries_per_group,
         )
 
     def mlp(megatron: str, name: str) -> list[Op]:
-        gate, up, down = (hf(f"{name}.{x}_proj.weight") for x in ("gate", "up", "down"))
+        gate_up = tensors(f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
         return [
-            GateUp(f"{mg}{megatron}.linear_fc1.weight", gate, up),
-            Same(f"{mg}{megatron}.linear_fc2.weight", down),
+            GateUp(f"{mg}{megatron}.linear_fc1.weight", gate_up),
+            op(f"{megatron}.linear_fc2.weight", f"{name}.down_proj.weight"),
         ]
 
     ops: list[Op] = [
-        Same(mg + attention_norm, hf("input_layernorm.weight")),
+        op(attention_norm, "input_layernorm.weight"),
         qkv("weight"),
-        Same(mg + "self_attention.linear_proj.weight", hf("self_attn.o_proj.weight")),
-        Same(mg + mlp_norm, hf("post_attention_layernorm.weight")),
+        op("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+        op(mlp_norm, "post_attention_layernorm.weight"),
     ]
     if arch.experts:
-        ops.append(Same(mg + "mlp.router.weight", hf("mlp.gate.weight")))
+        ops.append(op("mlp.router.weight", "mlp.gate.weight"))
         for expert in range(arch.experts.count):
             ops += mlp(f"mlp.experts.local_experts.{expert}", f"mlp.experts.{expert}")
     else:
@@ -211,40 +139,47 @@ def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> tuple[Op, ...]:
     if arch.qkv_bias:
         ops.append(qkv("bias"))
     if arch.qk_norm:
-        ops += [
-            Same(f"{mg}self_attention.{x}_layernorm.weight", hf(f"self_attn.{x}_norm.weight"))
-            for x in "qk"
-        ]
+        for x in "qk":
+            ops.append(op(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight"))
     return tuple(ops)
 
 
 def stage_ops(
     arch: Arch, layers: range, *, first: bool, last: bool, fused_norms: bool = False
 ) -> list[Op]:
-    """Ops of one pipeline stage.
+    """Return the ops of one pipeline stage.
 
     Args:
         layers: the global layer numbers this stage holds.
         first: the stage holds the embedding.
-        last: the stage holds the final norm and the output layer. Where embeddings are tied and the
-            stage is also the first, the output layer is the embedding itself and has no op.
+        last: the stage holds the final norm and the output layer. With tied embeddings a last stage
+            has a copy of the embedding for it; one that is also the first uses its own, without op.
     """
-    ops: list[Op] = [embedding(arch)] if first else []
+    embedding = "model.embed_tokens.weight"
+    ops: list[Op] = []
+    if first:
+        ops.append(Op("embedding.word_embeddings.weight", (hf_tensor(arch, embedding),)))
     for layer in layers:
         ops += layer_ops(arch, layer, fused_norms=fused_norms)
     if last:
-        ops.append(Same("decoder.final_layernorm.weight", hf_tensor(arch, "model.norm.weight")))
+        ops.append(Op("decoder.final_layernorm.weight", (hf_tensor(arch, "model.norm.weight"),)))
         if not (arch.tied and first):
-            ops.append(output_layer(arch))
+            head = embedding if arch.tied else "lm_head.weight"
+            ops.append(Op("output_layer.weight", (hf_tensor(arch, head),)))
     return ops
 
 
+def ops_on_disk(arch: Arch) -> list[Op]:
+    """Return all ops of a model in the order of its layers, by Megatron's names in checkpoints."""
+    layers = range(arch.num_layers)
+    return stage_ops(arch, layers, first=True, last=True, fused_norms=True)
+
+
 def hf_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """The shape a config gives to each Hugging Face tensor of the model."""
-    ops = stage_ops(arch, range(arch.num_layers), first=True, last=True)
-    return {tensor.name: tensor.shape for op in ops for tensor in op.hf}
+    """Return the shape that a config gives to each Hugging Face tensor of the model."""
+    return {tensor.name: tensor.shape for op in ops_on_disk(arch) for tensor in op.hf}
 
 
 def parameter_count(arch: Arch) -> int:
-    """Numbers in a checkpoint of the model."""
+    """Return how many numbers a checkpoint of the model holds."""
     return sum(math.prod(shape) for shape in hf_shapes(arch).values())

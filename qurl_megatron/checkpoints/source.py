@@ -6,7 +6,6 @@ also records the UAQ factor, and its tokenizer; one made elsewhere is read with 
 Conversions read it one op at a time with ``read_tensors``: checked, folded in FP32, then rounded.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -18,13 +17,14 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.checkpoints.huggingface import FLOATS, HfReader
-from qurl_megatron.checkpoints.integrity import FIX, RECORD, read_record, wrong_size
+from qurl_megatron.checkpoints.integrity import FIX, MANIFEST, RECORD, read_record, wrong_size
 from qurl_megatron.checkpoints.megatron_reader import MegatronReader
-from qurl_megatron.checkpoints.ops import Op, hf_shapes, stage_ops
+from qurl_megatron.checkpoints.ops import Op, ops_on_disk
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist
-from qurl_megatron.checkpoints.uaq import folded, folded_scale, takes_part, unfolded
+from qurl_megatron.checkpoints.uaq import folded, folded_scale, unfolded
 from qurl_megatron.kit.errors import ConfigError, reading
 from qurl_megatron.tensors.arch import Arch, arch_of, read_config
+from qurl_megatron.tensors.table import uaq_role
 
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
@@ -57,26 +57,12 @@ class Checkpoint:
 
     def ops(self) -> list[Op]:
         """Return all ops of the model, in the order of its layers, by Megatron's names on disk."""
-        return stage_ops(
-            self.arch, range(self.arch.num_layers), first=True, last=True, fused_norms=True
-        )
-
-    def dtype(self, op: Op) -> torch.dtype:
-        """Return the model's format of an op's tensors; FP32 where they differ."""
-        if isinstance(self.reader, MegatronReader):
-            return self.reader.dtype(op)
-        dtypes = {self.reader.stored(tensor.name).dtype for tensor in op.hf}
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-    def widest(self, op: Op) -> torch.dtype:
-        """Return the format an op's tensors are read in: FP32 where there are masters."""
-        reader = self.reader
-        return reader.widest(op) if isinstance(reader, MegatronReader) else self.dtype(op)
+        return ops_on_disk(self.arch)
 
     def natural_dtype(self, op: Op) -> torch.dtype:
         """Return the model's original format, before folding needed a wider one."""
         recorded = self.config.get("qurl", {}).get("dtype")
-        return DTYPES_BY_NAME[recorded] if recorded in DTYPES_BY_NAME else self.dtype(op)
+        return DTYPES_BY_NAME[recorded] if recorded in DTYPES_BY_NAME else self.reader.dtype(op)
 
     def folded_config(self, scale: float) -> dict[str, Any]:
         """Return the config for weights with ``scale`` folded in; it records the factor and the
@@ -89,45 +75,6 @@ class Checkpoint:
         if len(formats) == 1:
             record["dtype"] = str(formats.pop()).removeprefix("torch.")
         return {**plain, "qurl": record}
-
-    def check(self) -> None:
-        """Hold every tensor's name, shape and format against the config, from headers alone.
-
-        Raises:
-            ConfigError: one is missing, or is left over, or has another shape or format.
-        """
-        if isinstance(self.reader, MegatronReader):
-            self.reader.check(self.ops())
-            return
-        shapes = hf_shapes(self.arch)
-        names = self.reader.names()
-        missing = sorted(shapes.keys() - names)
-        if missing:
-            raise ConfigError(
-                f"tensor {missing[0]} is not in {self.folder}"
-                f"{_and_more(missing)}; config.json says it must be"
-            )
-        ignored = {"lm_head.weight"} if self.arch.tied else set()
-        extra = sorted(
-            name for name in names - shapes.keys() - ignored if not name.endswith(".inv_freq")
-        )
-        if extra:
-            raise ConfigError(
-                f"tensor {extra[0]} in {self.folder} is not part of a model of type "
-                f"{self.arch.family}{_and_more(extra)}; it would be lost"
-            )
-        for name, shape in shapes.items():
-            stored = self.reader.stored(name)
-            if stored.shape != shape:
-                raise ConfigError(
-                    f"tensor {name} in {stored.file} has shape {list(stored.shape)}, "
-                    f"config.json says {list(shape)}"
-                )
-            if stored.dtype not in FLOATS:
-                raise ConfigError(
-                    f"tensor {name} in {stored.file} is stored as {stored.dtype}, which is not "
-                    "high precision; give the checkpoint it was made from"
-                )
 
 
 def open_checkpoint(folder: str | Path, description: str | Path | None = None) -> Checkpoint:
@@ -188,15 +135,11 @@ def write_json(path: Path, contents: dict[str, Any]) -> None:
 
 def companions(folder: Path) -> Iterator[Path]:
     """Yield the tokenizer and generation files beside a config.json."""
-    generated = {"config.json", "hf_quant_config.json", "qurl_manifest.json", "state.json", RECORD}
+    generated = {"config.json", "hf_quant_config.json", MANIFEST, "state.json", RECORD}
     for path in sorted(folder.iterdir()):
         text = path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
         if path.is_file() and text and path.name not in generated and "index.json" not in path.name:
             yield path
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def read_tensors(
@@ -225,7 +168,7 @@ def read_tensors(
                 f"tensor {name} in {source.folder} has inf or nan; the checkpoint is of a run that "
                 "diverged, or is damaged"
             )
-        if takes_part(name) and not fold == unfold == 1.0:
+        if uaq_role(name) and not fold == unfold == 1.0:
             value = folded(name, value.float(), fold, zero_centred=tensor.zero_centred)
             value = unfolded(name, value, unfold, zero_centred=tensor.zero_centred)
         if dtype is not None:
@@ -241,44 +184,7 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(math.isfinite(x.item()) for x in torch.aminmax(tensor))
 
 
-def check_source(source: Checkpoint) -> None:
-    """Hold names, shapes and formats against the config, and a tied output layer against its twin.
-
-    Raises:
-        ConfigError: something would be lost or be wrong.
-    """
-    source.check()
-    reader = source.reader
-    if source.arch.tied and isinstance(reader, HfReader) and "lm_head.weight" in reader.names():
-        embedding, head = reader.whole("model.embed_tokens.weight"), reader.whole("lm_head.weight")
-        if not torch.equal(embedding, head):
-            raise ConfigError(
-                f"tensor lm_head.weight in {source.folder} is not model.embed_tokens.weight, but "
-                "config.json says tie_word_embeddings=true; set it to false"
-            )
-
-
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return a config that names ``dtype``, under the key it uses for that."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}
-
-
-def fingerprint(source: Checkpoint) -> dict[str, Any]:
-    """Identify a source without reading it: by names, sizes and times of its files."""
-    reader = source.reader
-    files = (
-        {reader.stored(name).file for name in reader.names()}
-        if isinstance(reader, HfReader)
-        else {reader.folder / name for name in reader.table.files}
-    )
-    config = json.dumps(source.config, sort_keys=True)
-    return {
-        "folder": source.folder.absolute().name,
-        "config": hashlib.sha256(config.encode()).hexdigest()[:16],
-        "files": dict(sorted(map(_stat, [*files, *companions(source.description)]))),
-    }
-
-
-def _stat(path: Path) -> tuple[str, list[int]]:
-    return path.name, [path.stat().st_size, path.stat().st_mtime_ns]

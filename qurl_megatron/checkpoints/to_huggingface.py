@@ -6,7 +6,7 @@ after folding and before any rounding. Norms, embeddings, biases, routers and th
 the model's own format.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,35 +15,14 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.checkpoints.backends import BACKENDS, check_backend
-from qurl_megatron.checkpoints.huggingface import (
-    HfFile,
-    TensorGroup,
-    TensorSpec,
-    plan_files,
-    write_index,
-    write_safetensors,
-)
-from qurl_megatron.checkpoints.job import ConversionJob, OutputFile
+from qurl_megatron.checkpoints.huggingface import TensorSpec, write_index, write_safetensors
+from qurl_megatron.checkpoints.job import ConversionJob, OutputFile, batches
 from qurl_megatron.checkpoints.ops import Op
-from qurl_megatron.checkpoints.source import (
-    Checkpoint,
-    check_source,
-    describe,
-    fingerprint,
-    read_tensors,
-    with_dtype,
-    write_json,
-)
+from qurl_megatron.checkpoints.places import SINGLE
+from qurl_megatron.checkpoints.source import Checkpoint, describe, read_tensors, with_dtype
 from qurl_megatron.checkpoints.uaq import refuse_second_fold
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant.export import (
-    extra_files,
-    layout,
-    quantization_config,
-    stored,
-    stored_shapes,
-)
-from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.quant.export import layout, quantization_config, stored, stored_shapes
 
 
 def to_huggingface(
@@ -66,50 +45,22 @@ def to_huggingface(
     Raises:
         ConfigError: the checkpoint contradicts its config.
     """
-    check_source(source)
+    source.reader.check(source.arch)
     scale = source.uaq_scale
     remaining = 1.0 if unfold else scale
 
-    def group(op: Op) -> TensorGroup:
-        form = dtype or (source.natural_dtype(op) if remaining == 1.0 else source.widest(op))
-        return TensorGroup(op, tuple(TensorSpec(t.name, t.shape, form) for t in op.hf))
+    def form(op: Op) -> torch.dtype:
+        return dtype or (source.natural_dtype(op) if remaining == 1.0 else source.reader.widest(op))
+
+    def specs(op: Op) -> list[TensorSpec]:
+        return [TensorSpec(tensor.name, tensor.shape, form(op)) for tensor in op.hf]
 
     def make(op: Op) -> dict[str, Tensor]:
-        form = group(op).tensors[0].dtype
-        return read_tensors(source, op, form, unfold=scale / remaining)
+        return read_tensors(source, op, form(op), unfold=scale / remaining)
 
-    planned = plan_files([group(op) for op in source.ops()], file_bytes)
-    formats = [t.dtype for file in planned for g in file.groups for t in g.tensors]
-    config = with_dtype(
-        source.folded_config(remaining), max(formats, key=lambda form: form.itemsize)
-    )
-
-    def finish(folder: Path, _: dict[str, Any]) -> None:
-        write_index(folder, planned)
-        describe(source, folder, config)
-
-    request = {
-        "kind": "huggingface",
-        "source": fingerprint(source),
-        "unfold": unfold,
-        "dtype": str(dtype) if dtype else "auto",
-        "file_bytes": file_bytes,
-    }
-    return ConversionJob(out, request, output_files(planned, make), finish, source.folder)
-
-
-def output_files(
-    planned: list[HfFile], make: Callable[[Op], dict[str, Tensor]]
-) -> list[OutputFile]:
-    """Return the planned safetensors files for a job; ``make`` gives the tensors of an op."""
-    return [
-        OutputFile(
-            file.name,
-            file.bytes,
-            partial(write_safetensors, groups=file.groups, make=make),
-        )
-        for file in planned
-    ]
+    widest = max(map(form, source.ops()), key=lambda each: each.itemsize)
+    config = with_dtype(source.folded_config(remaining), widest)
+    return _job(source, out, config, specs, make, file_bytes)
 
 
 def to_quantized(
@@ -134,67 +85,80 @@ def to_quantized(
         file_bytes: where a file is full.
 
     Raises:
-        ConfigError: no engine loads the scheme in the layout, or the backend does not make it, or
-            the checkpoint contradicts its config.
+        ConfigError: the scheme or layout is unknown, or the backend does not make it, or the
+            checkpoint contradicts its config.
     """
     layout(scheme, fmt)
     check_backend(backend, scheme)
     refuse_second_fold(source.config, uaq_scale)
-    check_source(source)
+    source.reader.check(source.arch)
     form = dtype or source.natural_dtype(source.ops()[0])  # of the embedding
     quantizer = BACKENDS[backend]
 
-    def group(op: Op) -> TensorGroup:
-        specs = []
+    def specs(op: Op) -> list[TensorSpec]:
+        planned = []
         for tensor in op.hf:
+            shapes = {tensor.name: (tensor.shape, form)}
             if tensor.quantized:
-                planned = stored_shapes(tensor.name, tensor.shape, scheme, fmt)
-                specs += [TensorSpec(part, *facts) for part, facts in planned.items()]
-            else:
-                specs.append(TensorSpec(tensor.name, tensor.shape, form))
-        return TensorGroup(op, tuple(specs))
+                shapes = stored_shapes(tensor.name, tensor.shape, scheme, fmt)
+            planned += [TensorSpec(name, *facts) for name, facts in shapes.items()]
+        return planned
 
     def make(op: Op) -> dict[str, Tensor]:
-        tensors_out: dict[str, Tensor] = {}
-        kept = None if op.hf[0].quantized else form
-        for name, tensor in read_tensors(source, op, kept, fold=uaq_scale).items():
-            if not is_quantized(name):
-                tensors_out[name] = tensor
-                continue
+        if not op.hf[0].quantized:
+            return read_tensors(source, op, form, fold=uaq_scale)
+        made: dict[str, Tensor] = {}
+        for name, tensor in read_tensors(source, op, None, fold=uaq_scale).items():
             try:
-                tensors_out |= stored(name, quantizer(tensor, scheme), fmt)
+                made |= stored(name, quantizer(tensor, scheme), fmt)
             except ConfigError as error:
                 raise ConfigError(f"tensor {name}: {error}") from error
-        return tensors_out
+        return made
 
-    planned = plan_files([group(op) for op in source.ops()], file_bytes)
-    ignored = _ignored_modules(source)
     config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), form)
-    config["quantization_config"] = quantization_config(scheme, fmt, ignored)
+    config["quantization_config"] = quantization_config(scheme, fmt, _ignored_modules(source))
+    return _job(source, out, config, specs, make, file_bytes)
+
+
+def _job(
+    source: Checkpoint,
+    out: Path,
+    config: dict[str, Any],
+    specs: Callable[[Op], list[TensorSpec]],
+    make: Callable[[Op], dict[str, Tensor]],
+    file_bytes: int,
+) -> ConversionJob:
+    """Return the job that writes ``make(op)`` of every op, as ``specs(op)`` announces it."""
+
+    def size(op: Op) -> int:
+        return sum(spec.bytes for spec in specs(op))
+
+    def tensors(batch: list[Op]) -> Iterator[tuple[str, Tensor]]:
+        for op in batch:
+            yield from make(op).items()
+
+    def write(path: Path, batch: list[Op]) -> None:
+        write_safetensors(path, planned[path.name], tensors(batch))
+
+    planned: dict[str, list[TensorSpec]] = {}
+    files = []
+    all_batches = list(batches(source.ops(), size, file_bytes))
+    for number, batch in enumerate(all_batches, start=1):
+        name = SINGLE
+        if len(all_batches) > 1:
+            name = f"model-{number:05}-of-{len(all_batches):05}.safetensors"
+        planned[name] = [spec for op in batch for spec in specs(op)]
+        total = sum(spec.bytes for spec in planned[name])
+        files.append(OutputFile(name, total, partial(write, batch=batch)))
 
     def finish(folder: Path, _: dict[str, Any]) -> None:
         write_index(folder, planned)
         describe(source, folder, config)
-        for name, contents in extra_files(scheme, fmt, ignored).items():
-            write_json(folder / name, contents)
 
-    request = {
-        "kind": "quantized",
-        "source": fingerprint(source),
-        "scheme": scheme,
-        "format": fmt,
-        "backend": backend,
-        "uaq_scale": uaq_scale,
-        "dtype": str(dtype) if dtype else "auto",
-        "file_bytes": file_bytes,
-    }
-    return ConversionJob(out, request, output_files(planned, make), finish, source.folder)
+    return ConversionJob(out, files, finish, source.folder)
 
 
 def _ignored_modules(source: Checkpoint) -> list[str]:
     """Return the linear modules that stay in high precision: output layer and routers."""
-    routers = [
-        f"model.layers.{layer}.mlp.gate"
-        for layer in range(source.arch.num_layers if source.arch.experts else 0)
-    ]
-    return ["lm_head", *routers]
+    layers = range(source.arch.num_layers if source.arch.experts else 0)
+    return ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers)]

@@ -5,7 +5,7 @@ divided by s in FP32, before any rounding.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qurl_megatron.checkpoints.job import ConversionJob, OutputFile
+from qurl_megatron.checkpoints.job import ConversionJob, OutputFile, batches
 from qurl_megatron.checkpoints.megatron_reader import disk_key, stacked_parts
-from qurl_megatron.checkpoints.ops import GateUp, Op, stage_ops
+from qurl_megatron.checkpoints.ops import GateUp, Op
 from qurl_megatron.checkpoints.places import DESCRIPTION
-from qurl_megatron.checkpoints.source import (
-    Checkpoint,
-    check_source,
-    describe,
-    fingerprint,
-    read_tensors,
-    with_dtype,
-)
+from qurl_megatron.checkpoints.source import Checkpoint, describe, read_tensors, with_dtype
 from qurl_megatron.checkpoints.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.checkpoints.uaq import refuse_second_fold
 from qurl_megatron.tensors.arch import Arch
@@ -43,7 +36,6 @@ def to_megatron(
     uaq_scale: float = 1.0,
     dtype: torch.dtype | None = None,
     tensor: int = 1,
-    pipeline: int = 1,
     file_bytes: int = 1 << 28,
 ) -> ConversionJob:
     """Return the job that writes a Megatron checkpoint of a model.
@@ -54,77 +46,48 @@ def to_megatron(
             needs it.
         tensor: tensor-parallel size the chunks are cut for, and the vocabulary is padded to. Any
             other layout loads too.
-        pipeline: pipeline stages that get files of their own.
-        file_bytes: where a file is full; one is hashed while the next is written.
+        file_bytes: where a file is full; one is summed up while the next is written.
 
     Raises:
-        ConfigError: the model contradicts its config, does not divide over the layout, or has
+        ConfigError: the model contradicts its config, does not divide over the ranks, or has
             a factor folded in already.
     """
     refuse_second_fold(source.config, uaq_scale)
-    source.arch.check_parallel(tensor, pipeline, ("--tensor", "--pipeline"))
-    check_source(source)
+    source.arch.check_parallel(tensor, 1, ("--tensor", "--pipeline"))
+    source.reader.check(source.arch)
 
     def stored(op: Op) -> torch.dtype:
-        stored_dtype = source.dtype(op)
-        return dtype or (
-            stored_dtype if folds_exactly(op, uaq_scale, stored_dtype) else torch.float32
-        )
+        own = source.reader.dtype(op)
+        exact = folds_exactly(op, uaq_scale, own)
+        return dtype or (own if exact else torch.float32)
 
-    stages = _stages(source.arch, pipeline)
-    all_ops = [op for ops in stages for op in ops]
-    chunks = {op.megatron: _chunks(source.arch, op, tensor, stored(op)) for op in all_ops}
+    ops = source.ops()
+    chunks = {op.megatron: _chunks(source.arch, op, tensor, stored(op)) for op in ops}
 
-    def tensors(ops: Iterable[Op]) -> Iterator[tuple[Chunk, Tensor]]:
-        for op in ops:
+    def size(op: Op) -> int:
+        return sum(chunk.bytes for chunk in chunks[op.megatron])
+
+    def write(path: Path, batch: list[Op]) -> list[tuple[Chunk, int, int]]:
+        return write_chunks(path, tensors(batch))
+
+    def tensors(batch: list[Op]) -> Iterator[tuple[Chunk, Tensor]]:
+        for op in batch:
             tensors_of_op = read_tensors(source, op, stored(op), fold=uaq_scale)
             yield from _cut(op, tensors_of_op, chunks[op.megatron])
 
-    widest = max(map(stored, all_ops), key=lambda form: form.itemsize)
+    files = []
+    for number, batch in enumerate(batches(ops, size, file_bytes)):
+        total = sum(size(op) for op in batch)
+        files.append(OutputFile(f"__0_{number}.distcp", total, partial(write, batch=batch)))
+    files.append(_state_file(source.arch))
+    widest = max(map(stored, ops), key=lambda form: form.itemsize)
     config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), widest)
 
-    def finish(folder: Path, rows: dict[str, Any]) -> None:
-        write_table(folder, rows)
+    def finish(folder: Path, places: dict[str, Any]) -> None:
+        write_table(folder, places)
         describe(source, folder / DESCRIPTION, config)
 
-    request = {
-        "kind": "megatron",
-        "source": fingerprint(source),
-        "uaq_scale": uaq_scale,
-        "dtype": str(dtype) if dtype else "auto",
-        "tensor": tensor,
-        "pipeline": pipeline,
-        "file_bytes": file_bytes,
-    }
-    weights = _weight_files(stages, chunks, tensors, file_bytes)
-    return ConversionJob(out, request, [*weights, _state_file(source.arch, pipeline)], finish)
-
-
-def _weight_files(
-    stages: list[list[Op]],
-    chunks: dict[str, list[Chunk]],
-    tensors: Callable[[Iterable[Op]], Iterator[tuple[Chunk, Tensor]]],
-    file_bytes: int,
-) -> Iterator[OutputFile]:
-    """Yield the files of each stage, none much larger than ``file_bytes``."""
-
-    def write(path: Path, ops: list[Op]) -> list[dict[str, Any]]:
-        return write_chunks(path, tensors(ops))
-
-    for stage, ops in enumerate(stages):
-        for number, batch in enumerate(_batches(ops, chunks, file_bytes)):
-            size = sum(_bytes(chunks[op.megatron]) for op in batch)
-            yield OutputFile(f"__{stage}_{number}.distcp", size, partial(write, ops=batch))
-
-
-def _state_file(arch: Arch, pipeline: int) -> OutputFile:
-    """Return the file of the objects that Megatron's loader wants beside the weights."""
-    objects = list(_extra_states(arch))
-    return OutputFile(
-        f"__{pipeline}_0.distcp",
-        _STATE_BYTES * len(objects),
-        lambda path: write_chunks(path, ((chunk, _NO_STATE) for chunk in objects)),
-    )
+    return ConversionJob(out, files, finish)
 
 
 def folds_exactly(op: Op, scale: float, dtype: torch.dtype) -> bool:
@@ -134,42 +97,6 @@ def folds_exactly(op: Op, scale: float, dtype: torch.dtype) -> bool:
     """
     moved = math.frexp(scale)[0] == 0.5 and dtype != torch.float16
     return scale == 1.0 or moved and not op.hf[0].zero_centred
-
-
-def _stages(arch: Arch, pipeline: int) -> list[list[Op]]:
-    """Return the ops of each pipeline stage; on disk a tied output layer is the embedding."""
-    each = arch.num_layers // pipeline
-    stages = [
-        stage_ops(
-            arch,
-            range(stage * each, (stage + 1) * each),
-            first=stage == 0,
-            last=stage == pipeline - 1,
-            fused_norms=True,  # the names on disk
-        )
-        for stage in range(pipeline)
-    ]
-    return [
-        [op for op in ops if not (arch.tied and op.megatron == "output_layer.weight")]
-        for ops in stages
-    ]
-
-
-def _batches(ops: list[Op], chunks: dict[str, list[Chunk]], file_bytes: int) -> Iterator[list[Op]]:
-    batch: list[Op] = []
-    filled = 0
-    for op in ops:
-        size = _bytes(chunks[op.megatron])
-        if batch and filled + size > file_bytes:
-            yield batch
-            batch, filled = [], 0
-        batch.append(op)
-        filled += size
-    yield batch
-
-
-def _bytes(chunks: list[Chunk]) -> int:
-    return sum(chunk.bytes for chunk in chunks)
 
 
 def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
@@ -210,21 +137,29 @@ def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple
         yield chunk, piece
 
 
-def _extra_states(arch: Arch) -> Iterator[Chunk]:
-    """Yield the objects that Megatron's loader wants beside the weights, one per linear layer."""
-    attention = ("core_attention", "linear_proj", "linear_qkv")
+def _state_file(arch: Arch) -> OutputFile:
+    """Return the file of the objects that Megatron's loader wants beside the weights."""
+    modules = ["self_attention.core_attention", "self_attention.linear_proj"]
+    modules.append("self_attention.linear_qkv")
+    fully_connected = ("linear_fc1", "linear_fc2")
+    objects = []
     for layer in range(arch.num_layers):
-        for name in attention:
-            yield Chunk(_object(f"self_attention.{name}", (layer,), (arch.num_layers,)))
-        for name in ("linear_fc1", "linear_fc2"):
-            if arch.experts is None:
-                yield Chunk(_object(f"mlp.{name}", (layer,), (arch.num_layers,)))
-                continue
+        dense = modules if arch.experts else [*modules, *(f"mlp.{fc}" for fc in fully_connected)]
+        for module in dense:
+            objects.append(_object(module, (layer,), (arch.num_layers,)))
+        if arch.experts is None:
+            continue
+        extents = (arch.num_layers, arch.experts.count)
+        for fc in fully_connected:
             for expert in range(arch.experts.count):
-                at, extents = (layer, expert), (arch.num_layers, arch.experts.count)
-                yield Chunk(_object(f"mlp.experts.experts.{name}", at, extents))
+                objects.append(_object(f"mlp.experts.experts.{fc}", (layer, expert), extents))
+    return OutputFile(
+        "__1_0.distcp",
+        _STATE_BYTES * len(objects),
+        lambda path: write_chunks(path, ((chunk, _NO_STATE) for chunk in objects)),
+    )
 
 
-def _object(module: str, at: tuple[int, ...], extents: tuple[int, ...]) -> str:
+def _object(module: str, at: tuple[int, ...], extents: tuple[int, ...]) -> Chunk:
     position, size = (".".join(map(str, numbers)) for numbers in (at, extents))
-    return f"decoder.layers.{module}._extra_state/shard_{position}_{size}"
+    return Chunk(f"decoder.layers.{module}._extra_state/shard_{position}_{size}")

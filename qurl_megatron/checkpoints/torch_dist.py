@@ -19,7 +19,7 @@ import itertools
 import json
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +96,12 @@ class StoredTensor:
         return [(chunk, common) for chunk in near if (common := chunk.part.overlap(part))]
 
 
+def _ones(part: Slice) -> int:
+    """Count the leading axes of length 1; the last axis is none of them."""
+    leading = part.sizes[:-1]
+    return next((axis for axis, size in enumerate(leading) if size != 1), len(leading))
+
+
 class TorchDistReader:
     """The tensors of a ``torch_dist`` folder by key; any part of them."""
 
@@ -111,30 +117,19 @@ class TorchDistReader:
             raise ConfigError(
                 f"{folder} is of Megatron's format {backend!r}; only torch_dist is read"
             )
-        self._tensors = _read_table(folder / METADATA)
-        self.files = sorted({c.file for t in self._tensors.values() for c in t.chunks})
-        for file in self.files:
+        self.tensors = _read_table(folder / METADATA)
+        for file in {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks}:
             if Path(file).name != file or not (folder / file).is_file():
                 raise ConfigError(f"{folder / METADATA} names {file}, which is not in {folder}")
 
     def __contains__(self, key: str) -> bool:
-        return key in self._tensors
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
+        return key in self.tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return self._tensor(key).shape
+        return self.tensors[key].shape
 
     def dtype(self, key: str) -> torch.dtype:
-        return self._tensor(key).dtype
-
-    def chunks(self, key: str) -> list[StoredChunk]:
-        return self._tensor(key).chunks
-
-    def cuts(self, key: str, index: Sequence[int] = ()) -> int:
-        """How many chunks lie under the leading indices ``index`` of a tensor."""
-        return sum(c.part.starts[: len(index)] == tuple(index) for c in self._tensor(key).chunks)
+        return self.tensors[key].dtype
 
     def read(self, key: str, part: Slice) -> Tensor:
         """Return a part of a tensor, joined from the chunks it touches.
@@ -143,7 +138,7 @@ class TorchDistReader:
             ConfigError: the chunks do not tile the part; a file is damaged or cannot be read; there
                 is not enough memory.
         """
-        tensor = self._tensor(key)
+        tensor = self.tensors[key]
         touched = tensor.touched(part)
         shared = [common for _, common in touched]
         # Without overlap, as many elements as the part has are all of them.
@@ -161,11 +156,6 @@ class TorchDistReader:
             common.narrow(out, part).copy_(common.narrow(stored, chunk.part))
         return out
 
-    def _tensor(self, key: str) -> StoredTensor:
-        if key not in self._tensors:
-            raise ConfigError(f"tensor {key} is not in the checkpoint {self.folder}")
-        return self._tensors[key]
-
     def _load(self, key: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
         path = self.folder / chunk.file
         with reading(path), path.open("rb", buffering=0) as file:
@@ -173,19 +163,17 @@ class TorchDistReader:
             try:
                 loaded = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
             except DAMAGE as error:
-                reason = (str(error).splitlines() or [repr(error)])[0]
                 if window.failure is not None:  # torch makes something else of it
                     raise window.failure from None
+                reason = (str(error).splitlines() or [repr(error)])[0]
                 if "can't allocate memory" in reason:
                     raise ConfigError(f"tensor {key} does not fit in memory ({reason})") from None
                 raise ConfigError(
                     f"tensor {key} cannot be read from {path} ({reason}); the file is damaged, "
                     "copy the checkpoint again"
                 ) from None
-        if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != (
-            chunk.part.sizes,
-            tensor.dtype,
-        ):
+        expected = (chunk.part.sizes, tensor.dtype)
+        if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != expected:
             raise ConfigError(
                 f"tensor {key} in {path} is not the {tensor.dtype} {list(chunk.part.sizes)} that "
                 f"{METADATA} says; the checkpoint is damaged"
@@ -193,21 +181,12 @@ class TorchDistReader:
         return loaded
 
 
-def _ones(part: Slice) -> int:
-    """Count the leading axes of length 1; the last axis is none of them."""
-    leading = part.sizes[:-1]
-    return next((axis for axis, size in enumerate(leading) if size != 1), len(leading))
-
-
 class _Window(io.RawIOBase):
-    """Bytes ``[start, start + length)`` of a file, as a file of their own.
-
-    ``failure`` is the system's error where it could not read them.
-    """
+    """Bytes ``[start, start + length)`` of a file, as a file of their own."""
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
-        self.failure: OSError | None = None
+        self.failure: OSError | None = None  # the system's, where it could not read the bytes
 
     def readable(self) -> bool:
         return True
@@ -317,13 +296,13 @@ def _stored(key: str, entry: _Record, places: dict) -> StoredTensor:
     return StoredTensor(shape, dtype, chunks)
 
 
-def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[str, Any]]:
+def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[tuple[Chunk, int, int]]:
     """Write chunks into one file, in the order they come.
 
     Returns:
-        The rows of the table of contents for this file, as JSON; for ``write_table``.
+        Where each chunk starts and how long it is, for ``write_table``.
     """
-    rows = []
+    places = []
     with _without_crc32(), path.open("wb") as file:
         for chunk, value in chunks:
             start = file.tell()
@@ -338,23 +317,13 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[dict[s
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
-            rows.append(
-                {
-                    "key": chunk.key,
-                    "shape": chunk.shape,
-                    "offsets": chunk.part.starts,
-                    "sizes": chunk.part.sizes,
-                    "dtype": str(chunk.dtype).removeprefix("torch."),
-                    "start": start,
-                    "length": file.tell() - start,
-                }
-            )
-    return rows
+            places.append((chunk, start, file.tell() - start))
+    return places
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Files have SHA-256 sums; torch's own of every chunk would take longer than writing it."""
+    """Files have sums of their own; torch's of every chunk would take longer than writing it."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -363,42 +332,37 @@ def _without_crc32() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def write_table(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
+def write_table(folder: Path, files: Mapping[str, list[tuple[Chunk, int, int]]]) -> None:
     """Complete a checkpoint: write the table of contents, the common facts and the format.
 
     Args:
-        rows: the result of ``write_chunks`` for each file of the folder.
+        files: the result of ``write_chunks`` for each file of the folder.
     """
     # A second to import, for which reading need not wait.
     from torch.distributed.checkpoint import filesystem, metadata
 
     tensors: dict[str, Any] = {}
     places: dict[metadata.MetadataIndex, Any] = {}
-    for file, row in _flat(rows):
-        key, place = row["key"], filesystem._StorageInfo(file, row["start"], row["length"])
-        if row["shape"] is None:
-            tensors[key] = metadata.BytesStorageMetadata()
-            places[metadata.MetadataIndex(key)] = place
-            continue
-        offsets, sizes = torch.Size(row["offsets"]), torch.Size(row["sizes"])
-        entry = tensors.setdefault(
-            key,
-            metadata.TensorStorageMetadata(
-                properties=metadata.TensorProperties(dtype=getattr(torch, row["dtype"])),
-                size=torch.Size(row["shape"]),
-                chunks=[],
-            ),
-        )
-        entry.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
-        places[metadata.MetadataIndex(key, offsets)] = place
+    for file in sorted(files):
+        for chunk, start, length in files[file]:
+            place = filesystem._StorageInfo(file, start, length)
+            if chunk.shape is None:
+                tensors[chunk.key] = metadata.BytesStorageMetadata()
+                places[metadata.MetadataIndex(chunk.key)] = place
+                continue
+            offsets, sizes = torch.Size(chunk.part.starts), torch.Size(chunk.part.sizes)
+            entry = tensors.setdefault(
+                chunk.key,
+                metadata.TensorStorageMetadata(
+                    properties=metadata.TensorProperties(dtype=chunk.dtype),
+                    size=torch.Size(chunk.shape),
+                    chunks=[],
+                ),
+            )
+            entry.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
+            places[metadata.MetadataIndex(chunk.key, offsets)] = place
     table = metadata.Metadata(tensors, storage_data=places)
     with (folder / METADATA).open("wb") as written:
         pickle.dump(table, written)
     torch.save({"content_metadata": CONTENT, "checkpoint_version": 3.0}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
-
-
-def _flat(rows: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in sorted(rows):
-        for row in rows[file]:
-            yield file, row

@@ -16,7 +16,7 @@ rounding make the two part; docs/algorithms.md has by how much.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,11 +26,6 @@ from qurl_megatron.tensors.arch import read_family
 from qurl_megatron.tensors.table import uaq_role
 
 _LARGEST = 1000.0  # the paper's are 1.5 and 2; far beyond, FP32 has no room
-
-
-def takes_part(name: str) -> bool:
-    """True for the Hugging Face tensors that folding changes."""
-    return uaq_role(name) is not None
 
 
 def folded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
@@ -70,29 +65,18 @@ def fold_uaq(
             norms are not known.
     """
     refuse_second_fold(config, scale)
-    out = _all(folded, state_dict, config, scale)
+    zero = read_family(config).zero_centred_norm
+    out = {n: folded(n, weight, scale, zero_centred=zero) for n, weight in state_dict.items()}
     config["qurl"] = {**config.get("qurl", {}), "uaq_scale": scale}
     return out
 
 
 def unfold_uaq(state_dict: Mapping[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """Undo ``fold_uaq`` by the factor the config records, and remove the record."""
-    out = _all(unfolded, state_dict, config, folded_scale(config))
+    scale, zero = folded_scale(config), read_family(config).zero_centred_norm
+    out = {n: unfolded(n, weight, scale, zero_centred=zero) for n, weight in state_dict.items()}
     config.pop("qurl", None)
     return out
-
-
-def _all(
-    change: Callable[..., Tensor],
-    state_dict: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    scale: float,
-) -> dict[str, Tensor]:
-    zero_centred = read_family(config).zero_centred_norm
-    return {
-        name: change(name, weight, scale, zero_centred=zero_centred)
-        for name, weight in state_dict.items()
-    }
 
 
 def folded_scale(config: Mapping[str, Any]) -> float:

@@ -185,6 +185,7 @@ def _record(job: BatchJob, begun: folder.Attempt, ending: Ending, outcome: Outco
         signal=ending.stop_reason,
         code=ending.code,
         decision=outcome.decision.value,
+        reason=outcome.reason,
         ended_at=now(),
     )
     folder.write_attempt(job.run_dir, ended)

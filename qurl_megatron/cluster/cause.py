@@ -20,7 +20,6 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from qurl_megatron.cluster.layout import ENGINES_PREFIX, EXAMINATION_PREFIX
 from qurl_megatron.observe.failures import Failure
@@ -140,7 +139,6 @@ class Log:
     source: str
     text: str
     time: float  # when it was last written, Unix seconds
-    path: Path
     engine: bool = False
 
 
@@ -170,7 +168,6 @@ def first_cause(evidence: Evidence) -> Cause | None:
     events = [_of_failure(failure) for failure in evidence.failures]
     ranks_heard = {event.source for event in events}
     for log in evidence.logs:
-        events += _of_slurm(log)
         if log.source not in ranks_heard:
             events += _of_log(log)
     events += _of_supervisor(ranks)
@@ -208,13 +205,6 @@ def _of_log(log: Log) -> Iterator[Event]:
             message = f"killed by {_signal_name(int(died[2]))}"
             source = f"{died[1]} of {log.source}"
             yield Event(kind_of(message), ENGINE, source, message, log.time)
-
-
-def _of_slurm(log: Log) -> Iterator[Event]:
-    """Yield the findings of Slurm's daemon, which writes them into any task's log."""
-    for line in log.text.splitlines():
-        if match := re.match(r"slurmstepd(?:-(\S+))?: error: Detected \d+ oom.kill", line):
-            yield Event(kind_of(line), KILLED, "a task", line.strip(), node=match[1] or "")
 
 
 SLURMS = (

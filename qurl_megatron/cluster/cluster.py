@@ -14,7 +14,6 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import shipped, shipped_names
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
-_WORD = re.compile(r"[^\s'\"\\]+")
 
 
 def seconds(time: str) -> int:
@@ -66,12 +65,6 @@ class JobConfig(Section, name="job", on_resume="free"):
     its container included; a node that has not is bad. 0 examines none."""
 
     def check(self) -> None:
-        for name in ("partition", "account", "qos"):
-            value = getattr(self, name)
-            require(
-                not value or _WORD.fullmatch(value) is not None,
-                f"job.{name} must be a name without white space or quotes, got {value!r}",
-            )
         require(
             _TIME.fullmatch(self.time_limit) is not None,
             "job.time_limit must be like 24:00:00 or 2-00:00:00, [days-]hours:minutes:seconds, "
@@ -82,11 +75,6 @@ class JobConfig(Section, name="job", on_resume="free"):
             f"job.signal_s={self.signal_s} leaves nothing of job.time_limit={self.time_limit}; "
             "lower it",
         )
-        for option in self.extra:
-            require(
-                re.fullmatch(r"--?\w[^\n]*", option) is not None,
-                f'job.extra must be options of sbatch such as "--exclusive", got {option!r}',
-            )
 
     @property
     def time_limit_s(self) -> int:
@@ -122,11 +110,6 @@ class NodeConfig(Section, name="node", on_resume="free"):
             self.cpus >= self.gpus,
             f"node.cpus={self.cpus} gives some of node.gpus={self.gpus} no CPU; raise it",
         )
-        for name in (self.gpu, *self.interfaces):
-            require(
-                not name or re.fullmatch(r"[\w.-]+", name) is not None,
-                f"node.gpu and node.interfaces have letters, digits and _ . - alone, got {name!r}",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +138,6 @@ class ContainerConfig(Section, name="container", on_resume="free"):
             f"container.image={self.image}: pyxis takes a file only by a path that begins with / "
             f"or ./; write ./{self.image}",
         )
-        for mount in self.mounts:
-            require(
-                re.fullmatch(r"[^\s,'\"]+", mount) is not None,
-                f"container.mounts must be like /data or /data:/inside, got {mount!r}",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +159,6 @@ class SiteConfig(Section, name="site", on_resume="free"):
     def check(self) -> None:
         for folder in self.shared:
             require(folder.startswith("/"), f"site.shared must be absolute folders, got {folder!r}")
-        for line in self.prolog:
-            require("\n" not in line, f"site.prolog: one line for each string, got {line!r}")
         for name, value in self.environment.items():
             require(
                 re.fullmatch(r"[A-Za-z_]\w*", name) is not None and isinstance(value, str),

@@ -41,6 +41,7 @@ class Attempt:
     signal: str = ""  # why its ranks were told to end, such as USR1 or preempted; "": they were not
     code: int = 0  # exit code of the training step
     decision: str = ""
+    reason: str = ""  # for the decision, as a sentence
     ended_at: float = 0.0
 
     @property

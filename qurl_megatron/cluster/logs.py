@@ -4,7 +4,7 @@ Reads the folder alone: it works while the run goes on, and on machines without 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from qurl_megatron.cluster import folder
@@ -14,6 +14,8 @@ from qurl_megatron.cluster.verdict import GOES_ON, Decision
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.observe.failures import read_failures
 
+TASKS = {"train": "rank", "engines": "rollout node"}
+"""Who writes a log of an attempt, by the beginning of its name."""
 TAIL = 4 << 20
 """Bytes that are read of a log, of its end."""
 LATE_S = 60.0
@@ -47,10 +49,9 @@ def gather(run_dir: Path, attempt: Attempt) -> Evidence:
     """Read all evidence on an attempt."""
     logs_folder = folder.attempt_folder(run_dir, attempt.number)
     logs = []
-    for path in sorted(logs_folder.glob("*.log"), key=_by_number):
-        name, number = _by_number(path)
-        source = {"train": f"rank {number}", "engines": f"rollout node {number}"}
-        logs.append(_log(path, source.get(name, path.stem)))
+    for path in sorted(logs_folder.glob("*-*.log")):
+        task, _, number = path.stem.rpartition("-")  # such as train-0
+        logs.append(_log(path, f"{TASKS[task]} {number}"))
     end = attempt.ended_at if attempt.ended else float("inf")
     for path in sorted((run_dir / "logs").rglob("engine-*.log")):
         # An engine's log is begun again by each attempt.
@@ -58,35 +59,18 @@ def gather(run_dir: Path, attempt: Attempt) -> Evidence:
             node = path.parent.relative_to(run_dir / "logs")
             name = path.stem if node == Path() else f"{path.stem} on {node}"
             logs.append(_log(path, name, engine=True))
-    return Evidence(read_failures(logs_folder), logs, section(job_log(run_dir), attempt.number))
-
-
-def _by_number(path: Path) -> tuple[str, int]:
-    """Return name and number of a log such as train-0.log, which sort as people count."""
-    name, _, number = path.stem.rpartition("-")
-    return name, int(number) if number.isdecimal() else 0
+    lines: list[str] = []
+    job_log = run_dir / "slurm/job.log"
+    if job_log.is_file():
+        lines = section(job_log.read_text(encoding="utf-8", errors="replace"), attempt.number)
+    return Evidence(read_failures(logs_folder), logs, lines)
 
 
 def _log(path: Path, source: str, *, engine: bool = False) -> Log:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
         text = file.read().decode("utf-8", "replace")
-    return Log(source, text, path.stat().st_mtime, path, engine)
-
-
-def job_log(run_dir: Path) -> str:
-    """Return the words of the supervisor and srun, of all attempts."""
-    path = run_dir / "slurm/job.log"
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def verdict_in(lines: Sequence[str], number: int) -> str:
-    """Return the supervisor's words on how an attempt ended; "" where it has not said so."""
-    announcement = f"qurl: attempt {number}: "
-    for line in reversed(lines):
-        if line.startswith(announcement):
-            return line.removeprefix(announcement)
-    return ""
+    return Log(source, text, path.stat().st_mtime, engine)
 
 
 def section(text: str, number: int) -> list[str]:
@@ -110,27 +94,25 @@ def render(run_dir: Path, attempt: Attempt, evidence: Evidence, cause: Cause | N
         ]
     else:
         lines = [f"{run_dir}, attempt {number}: it runs, or its supervisor was killed"]
-    if verdict := verdict_in(evidence.srun, number):
-        lines.append(f"The supervisor says: {verdict}")
+    if attempt.reason:
+        lines.append(f"The supervisor says: {attempt.reason}")
     if cause is None or attempt.decision == Decision.DONE:
         lines.append("no rank and no engine has failed")
     else:
         lines += _cause(cause, attempt)
-    lines += ["", "Logs"]
-    lines += [f"  {log.path}  {log.source}" for log in evidence.logs]
-    for path in sorted(folder.attempt_folder(run_dir, number).glob("stack-*")):
-        if path.stat().st_size:
-            lines.append(f"  {path}  what a rank was doing")
-    lines.append(f"  {run_dir}/slurm/job.log  supervisor and srun, of all attempts")
-    if number > 1:
-        lines += ["", f"The attempt before it: `qurl slurm logs {run_dir} --attempt {number - 1}`"]
+    own = folder.attempt_folder(run_dir, number)
+    lines += [
+        "",
+        f"Logs, and stacks of a run that hung: {own}; of engines {run_dir}/logs; of supervisor and "
+        f"srun, of all attempts, {run_dir}/slurm/job.log",
+    ]
     return "\n".join(lines)
 
 
 def _cause(cause: Cause, attempt: Attempt) -> Iterator[str]:
     first = cause.first
     yield ""
-    yield f"{_title(attempt)}: {first.kind.name}: {_place(first, cause.followed)}"
+    yield f"{_title(attempt)}: {first.kind.name}: {_place(first)}"
     yield f"  {first.message}"
     yield f"What to do: {first.kind.advice}"
     if attempt.ended:
@@ -154,20 +136,12 @@ def _title(attempt: Attempt) -> str:
     return "Failed while it ended" if again else "First cause"
 
 
-def _place(event: Event, others: Sequence[Event] = ()) -> str:
-    """Return who failed, on which node, in which phase, step and version.
-
-    Args:
-        others: the first rank among them that knows its step tells it, where this does not.
-    """
+def _place(event: Event) -> str:
+    """Return who failed, on which node, in which phase, step and version."""
     source = f"{event.source} on {event.node}" if event.node else event.source
-    if failure := event.failure:
-        place = failure.phase
-        if failure.step is not None:
-            place += f" of step {failure.step} with weights {failure.version}"
-        return f"{source}, {place}"
-    for other in others:
-        if other.failure and other.failure.step is not None:
-            phase, step = other.failure.phase, other.failure.step
-            return f"{source}, while {other.source} was in {phase} of step {step}"
-    return source
+    if event.failure is None:
+        return source
+    place = event.failure.phase
+    if event.failure.step is not None:
+        place += f" of step {event.failure.step} with weights {event.failure.version}"
+    return f"{source}, {place}"

@@ -6,32 +6,23 @@ of reach, as on a machine without Slurm: the folder tells the rest.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.commands import Queued
 from qurl_megatron.cluster.folder import Attempt
-from qurl_megatron.cluster.logs import job_log, section, verdict_in
-from qurl_megatron.cluster.verdict import BAD_NODE, GOES_ON, Decision
+from qurl_megatron.cluster.verdict import GOES_ON, Decision
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.observe.sinks import Record, read_metrics
-from qurl_megatron.observe.text import duration, percent
+from qurl_megatron.observe.text import duration
 from qurl_megatron.training.state import latest
 
 RECENT = 20
 """Steps that medians are of."""
-
-MEANINGS = {
-    1: "a fault: no engine was left, a rank was lost, or the program failed",
-    2: "a mistake in the input, or a full disk",
-    3: "the guard, or numbers that are not finite, halted it",
-    BAD_NODE: "a node that it needs is bad, and there is no other",
-}
-"""Meanings of the training step's exit codes; others are the codes of killed ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,6 @@ class Facts:
     queued: Queued | None = None  # None: it is not in the queue, or that cannot be asked
     queue_error: str = ""  # why the queue cannot be asked
     attempts: Sequence[Attempt] = ()
-    verdict: str = ""  # the supervisor's, on how the newest attempt ended
     records: Sequence[Record] = ()
     checkpoint: tuple[int, float] | None = None  # step of the newest, and when it was written
 
@@ -62,13 +52,8 @@ class Status:
     step: int
     steps: int
     reward: float | None
-    accuracy: float | None
-    held_out_reward: float | None
-    phases: dict[str, float] = field(default_factory=dict)
     step_s: float | None = None
     last_step_s: float | None = None  # since the last step ended
-    serving: int | None = None
-    engines: int = 0
     job_left_s: float | None = None
     checkpoint: int | None = None
     checkpoint_s: float | None = None  # its age
@@ -106,7 +91,6 @@ def gather(run_dir: Path) -> Facts:
         queued,
         queue_error,
         attempts,
-        verdict_in(section(job_log(run_dir), len(attempts)), len(attempts)),
         read_metrics(metrics) if has_lines else [],
         checkpoint,
     )
@@ -123,14 +107,12 @@ def describe(facts: Facts, at: float) -> Status:
     steps = [record for record in facts.records if "time/step" in record.metrics]
     values: dict = {}
     if steps:
-        values["phases"] = _phases(steps[-RECENT:])
         values["step_s"] = median(record.metrics["time/step"] for record in steps[-RECENT:])
         values["last_step_s"] = at - steps[-1].time
     if facts.checkpoint:
         values.update(checkpoint=facts.checkpoint[0], checkpoint_s=at - facts.checkpoint[1])
     if state == "running" and facts.queued and facts.queued.ends:
         values["job_left_s"] = facts.queued.ends - at
-    serving = _last(facts.records, "fleet/serving")
     return Status(
         run_dir=str(facts.run_dir),
         state=state,
@@ -141,10 +123,6 @@ def describe(facts: Facts, at: float) -> Status:
         step=steps[-1].step if steps else 0,
         steps=facts.config.train.steps,
         reward=_last(facts.records, "reward/mean"),
-        accuracy=_last(facts.records, "eval/accuracy"),
-        held_out_reward=_last(facts.records, "eval/reward"),
-        serving=None if serving is None else int(serving),
-        engines=facts.config.rollout.engines or len(facts.config.rollout.urls),
         **values,
     )
 
@@ -158,16 +136,9 @@ def render(status: Status) -> str:
         progress.append(f"the last {duration(status.last_step_s)} ago")
     if status.reward is not None:
         progress.append(f"reward {status.reward:.3f}")
-    if status.accuracy is not None:
-        progress.append(f"held-out accuracy {percent(status.accuracy)}")
-    if status.held_out_reward is not None:
-        progress.append(f"held-out reward {status.held_out_reward:.3f}")
     lines.append(_row("progress", ", ".join(progress)))
     if status.step_s is not None:
-        phases = ", ".join(f"{name} {duration(s)}" for name, s in status.phases.items())
-        lines.append(_row("a step", f"{duration(status.step_s)}: {phases} (medians)"))
-    if status.serving is not None and running:
-        lines.append(_row("engines", f"{status.serving} of {status.engines} serve"))
+        lines.append(_row("a step", f"{duration(status.step_s)} (median)"))
     if status.job_left_s is not None:
         lines.append(_row("this job", f"{duration(max(status.job_left_s, 0.0))} left"))
     if status.checkpoint is not None and status.checkpoint_s is not None:
@@ -194,21 +165,13 @@ def _state(facts: Facts, newest: Attempt | None, at: float) -> tuple[str, str]:
     if queued:
         return "running", f"{queued.state.lower()}, job {facts.job} on {queued.nodes}{attempt}"
     if newest and newest.ended and not (facts.queue_error and newest.decision in GOES_ON):
-        return "ended", f"ended, job {newest.job}{attempt}: {_ending(newest, facts.verdict)}"
+        return "ended", f"ended, job {newest.job}{attempt}: {newest.reason}"
     if facts.queue_error:
         last = f"{attempt} of this folder has not ended" if newest else ", no attempt has begun"
         return "unknown", f"the queue cannot be asked ({facts.queue_error}){last}"
     if newest is None:
         return "ended", f"job {facts.job} has left the queue without an attempt"
     return "ended", f"job {facts.job} has left the queue{attempt}, without a last word"
-
-
-def _ending(ended: Attempt, verdict: str) -> str:
-    """Return how an attempt ended, in the supervisor's words where there are any."""
-    if not ended.code:
-        return verdict or f"step {ended.step_after} is saved ({ended.decision})"
-    meaning = MEANINGS.get(ended.code, f"a rank was killed, exit code {ended.code}")
-    return f"{verdict} ({meaning})" if verdict else meaning
 
 
 def _next(facts: Facts, state: str, newest: Attempt | None) -> str:
@@ -226,17 +189,6 @@ def _next(facts: Facts, state: str, newest: Attempt | None) -> str:
     if newest is None:
         sources = f"{run_dir}/slurm/job.log, or `sacct -j {facts.job}`, says why"
     return f"{sources}; `qurl slurm submit`, as before, goes on"
-
-
-def _phases(steps: Sequence[Record]) -> dict[str, float]:
-    """Return the median seconds of each phase that matters, the longest first."""
-    names = {name for step in steps for name in step.metrics if name.startswith("time/")}
-    medians = {}
-    for name in sorted(names - {"time/step"}):
-        medians[name.removeprefix("time/")] = median(s.metrics.get(name, 0.0) for s in steps)
-    threshold = 0.01 * max(medians.values(), default=0.0)
-    longest = sorted(medians.items(), key=lambda item: -item[1])
-    return {name: seconds for name, seconds in longest if seconds > threshold}
 
 
 def _last(records: Sequence[Record], name: str) -> float | None:

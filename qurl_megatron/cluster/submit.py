@@ -119,9 +119,10 @@ def run_cell(study_file: Path, out: Path) -> int:
             "SLURM_ARRAY_TASK_ID is not set: `qurl slurm cell` runs inside an array that "
             "`qurl slurm submit --kind study` submits"
         )
-    from qurl_megatron.evaluation import plan, runner
+    from qurl_megatron.evaluation import plan
+    from qurl_megatron.evaluation.study import train_command
 
     study = plan.read_study(study_file)
-    command = runner.train_command(study, study.cells[int(index)], out)
+    command = train_command(study, study.cells[int(index)], out)
     print(" ".join(command), flush=True)
     os.execv(sys.executable, command)

@@ -371,8 +371,8 @@ class GuardConfig(Section, name="guard", on_resume="free"):
     patience: int = key(3, at_least(1))
     """Steps in a row that a threshold must be crossed."""
 
-    action: Literal["warn", "halt", "bf16"] = "warn"
-    """warn: say so; halt: save a checkpoint and stop; bf16: unquantized rollouts from there on."""
+    action: Literal["warn", "halt"] = "warn"
+    """warn: say so; halt: save a checkpoint and stop."""
 
 
 @dataclass(frozen=True, kw_only=True)

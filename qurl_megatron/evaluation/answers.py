@@ -20,7 +20,6 @@ from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards.pool import Tally, way_of
 
 COUNT = "k"  # the number of responses asked for, on which no answer depends
-DRAWING = {"temperature", "top_p", "seed"}  # settings of sampled responses, where there are any
 Key = tuple[str, int]
 """A mode, and the number of a problem in its file."""
 
@@ -101,27 +100,30 @@ class AnswerFile:
     def add(self, answers: Iterable[GradedAnswer]) -> None:
         """Add the next ones of their problems; they are on disk when this returns."""
         answers = list(answers)
-        self._take(answers)
+        for answer in answers:
+            self._take(answer)
         if self.path.exists():
             self._write(self.path, "ab", answers)
         else:
             self._rewrite()
 
-    def _take(self, answers: Iterable[GradedAnswer]) -> None:
-        for answer in answers:
-            kept = self._kept.setdefault(answer.key, [])
-            if answer.sample == len(kept):  # else lines before it have been deleted
-                kept.append(answer)
+    def _take(self, answer: GradedAnswer) -> None:
+        kept = self._kept.setdefault(answer.key, [])
+        if answer.sample == len(kept):  # else lines before it have been deleted
+            kept.append(answer)
 
     def _load(self) -> None:
         first, *lines, cut_off = self.path.read_bytes().split(b"\n")
-        recorded = self._recorded_settings(first)
+        try:
+            recorded = json.loads(first)["settings"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{self.path} does not begin with its settings; give another --out"
+            ) from None
         changed = []
         for key in dict.fromkeys((*recorded, *self._settings)):
             there, here = recorded.get(key), self._settings.get(key)
-            # Responses may be sampled with any settings where none were sampled before.
-            either = key in recorded and key in self._settings
-            if there != here and (either or key not in DRAWING):
+            if there != here:
                 changed.append(f"{key}: {there} there, {here} here")
         if changed:
             raise ConfigError(
@@ -130,25 +132,13 @@ class AnswerFile:
             )
         for number, line in enumerate(lines, start=2):
             try:
-                self._take([msgspec.json.decode(line, type=GradedAnswer)])
+                self._take(msgspec.json.decode(line, type=GradedAnswer))
             except msgspec.DecodeError as error:
                 raise ConfigError(
                     f"{self.path} line {number} is damaged ({error}); delete the line"
                 ) from None
-        # The last batch may have been cut short, in the middle of a line.
-        merged = {**self._settings, **recorded}
-        if cut_off or merged != recorded:
-            self._settings = merged
+        if cut_off:  # in the middle of a line of the last batch
             self._rewrite()
-        self._settings = merged
-
-    def _recorded_settings(self, line: bytes) -> dict[str, Any]:
-        try:
-            return json.loads(line)["settings"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"{self.path} does not begin with its settings; give another --out"
-            ) from None
 
     def _rewrite(self) -> None:
         aside = self.path.with_name(f".{self.path.name}.tmp")

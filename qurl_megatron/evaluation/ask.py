@@ -12,27 +12,27 @@ on what shares its batch.
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, Key
 from qurl_megatron.evaluation.benchmarks import ProblemSet
-from qurl_megatron.evaluation.eval_plan import Sampling
+from qurl_megatron.evaluation.eval_plan import EvaluationPlan
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.supervisor import IN_ALL
 from qurl_megatron.fleet.turns import Turns
-from qurl_megatron.kit.errors import ConfigError, Interrupted
-from qurl_megatron.kit.record import Count, Malformed, convert, shortened
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.pool import graded
 from qurl_megatron.types import Prompt, Sample
 
 BATCH = 256  # responses of one batch of an embedded engine, about
-HEALS = 3  # times in a row that engines which all failed are waited for, without one new answer
+ATTEMPTS = 3  # at a batch whose engines have all failed
 PROGRESS_S = 10.0  # between two lines of progress
 
 
@@ -47,6 +47,8 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
         if (client := engine.client) is None:  # it has died since
             continue
         info = client.server_info()
+        cache, length = info.get("max_total_num_tokens"), info.get("context_length")
+        limit = min(cache or math.inf, length or context)
         facts = {
             "kind": engine.kind.name,
             "model": info.get("model_path"),
@@ -55,44 +57,24 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
             "dtype": info.get("dtype"),
             "tensor": engine.tp,
             "version": info.get("version"),
-            "max_tokens": _max_tokens(info, context),
+            "max_tokens": int(limit) if math.isfinite(limit) else None,
         }
         descriptions.append({key: value for key, value in facts.items() if value is not None})
     return descriptions
 
 
-def _max_tokens(info: dict[str, Any], context: float) -> int | None:
-    """Tokens of prompt and response that fit into both cache and context."""
-    reported = [info.get("max_total_num_tokens"), info.get("context_length")]
-    try:
-        cache, length = convert(tuple[Count | None, Count | None], reported)
-    except Malformed:
-        raise ConfigError(
-            f"the engine of {info.get('model_path')} reports {shortened(reported)} for "
-            "max_total_num_tokens and context_length, which are not numbers of tokens"
-        ) from None
-    limit = min(cache or math.inf, length or context)
-    return int(limit) if math.isfinite(limit) else None
-
-
+@dataclass
 class Evaluator:
     """Answers benchmarks with the engines of a fleet."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        rewards: RewardPool,
-        tokenizer: Tokenizer,
-        sampling: Sampling,
-        turns: Turns | None = None,
-    ) -> None:
-        """
-        Args:
-            turns: where an environment answers, as in training.
-        """
-        self.fleet, self.rewards, self.tokenizer, self.turns = fleet, rewards, tokenizer, turns
-        self.sampling = sampling
-        engines = fleet.serving()
+    plan: EvaluationPlan
+    fleet: Fleet
+    rewards: RewardPool
+    tokenizer: Tokenizer
+    turns: Turns | None  # where an environment answers, as in training
+
+    def __post_init__(self) -> None:
+        engines = self.fleet.serving()
         self.in_batches = all(engine.kind.repeats for engine in engines)
         self.batch = BATCH * len(engines)  # responses
 
@@ -102,17 +84,8 @@ class Evaluator:
         Raises:
             EngineError: no engine is left, or none can answer; earlier answers are in the file.
         """
-        for mode in self.sampling.responses:
+        for mode in self.plan.responses:
             _Round(self, benchmark, file, mode).answer(prompts)
-
-    def await_engines(self) -> bool:
-        """Wait for an engine to serve again; False where none will."""
-        end = time.monotonic() + IN_ALL * self.fleet.config.start_limit_s
-        while not self.fleet.serving():
-            if not self.fleet.engines() or time.monotonic() > end:
-                return False
-            time.sleep(0.2)
-        return True
 
 
 class _Round:
@@ -122,7 +95,7 @@ class _Round:
         self, evaluator: Evaluator, benchmark: ProblemSet, file: AnswerFile, mode: str
     ) -> None:
         self.evaluator, self.benchmark, self.file, self.mode = evaluator, benchmark, file, mode
-        self.responses = evaluator.sampling.responses[mode]  # of each problem
+        self.responses = evaluator.plan.responses[mode]  # of each problem
         self.last_progress = 0.0
 
     def answer(self, prompts: Sequence[Prompt]) -> None:
@@ -132,34 +105,38 @@ class _Round:
         size = max(1, self.evaluator.batch // self.responses)
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
-            self._drop_partial(batch)
+            keys = [self._key(prompt) for prompt in batch]
+            fewest = min(map(self.file.count, keys))
+            if fewest < self.responses:  # forget what was written of a batch that is not whole
+                self.file.truncate({**self.file.counts, **dict.fromkeys(keys, fewest)})
             self._answer_batch(batch)
 
-    def _drop_partial(self, batch: Sequence[Prompt]) -> None:
-        """Where a batch was written in part, forget that part."""
-        keys = [self._key(prompt) for prompt in batch]
-        fewest = min(map(self.file.count, keys))
-        if fewest < self.responses:
-            self.file.truncate({**self.file.counts, **dict.fromkeys(keys, fewest)})
+    def _key(self, prompt: Prompt) -> Key:
+        return self.mode, prompt.index
 
     def _answer_batch(self, batch: Sequence[Prompt]) -> None:
         """Generate until each problem has all its responses, waiting for engines that restart."""
-        heals = HEALS
+        attempts = ATTEMPTS
         while missing := self._missing(batch):
             try:
                 self._generate(missing)
             except EngineError as error:
-                heals -= 1
-                if len(self._missing(batch)) < len(missing):
-                    heals = HEALS
-                if error.ours or not heals or not self.evaluator.await_engines():
+                attempts -= 1
+                if error.ours or not attempts or not self._serving_again():
                     raise
+
+    def _serving_again(self) -> bool:
+        """Wait for an engine to serve again; False where none will."""
+        fleet = self.evaluator.fleet
+        end = time.monotonic() + IN_ALL * fleet.config.start_limit_s
+        while not fleet.serving():
+            if not fleet.engines() or time.monotonic() > end:
+                return False
+            time.sleep(0.2)
+        return True
 
     def _missing(self, batch: Sequence[Prompt]) -> list[Prompt]:
         return [prompt for prompt in batch if self.file.count(self._key(prompt)) < self.responses]
-
-    def _key(self, prompt: Prompt) -> Key:
-        return self.mode, prompt.index
 
     def _generate(self, prompts: Sequence[Prompt]) -> None:
         started = time.monotonic()
@@ -167,42 +144,41 @@ class _Round:
             samples = self._ask(prompts)
             self._keep(samples, (time.monotonic() - started) / len(samples))
             return
-        kept: list[Future] = []
+        kept: deque[Future] = deque()
+
+        def hand_over(samples: list[Sample]) -> None:
+            nonlocal started
+            if kept and kept[0].done():
+                kept.popleft().result()  # nothing more is asked once answers cannot be kept
+            now = time.monotonic()
+            kept.append(clerk.submit(self._keep, samples, (now - started) / len(samples)))
+            started = now
 
         with ThreadPoolExecutor(1) as clerk:  # grades and writes while others are generated
-
-            def hand_over(samples: list[Sample]) -> None:
-                nonlocal started
-                now = time.monotonic()
-                kept.append(clerk.submit(self._keep, samples, (now - started) / len(samples)))
-                started = now
-
-            def clerk_failed() -> bool:
-                return any(future.done() and future.exception() for future in list(kept))
-
             try:
-                self._ask(prompts, finished=hand_over, stop=clerk_failed)
-            except Interrupted:
-                assert clerk_failed()  # its reason is raised below
+                self._ask(prompts, hand_over)
             finally:
                 for future in kept:
                     future.result()
 
-    def _ask(self, prompts: Sequence[Prompt], **callbacks: Any) -> list[Sample]:
-        evaluator, sampling = self.evaluator, self.evaluator.sampling
-        callbacks["turns"] = evaluator.turns
+    def _ask(
+        self, prompts: Sequence[Prompt], finished: Callable[[list[Sample]], None] | None = None
+    ) -> list[Sample]:
+        fleet, plan, turns = self.evaluator.fleet, self.evaluator.plan, self.evaluator.turns
         if self.mode == "greedy":
-            return greedy(evaluator.fleet, prompts, sampling.max_new_tokens, **callbacks)
+            limit = plan.rollout.max_new_tokens
+            return greedy(fleet, prompts, limit, finished=finished, turns=turns)
         first_missing = {prompt.index: self.file.count(self._key(prompt)) for prompt in prompts}
         return collect(
-            evaluator.fleet,
+            fleet,
             prompts,
-            evaluator.fleet.config,
-            seed=sampling.seed,
+            fleet.config,
+            seed=plan.seed,
             step=EVALUATION,
-            top_p=sampling.top_p,
+            top_p=plan.top_p,
             samples=lambda prompt: range(first_missing[prompt.index], self.responses),
-            **callbacks,
+            finished=finished,
+            turns=turns,
         )
 
     def _keep(self, samples: list[Sample], seconds: float) -> None:
@@ -246,11 +222,8 @@ class _Round:
         if time.monotonic() < self.last_progress + PROGRESS_S and done < total:
             return
         self.last_progress = time.monotonic()
-        rewards = [answer.reward for answer in self.file.every if answer.mode == self.mode]
-        share = sum(rewards) / len(rewards)
         print(
-            f"{self.benchmark.name}, {self.mode}: {done} of {total} problems, "
-            f"mean reward {share:.3f} so far",
+            f"{self.benchmark.name}, {self.mode}: {done} of {total} problems",
             file=sys.stderr,
             flush=True,
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qurl_megatron.data.rows import Columns, DataFile, Question, as_text, look_up, read_file
+from qurl_megatron.data.rows import Columns, DataFile, Question, as_text, read_file
 from qurl_megatron.data.tokenizer import Tokenizer, ids_of
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import shipped
@@ -38,14 +38,12 @@ def read_benchmarks(
     *,
     prompt_key: str = "",
     answer_key: str = "",
-    id_key: str = "",
     answers: bool = True,
 ) -> list[ProblemSet]:
     """Read and check all files.
 
     Args:
         prompt_key, answer_key: dotted paths in a row; empty: the usual names.
-        id_key: the same for its id; empty: ``id``, if the row has one.
         answers: every row must have an answer; otherwise a missing one is empty.
 
     Raises:
@@ -61,16 +59,14 @@ def read_benchmarks(
                 "would their results be; rename one"
             )
         file = read_file(path, str(path), columns)
-        problem_sets[path.stem] = ProblemSet(path.stem, path, _problems(file, id_key), file.summary)
+        problem_sets[path.stem] = ProblemSet(path.stem, path, _problems(file), file.summary)
     return list(problem_sets.values())
 
 
-def _problems(file: DataFile, id_key: str) -> tuple[Problem, ...]:
+def _problems(file: DataFile) -> tuple[Problem, ...]:
     questions: dict[str, Question] = {}
     for number, question in enumerate(file.questions, start=1):
-        row_id = look_up(question.metadata, id_key or "id")
-        if row_id is None and id_key:
-            raise ConfigError(f"{question.place} has no {id_key}, which --id-key names")
+        row_id = question.metadata.get("id")
         name = str(number) if row_id is None else as_text(row_id, "id", question.place)
         if name in questions:
             raise ConfigError(
@@ -89,18 +85,14 @@ def as_prompts(
         suffix: a line of its own at the end of each problem; of a chat, of its last turn.
     """
     end = f"\n{suffix}" if suffix else ""
-    questions = []
-    for problem in benchmark.problems:
+    prompts = []
+    for index, problem in enumerate(benchmark.problems):
         question, turns = problem.question, problem.question.turns
         if turns:
             turns = (*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end})
-        questions.append(replace(question, text=question.text + end, turns=turns))
-    prompts = []
-    for i, question in enumerate(questions):
-        ids = ids_of(question, tokenizer, chat=chat)
-        prompts.append(
-            Prompt(i, ids, question.text, question.answer, question.metadata, question.turns)
-        )
+        asked = replace(question, text=question.text + end, turns=turns)
+        ids = ids_of(asked, tokenizer, chat=chat)
+        prompts.append(Prompt(index, ids, asked.text, asked.answer, asked.metadata, turns))
     return prompts
 
 

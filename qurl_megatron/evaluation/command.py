@@ -1,15 +1,12 @@
 """``qurl eval``: engines up, benchmarks answered, results out."""
 
 import argparse
-import dataclasses
-import itertools
 import json
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from qurl_megatron import __version__
@@ -32,9 +29,8 @@ from qurl_megatron.evaluation.options import Defaults
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
-from qurl_megatron.kit.disk import lock, write_whole
+from qurl_megatron.kit.disk import claimed, write_whole
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.samples import Example, as_text, clipped, say, telling
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool, check_rewards
 from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
@@ -59,16 +55,38 @@ class Asked:
         assert self.file is not None
         return self.file
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(len(prompt.input_ids) for prompt in self.prompts)
 
-    def open(self, plan: EvaluationPlan, settings: dict[str, Any]) -> None:
+@dataclass
+class Evaluation:
+    """One model's."""
+
+    plan: EvaluationPlan
+    tokenizer: Tokenizer
+    asked: list[Asked]
+
+    @staticmethod
+    def of(plan: EvaluationPlan, benchmarks: Sequence[ProblemSet]) -> "Evaluation":
+        tokenizer = _tokenizer(plan, benchmarks[0])
+        asked = []
+        for benchmark in benchmarks:
+            prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
+            asked.append(Asked(benchmark, prompts))
+        return Evaluation(plan, tokenizer, asked)
+
+    @property
+    def room(self) -> float:
+        """Tokens that the model's context leaves beside the longest prompt."""
+        longest = 0
+        for asked in self.asked:
+            longest = max(longest, *(len(prompt.input_ids) for prompt in asked.prompts))
+        return self.plan.context - longest
+
+    def open(self, settings: dict[str, Any]) -> None:
         """Raise ``ConfigError`` where there are answers made with other settings."""
-        depends = {"problems": fingerprint(self.prompts), **settings}
-        path = plan.out / f"{self.benchmark.name}.samples.jsonl"
-        self.file = AnswerFile(path, depends, plan.sampling.responses)
+        for asked in self.asked:
+            depends = {"problems": fingerprint(asked.prompts), **settings}
+            path = self.plan.out / f"{asked.benchmark.name}.samples.jsonl"
+            asked.file = AnswerFile(path, depends, self.plan.responses)
 
 
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
@@ -89,38 +107,30 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         arguments.benchmarks,
         prompt_key=arguments.prompt_key or defaults.prompt_key,
         answer_key=arguments.answer_key or defaults.answer_key,
-        id_key=arguments.id_key or "",
         answers=last.reward.needs_answers,
     )
     for benchmark in benchmarks:
         print(benchmark.summary, flush=True)
-    tokenizers, asked_by_plan = [], []
-    for plan in plans:
-        tokenizers.append(_tokenizer(plan, benchmarks[0]))
-        asked_by_plan.append(_prompts(plan, tokenizers[-1], benchmarks))
-    if arguments.max_new_tokens is None:
-        plans = _fitted(plans, max(asked.longest for asked in itertools.chain(*asked_by_plan)))
+    evaluations = [Evaluation.of(plan, benchmarks) for plan in plans]
+    room = min(evaluation.room for evaluation in evaluations)
+    if arguments.max_new_tokens is None and 1 <= room < last.rollout.max_new_tokens:
+        print(
+            f"responses end at {room} tokens, which the model's context leaves beside the longest "
+            "prompt (--max-new-tokens sets another limit)",
+            flush=True,
+        )
+        for evaluation in evaluations:
+            evaluation.plan = evaluation.plan.shortened(int(room))
     with ExitStack() as folders:
-        for plan, asked_of_plan in zip(plans, asked_by_plan, strict=True):
-            folders.enter_context(_claimed(plan.out))
+        for evaluation in evaluations:
+            plan = evaluation.plan
+            folders.enter_context(claimed(plan.out, "an evaluation"))
             if not plan.rollout.urls:  # else the engines must say first which weights they serve
-                for asked in asked_of_plan:
-                    asked.open(plan, plan.settings)
-        for plan, tokenizer, asked_of_plan in zip(plans, tokenizers, asked_by_plan, strict=True):
-            _run(plan, tokenizer, asked_of_plan)
-        if len(plans) == 2:
-            _compare(plans, asked_by_plan)
+                evaluation.open(plan.settings)
+        scores = [_run(evaluation) for evaluation in evaluations]
+        if arguments.before:
+            _compare(evaluations, scores)
     return 0
-
-
-def _prompts(
-    plan: EvaluationPlan, tokenizer: Tokenizer, benchmarks: Sequence[ProblemSet]
-) -> list[Asked]:
-    asked = []
-    for benchmark in benchmarks:
-        prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
-        asked.append(Asked(benchmark, prompts))
-    return asked
 
 
 def _tokenizer(plan: EvaluationPlan, first: ProblemSet) -> Tokenizer:
@@ -132,31 +142,16 @@ def _tokenizer(plan: EvaluationPlan, first: ProblemSet) -> Tokenizer:
     return tokenizer
 
 
-def _fitted(plans: list[EvaluationPlan], longest: int) -> list[EvaluationPlan]:
-    """The plans with responses that fit into the models' context beside the longest prompt."""
-    limit = min(plan.context for plan in plans)
-    room = limit - longest
-    if not 1 <= room < plans[0].sampling.max_new_tokens:
-        return plans  # engines refuse lengths beyond theirs
-    print(
-        f"responses end at {room} tokens: the model takes {limit}, of which the longest prompt has "
-        f"{longest} (--max-new-tokens sets another limit)",
-        flush=True,
-    )
-    fitted = []
-    for plan in plans:
-        sampling = dataclasses.replace(plan.sampling, max_new_tokens=int(room))
-        rollout = dataclasses.replace(plan.rollout, max_new_tokens=int(room))
-        fitted.append(dataclasses.replace(plan, sampling=sampling, rollout=rollout))
-    return fitted
-
-
-def _run(plan: EvaluationPlan, tokenizer: Tokenizer, asked: Sequence[Asked]) -> None:
+def _run(evaluation: Evaluation) -> list[results.Scores]:
     """Have one plan's engines answer, write the results and print them.
+
+    Returns:
+        The scores of each benchmark.
 
     Raises:
         ConfigError: an engine cannot be reached or fails for good; no response has a score.
     """
+    plan, tokenizer = evaluation.plan, evaluation.tokenizer
     print(f"evaluating {plan.model} by {plan.reward.setting}", flush=True)
     fleet = Fleet(
         plan.rollout,
@@ -176,35 +171,29 @@ def _run(plan: EvaluationPlan, tokenizer: Tokenizer, asked: Sequence[Asked]) -> 
                 pool = stack.enter_context(EnvironmentPool(plan.rollout))
                 turns = Turns(pool, tokenizer, chat=plan.chat)
             stack.enter_context(fleet)
-            evaluator = Evaluator(fleet, rewards, tokenizer, plan.sampling, turns)
-            page = _answer(plan, evaluator, asked)
+            evaluator = Evaluator(plan, fleet, rewards, tokenizer, turns)
+            scores = _answer(evaluation, evaluator)
     except (EngineError, RewardDown) as error:
         kept = any(plan.out.glob("*.samples.jsonl"))
         advice = "; the answers so far are kept, and the same command goes on" if kept else ""
         raise ConfigError(f"{error}{advice}") from error
-    for benchmark in asked:
-        _show_examples(benchmark, plan.show)
-    print(page)
+    print((plan.out / "results.md").read_text(encoding="utf-8"), end="")
     print(f"results: {plan.out / 'results.json'}", flush=True)
+    return scores
 
 
-def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) -> str:
-    """Answer benchmark after benchmark, writing the results so far after each.
-
-    Returns:
-        The table with its notes.
-    """
+def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores]:
+    """Answer benchmark after benchmark, writing the results so far after each."""
+    plan, asked = evaluation.plan, evaluation.asked
     settings = plan.settings
     engines = describe_engines(evaluator.fleet, plan.context)
-    limits = [engine["max_tokens"] for engine in engines if "max_tokens" in engine]
     if plan.rollout.urls:
         served = {f"{engine['model']} @ {engine['weight_version']}" for engine in engines}
         settings["served"] = sorted(served)
+        evaluation.open(settings)
+    if limits := [engine["max_tokens"] for engine in engines if "max_tokens" in engine]:
         for of_benchmark in asked:
-            of_benchmark.open(plan, settings)
-    if limits:
-        for of_benchmark in asked:
-            length = plan.sampling.max_new_tokens
+            length = plan.rollout.max_new_tokens
             check_lengths(of_benchmark.benchmark, of_benchmark.prompts, length, min(limits))
     versions = {"qurl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
@@ -216,48 +205,38 @@ def _answer(plan: EvaluationPlan, evaluator: Evaluator, asked: Sequence[Asked]) 
         "versions": versions,
         "benchmarks": {},
     }
+    lines: list[results.Line] = []
     scores: list[results.Scores] = []
-    lines: list[tuple[str, int | None, results.Scores, float | None]] = []
+    every: list[GradedAnswer] = []
     for of_benchmark in asked:
         benchmark, file = of_benchmark.benchmark, of_benchmark.answers
         _answer_benchmark(plan, evaluator, of_benchmark)
-        score = results.score(benchmark, file.answers, file.responses, plan.sampling.seed)
-        speed = results.tokens_per_second(file.every)
+        every += file.every
+        score = results.score(benchmark, file.answers, file.responses, plan.seed)
         scores.append(score)
+        speed = results.tokens_per_second(file.every)
         lines.append((benchmark.name, len(benchmark.problems), score, speed))
-        document["benchmarks"][benchmark.name] = _entry(plan, of_benchmark, score, speed)
-        if len(scores) == len(asked) > 1:
+        document["benchmarks"][benchmark.name] = {
+            "file": str(benchmark.path),
+            "problems": len(benchmark.problems),
+            **results.as_json(score),
+            "tokens_per_s": round(speed, 1),
+            # More than one: somebody published to the engines meanwhile.
+            "weight_versions": sorted({answer.version for answer in file.every}),
+            "unscored": tally_of(file.every).failed,
+            "left_out": sum(answer.left_out for answer in file.every),
+            "rows": results.rows(benchmark, file.answers),
+        }
+        if len(lines) == len(asked) > 1:
             average = results.mean(scores)
             document["mean"] = results.as_json(average)
             lines.append(("mean", None, average, None))
         text = json.dumps(document, indent=1, ensure_ascii=False)
         write_whole(plan.out / "results.json", text + "\n")
     table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
-    every: list[GradedAnswer] = []
-    for of_benchmark in asked:
-        every += of_benchmark.answers.every
     page = "\n\n".join([table, *_notes(plan, every)])
     write_whole(plan.out / "results.md", page + "\n")
-    return page
-
-
-def _entry(
-    plan: EvaluationPlan, asked: Asked, score: results.Scores, speed: float
-) -> dict[str, Any]:
-    """One benchmark in results.json."""
-    file = asked.answers
-    entry = {
-        "file": str(asked.benchmark.path),
-        "problems": len(asked.benchmark.problems),
-        **results.as_json(score),
-        "tokens_per_s": round(speed, 1),
-        # More than one: somebody published to the engines meanwhile.
-        "weight_versions": sorted({answer.version for answer in file.every}),
-        "unscored": tally_of(file.every).failed,
-    }
-    if plan.rollout.environment:
-        entry["left_out"] = sum(answer.left_out for answer in file.every)
-    return {**entry, "rows": results.rows(asked.benchmark, file.answers)}
+    return scores
 
 
 def _answer_benchmark(plan: EvaluationPlan, evaluator: Evaluator, asked: Asked) -> None:
@@ -283,85 +262,37 @@ def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
     """Warn of responses without a score, and of conversations that ended early."""
     notes = []
     if (tally := tally_of(answers)).failed:
-        failed = f"{plan.reward.failed:g}"
-        if not plan.reward_key.startswith("--"):
-            failed = f"reward.failed={failed}"
         notes.append(
-            f"{how_many(tally.failed, 'response')} could not be scored and got {failed}: "
-            f"{tally.said()}"
+            f"{how_many(tally.failed, 'response')} could not be scored and got "
+            f"{plan.reward.failed:g}: {tally.said()}"
         )
     if left_out := sum(answer.left_out for answer in answers):
         notes.append(
             f"{left_out} of {how_many(len(answers), 'response')} ended early: what the environment "
-            f"said next did not fit into --max-new-tokens {plan.sampling.max_new_tokens}, which "
+            f"said next did not fit into --max-new-tokens {plan.rollout.max_new_tokens}, which "
             "all turns and its words share; raise it, or have the environment say less"
         )
     return notes
 
 
-def _show_examples(asked: Asked, count: int) -> None:
-    """Print responses with the lowest and the highest rewards."""
-    answers, name = asked.answers.every, asked.benchmark.name
-    rewards = [answer.reward for answer in answers]
-    problems = [answer.problem for answer in answers]
-    for index in telling(rewards, problems, count):
-        answer = answers[index]
-        prompt = asked.prompts[answer.problem]
-        example = Example(
-            step=answer.version,
-            of=name,
-            index=answer.problem,
-            prompt=clipped(prompt.text),
-            answer=prompt.answer,
-            response=clipped(answer.text),
-            reward=answer.reward,
-            tokens=answer.tokens,
-            finish=answer.finish,
-        )
-        say(as_text(example, f"{name} {answer.id}, {answer.mode}") + "\n")
-
-
-def _compare(plans: Sequence[EvaluationPlan], asked_by_plan: Sequence[Sequence[Asked]]) -> None:
+def _compare(evaluations: Sequence[Evaluation], scores: Sequence[Sequence[results.Scores]]) -> None:
     """Print how two models differ on the same problems, and write it beside their results."""
-    before, after = plans
-    settings = after.settings
-    benchmarks: dict[str, Any] = {}
+    before, after = [evaluation.plan for evaluation in evaluations]
+    lines: list[tuple[str, int, results.Pairs]] = []
+    benchmarks = {}
+    for asked, first, second in zip(evaluations[1].asked, *scores, strict=True):
+        name = asked.benchmark.name
+        pairs = results.pairs(name, first, second, after.seed)
+        lines.append((name, len(asked.prompts), pairs))
+        benchmarks[name] = results.as_json(pairs)
     document = {
         "before": str(before.model),
         "after": str(after.model),
-        "settings": settings,
+        "settings": after.settings,
         "benchmarks": benchmarks,
     }
-    lines: list[tuple[str, int | None, results.Pairs]] = []
-    for first, second in zip(*asked_by_plan, strict=True):
-        responses, seed = after.sampling.responses, after.sampling.seed
-        answers = first.answers.answers, second.answers.answers
-        pairs = results.pair(first.benchmark, *answers, responses, seed)
-        lines.append((first.benchmark.name, len(first.prompts), pairs))
-        benchmarks[first.benchmark.name] = results.as_json(pairs)
-    if len(lines) > 1:
-        average = results.mean_pair([pairs for _, _, pairs in lines])
-        document["mean"] = results.as_json(average)
-        lines.append(("mean", None, average))
     path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
     write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     table = results.pair_table(lines, right_or_wrong=after.reward.right_or_wrong)
     write_whole(path.with_suffix(".md"), table + "\n")
     print(f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}", flush=True)
-
-
-@contextmanager
-def _claimed(out: Path) -> Iterator[None]:
-    """Keep other evaluations out of the folder until the block ends."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock_file = (out / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None
-    with lock_file:
-        if not lock(lock_file):
-            raise ConfigError(
-                f"{out} is in use by an evaluation that has not ended; wait for it, or give "
-                "another --out"
-            )
-        yield

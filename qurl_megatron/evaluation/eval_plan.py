@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist
-from qurl_megatron.config.load import variant_name
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.engines.embedded.read_weights import refuse_other_scheme, stored_scheme
 from qurl_megatron.engines.kinds import ENGINE_KINDS
-from qurl_megatron.evaluation.options import ADOPTED_S, Defaults
+from qurl_megatron.evaluation.options import Defaults
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.rewards import KINDS
@@ -23,37 +22,8 @@ from qurl_megatron.schemes import SERVED
 from qurl_megatron.tensors.arch import read_config
 
 TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How responses are drawn; the limit holds for greedy ones, too."""
-
-    k: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigError(f"--k must be 1 or more, got {self.k}")
-        if self.k > 1 and not self.temperature > 0:
-            raise ConfigError(
-                f"--temperature {self.temperature:g} would make all --k {self.k} responses the "
-                "same; give a positive one, or --k 1 for greedy decoding alone"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p must lie in (0, 1], got {self.top_p:g}")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
-        if self.seed < 0:
-            raise ConfigError(f"--seed must be 0 or more, got {self.seed}")
-
-    @property
-    def responses(self) -> dict[str, int]:
-        """Responses to each problem, by mode."""
-        return {"greedy": 1, "sampled": self.k} if self.k > 1 else {"greedy": 1}
+ADOPTED_S = 30.0  # for engines that should already be there to answer
+FOR_OWN_ENGINES = ("backend", "engines", "tensor", "scheme")  # options that --url excludes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +34,33 @@ class EvaluationPlan:
     rollout: RolloutConfig
     scheme: str
     dtype: str
-    sampling: Sampling
+    top_p: float
+    seed: int
     chat: bool
     suffix: str
     reward: RewardConfig
     reward_key: str  # the recipe's section, or the option that names the reward
     out: Path
-    show: int  # responses to each benchmark
+
+    @property
+    def responses(self) -> dict[str, int]:
+        """Responses to each problem, by mode."""
+        k = self.rollout.samples_per_prompt
+        return {"greedy": 1, "sampled": k} if k > 1 else {"greedy": 1}
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything the answers depend on, except the engines and the problems."""
-        sampling = self.sampling
-        settings: dict[str, Any] = {"k": sampling.k}
-        if sampling.k > 1:
-            settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        settings["max_new_tokens"] = sampling.max_new_tokens
-        if sampling.k > 1:
-            settings["seed"] = sampling.seed
-        settings |= {"chat": self.chat, "suffix": self.suffix, "reward": self.reward.described}
+        settings = {
+            "k": self.rollout.samples_per_prompt,
+            "temperature": self.rollout.temperature,
+            "top_p": self.top_p,
+            "max_new_tokens": self.rollout.max_new_tokens,
+            "seed": self.seed,
+            "chat": self.chat,
+            "suffix": self.suffix,
+            "reward": self.reward.described,
+        }
         if self.reward.failed:
             settings["failed"] = self.reward.failed
         if self.rollout.environment:
@@ -99,80 +77,60 @@ class EvaluationPlan:
 
     @property
     def context(self) -> float:
-        """Tokens that the model itself takes, where its config says so in plain words."""
-        if any(argument.startswith("--context-length") for argument in self.rollout.engine_args):
-            return math.inf
+        """Tokens that the model takes, as far as its config says."""
         folder = description_of(self.model)
         if not (folder / "config.json").is_file():  # a tokenizer alone, for engines that run
             return math.inf
-        config = read_config(folder)
-        if config.get("rope_scaling"):  # which may stretch the next key's value, or already has
-            return math.inf
-        return config.get("max_position_embeddings") or math.inf
+        return read_config(folder).get("max_position_embeddings") or math.inf
+
+    def shortened(self, max_new_tokens: int) -> "EvaluationPlan":
+        """Return the plan with another limit on responses."""
+        rollout = dataclasses.replace(self.rollout, max_new_tokens=max_new_tokens)
+        return dataclasses.replace(self, rollout=rollout)
 
 
 def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[EvaluationPlan]:
-    """One plan; with --before first the one of the model that the run began with.
+    """Return one plan; with --before, first the one of the model that the run began with.
 
     Raises:
-        ConfigError: as ``make_plan``; --before together with --model, or without its model.
+        ConfigError: options are impossible, or do not go together.
     """
-    if arguments.model and arguments.step is not None:
-        raise ConfigError("--step names a checkpoint of --run, and --model another model; give one")
-    if not arguments.before:
-        return [make_plan(arguments, defaults)]
-    for option in ("model", "urls"):
-        if getattr(arguments, option):
-            name = option.removesuffix("s")
-            raise ConfigError(f"--before evaluates two models of --run; leave --{name} out")
-    if defaults.start is None or not defaults.start.is_dir():
-        raise ConfigError(
-            f"--before: the run began with model.path={defaults.start}, which is not a folder (any "
-            "more); put that model back, or evaluate another with --model"
-        )
-    assert defaults.run is not None and defaults.model is not None, "--before is of a run"
-    plans = []
-    for name, model in (("start", defaults.start), (defaults.model.name, defaults.model)):
-        plan = make_plan(arguments, dataclasses.replace(defaults, model=model))
-        out = (arguments.out or defaults.run / "eval") / name
-        if arguments.out is None:
-            out = _named(out, arguments, defaults)
-        plans.append(dataclasses.replace(plan, out=out))
-    return plans
-
-
-def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> EvaluationPlan:
-    """Decide every option.
-
-    Raises:
-        ConfigError: some of them are impossible, or do not go together.
-    """
-
-    def given(name: str, fallback: Any) -> Any:
-        value = getattr(arguments, name)
-        return fallback if value is None else value
-
-    sampling = Sampling(
-        k=arguments.k,
-        temperature=given("temperature", defaults.rollout.temperature),
-        top_p=given("top_p", defaults.top_p),
-        max_new_tokens=given("max_new_tokens", defaults.rollout.max_new_tokens),
-        seed=arguments.seed,
-    )
-    model = given("model", defaults.model)
+    model = arguments.model or defaults.model
     if model is None:
         raise ConfigError("qurl eval needs --model, or --run")
+    if arguments.model and arguments.step is not None:
+        raise ConfigError("--step names a checkpoint of --run, and --model another model; give one")
     if not model.is_dir():
         raise ConfigError(f"--model {model} is not a folder; name a checkpoint")
-    if arguments.show < 0:
-        raise ConfigError(f"--show must be 0 or more, got {arguments.show}")
-    rollout = _rollout(arguments, defaults.rollout, sampling)
-    out = arguments.out
-    if out is None:
-        out = Path("runs/eval") / _by_path(model)
-        if arguments.model is None and defaults.out is not None:
-            out = defaults.out
-        out = _named(out, arguments, defaults)
+    if not arguments.before:
+        folder = Path("runs/eval")
+        if defaults.run and not arguments.model:
+            folder = defaults.run / "eval"
+        out = arguments.out or folder / model.resolve().name
+        return [_plan(arguments, defaults, model, out)]
+    start = defaults.start
+    if arguments.model or arguments.urls:
+        raise ConfigError("--before evaluates two models of --run; leave --model and --url out")
+    if start is None or not start.is_dir():
+        raise ConfigError(
+            f"--before: the run began with model.path={start}, which is not a folder (any more); "
+            "put that model back, or evaluate another with --model"
+        )
+    assert defaults.run is not None, "--before is of a run"
+    out = arguments.out or defaults.run / "eval"
+    first = _plan(arguments, defaults, start, out / "start")
+    return [first, _plan(arguments, defaults, model, out / model.name)]
+
+
+def _plan(
+    arguments: argparse.Namespace, defaults: Defaults, model: Path, out: Path
+) -> EvaluationPlan:
+    rollout = _rollout(arguments, defaults.rollout)
+    top_p = defaults.top_p if arguments.top_p is None else arguments.top_p
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p must lie in (0, 1], got {top_p:g}")
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed must be 0 or more, got {arguments.seed}")
     reward, reward_key = defaults.reward, "reward" if defaults.run else "--reward"
     if arguments.reward is not None:
         reward, reward_key = _reward(arguments.reward, defaults.reward), "--reward"
@@ -180,45 +138,15 @@ def make_plan(arguments: argparse.Namespace, defaults: Defaults) -> EvaluationPl
         model=model,
         rollout=rollout,
         scheme="" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model),
-        dtype=given("dtype", defaults.dtype),
-        sampling=sampling,
-        chat=given("chat", defaults.chat),
+        dtype=arguments.dtype or defaults.dtype,
+        top_p=top_p,
+        seed=arguments.seed,
+        chat=defaults.chat if arguments.chat is None else arguments.chat,
         suffix=arguments.suffix,
         reward=reward,
         reward_key=reward_key,
         out=out,
-        show=arguments.show,
     )
-
-
-def _named(out: Path, arguments: argparse.Namespace, defaults: Defaults) -> Path:
-    """Name a folder of results by the options that change answers: those may not be mixed."""
-    usual: dict[str, Any] = {
-        "backend": defaults.rollout.backend,
-        "chat": defaults.chat,
-        "dtype": defaults.dtype,
-        "max_new_tokens": defaults.rollout.max_new_tokens,
-        "reward": defaults.reward.described,
-        "scheme": defaults.scheme,
-        "suffix": "",
-    }
-    if arguments.k > 1:
-        usual["temperature"] = defaults.rollout.temperature
-        usual |= {"top_p": defaults.top_p, "seed": 0}
-    variant = {}
-    for name, usual_value in usual.items():
-        value = getattr(arguments, name)
-        if value not in (None, usual_value):
-            variant[name] = f"{value:g}" if isinstance(value, float) else str(value)
-    return out.with_name(variant_name(out.name, variant))
-
-
-def _by_path(model: Path) -> Path:
-    """A relative path that no two models share, whatever their folders are called."""
-    resolved, working_dir = model.resolve(), Path.cwd()
-    if resolved != working_dir and resolved.is_relative_to(working_dir):
-        return resolved.relative_to(working_dir)
-    return resolved.relative_to(resolved.anchor)
 
 
 def _reward(option: str, base: RewardConfig) -> RewardConfig:
@@ -234,30 +162,35 @@ def _reward(option: str, base: RewardConfig) -> RewardConfig:
     return dataclasses.replace(base, **{**none, "kind": option})
 
 
-def _rollout(
-    arguments: argparse.Namespace, base: RolloutConfig, sampling: Sampling
-) -> RolloutConfig:
+def _rollout(arguments: argparse.Namespace, base: RolloutConfig) -> RolloutConfig:
     """The recipe's engines, or one, changed by the options."""
-    for option in ("backend", "engines", "tensor", "scheme"):
+    for option in FOR_OWN_ENGINES:
         if arguments.urls and getattr(arguments, option):
             raise ConfigError(
                 f"--{option} is for engines that are started here; leave it or --url out"
             )
-    changed = {
+    for option in ("k", "max_new_tokens"):
+        if (value := getattr(arguments, option)) is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')} must be 1 or more, got {value}")
+    if arguments.temperature is not None and not arguments.temperature > 0:
+        raise ConfigError(
+            f"--temperature {arguments.temperature:g} would make all responses to a problem the "
+            "same; give a positive one, or --k 1 for greedy decoding alone"
+        )
+    options = {
         "backend": arguments.backend,
         "engines": arguments.engines,
         "engine_tensor": arguments.tensor,
-        "engine_memory_gb": arguments.cache_gb,
         "engine_args": arguments.engine_args and tuple(arguments.engine_args),
-        "start_timeout_s": arguments.start_timeout or (ADOPTED_S if arguments.urls else None),
+        "start_timeout_s": ADOPTED_S if arguments.urls else None,
+        "temperature": arguments.temperature,
+        "max_new_tokens": arguments.max_new_tokens,
     }
-    settings: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
+    settings: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if not ENGINE_KINDS[arguments.backend or base.backend].takes_gpus:
         if (arguments.tensor or 1) > 1 or arguments.engine_args:
             raise ConfigError("--tensor and --engine-arg are for --backend sglang")
         settings |= {"engine_tensor": 1, "engine_args": ()}
-    if sampling.k > 1:
-        settings["temperature"] = sampling.temperature
     return dataclasses.replace(
         base,
         **settings,
@@ -267,8 +200,7 @@ def _rollout(
         max_staleness=0,
         timeout_s=TIMEOUT_S,
         straggler_s=0.0,
-        samples_per_prompt=sampling.k,
-        max_new_tokens=sampling.max_new_tokens,
+        samples_per_prompt=arguments.k,
     )
 
 
@@ -289,22 +221,19 @@ def _scheme(option: str | None, defaults: Defaults, backend: str, model: Path) -
     command = f"quantize --scheme {scheme} --model"
     if scheme == "none":
         command = "export --ckpt"
-    convert = f"convert it with `qurl {command} {model} --out FOLDER`"
+    convert = f"convert it with `qurl {command} {model} --out FOLDER`, and give --model FOLDER"
     if find_torch_dist(model):
-        raise ConfigError(
-            f"SGLang cannot load the Megatron checkpoint {model}; {convert}, and give --model "
-            "FOLDER"
-        )
+        raise ConfigError(f"SGLang cannot load the Megatron checkpoint {model}; {convert}")
     config = read_config(description_of(model))
     stored = config.get("quantization_config")
     if option is None and defaults.model is None:  # any format that SGLang knows
         return stored.get("quant_method", "unknown") if stored else "none"
     quantization = read_quantization(config)
-    holds = quantization[0] if quantization else "none"
-    if holds == scheme:
-        return holds
-    fix = "give the checkpoint they were made from" if stored else convert
-    raise ConfigError(f"{model} holds weights of scheme {holds}, not {scheme}; {fix}")
+    model_scheme = quantization[0] if quantization else "none"
+    if model_scheme != scheme:
+        fix = "give the checkpoint they were made from" if stored else convert
+        raise ConfigError(f"{model} holds weights of scheme {model_scheme}, not {scheme}; {fix}")
+    return scheme
 
 
 def _files(folder: Path) -> str:

@@ -9,8 +9,6 @@ from pathlib import Path
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 
-ADOPTED_S = 30.0  # for engines that should already be there to answer
-
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
@@ -19,7 +17,6 @@ class Defaults:
     run: Path | None = None  # whose recipe it is
     model: Path | None = None
     start: Path | None = None  # the model that the run began with
-    out: Path | None = None
     prompt_key: str = ""
     answer_key: str = ""
     scheme: str = "none"
@@ -35,7 +32,7 @@ class Defaults:
 
 
 def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None:
-    """The command line; options left out are None, for a run's recipe to fill in."""
+    """Add the options; those left out are None, for a run's recipe to fill in."""
     plain = Defaults()
     parser.add_argument(
         "benchmarks",
@@ -44,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         metavar="BENCH",
         help="JSONL or parquet file of prompts and answers; some ship in launch/benchmarks",
     )
-
     which = parser.add_argument_group("the model and its engines")
     which.add_argument(
         "--model",
@@ -83,7 +79,6 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
     which.add_argument("--dtype", choices=("bfloat16", "float32"), help="default bfloat16")
     which.add_argument("--engines", type=int, metavar="N", help="engines to start (default 1)")
     which.add_argument("--tensor", type=int, metavar="N", help="GPUs of one SGLang engine")
-    which.add_argument("--cache-gb", type=float, help="key/value cache of one embedded engine, GiB")
     which.add_argument(
         "--engine-arg",
         dest="engine_args",
@@ -91,15 +86,8 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         metavar="ARG",
         help="further option of SGLang's server, e.g. --engine-arg=--mem-fraction-static=0.8",
     )
-    which.add_argument(
-        "--start-timeout",
-        type=float,
-        metavar="S",
-        help="seconds without a new line in its log after which an engine has failed to start "
-        f"(default 300, SGLang 900); with --url, seconds to wait for it (default {ADOPTED_S:.0f})",
-    )
 
-    how = parser.add_argument_group("the questions")
+    how = parser.add_argument_group("the questions and answers")
     how.add_argument(
         "--k", type=int, default=32, help="sampled responses per problem; 1: only greedy, Avg@1"
     )
@@ -118,31 +106,20 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         help="make each problem a user turn of the model's chat template (default no)",
     )
     how.add_argument("--suffix", default="", metavar="TEXT", help="line added to every problem")
-    for column in ("prompt", "answer", "id"):
+    for column in ("prompt", "answer"):
         how.add_argument(
             f"--{column}-key", metavar="KEY", help=f"where a row has its {column}, a dotted path"
         )
-
-    outcome = parser.add_argument_group("the answers")
-    outcome.add_argument(
-        "--show",
-        type=int,
-        default=2,
-        metavar="N",
-        help="responses to each benchmark to print at the end, half of them with the lowest and "
-        "half with the highest rewards (default 2)",
-    )
-    outcome.add_argument(
+    how.add_argument(
         "--reward",
         metavar="KIND",
         help="how they are scored: math (default), last_number, exact, or a function of your own, "
         "file.py:name or package.module:name",
     )
-    outcome.add_argument(
+    how.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
         help="results and responses; the same command goes on in it where it was stopped "
-        "(default runs/eval/ and the model's path, or RUN_DIR/eval/STEP); with --before, the "
-        "folder of both",
+        "(default runs/eval/MODEL, or RUN_DIR/eval/STEP); with --before, the folder of both",
     )

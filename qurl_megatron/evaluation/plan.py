@@ -64,13 +64,9 @@ class Settings:
     seeds: tuple[int, ...] = (0,)
     """Values of train.seed."""
 
-    trained_by_embedded: bool = False
-    """Let one embedded engine, on CPUs, evaluate the trained policy where other engines generated.
-    Those cannot load a run's checkpoint before it is converted."""
-
     keep_checkpoints: bool = True
-    """False empties the checkpoints of each run once it is done and evaluated, for large models
-    of which only the measurements count. Such a run cannot be made longer."""
+    """False deletes the checkpoints of each run once it is done and evaluated, for large models
+    of which only the measurements count."""
 
     methods: dict = field(default_factory=dict)
     """One table [methods.NAME] each, in the order of tables and legends."""

@@ -58,17 +58,6 @@ def interval(resampled_D: np.ndarray, level: float = LEVEL) -> tuple[float, floa
     return float(low), float(high)
 
 
-def sampling_error(reward_PK: np.ndarray) -> float:
-    """Standard error of the mean over the draw of responses alone, on these very problems.
-
-    sqrt(sum_p s_p^2 / K) / P with the unbiased variance s_p^2 of problem p; nan for K = 1.
-    """
-    problems, responses = reward_PK.shape
-    if responses < 2:
-        return math.nan
-    return float(np.sqrt(reward_PK.var(axis=1, ddof=1).sum() / responses) / problems)
-
-
 def pass_at(right_P: Sequence[int], responses: int, k: int) -> float:
     """Unbiased estimate of the chance that one of k responses is right, as a mean over problems.
 
@@ -84,7 +73,7 @@ def pass_at(right_P: Sequence[int], responses: int, k: int) -> float:
 
 
 @dataclass(frozen=True)
-class BenchmarkScore:
+class Score:
     """One benchmark, or the mean over several, in one mode."""
 
     responses: int  # to each problem
@@ -92,8 +81,8 @@ class BenchmarkScore:
     resampled_D: np.ndarray  # accuracy on other draws of problems
     truncated: float  # share of responses
     tokens: float  # of a response, on average
-    sampling_error: float | None = None
-    pass_at: Mapping[int, float] | None = None
+    pass_at: Mapping[int, float]  # of sampled ones, by number of responses
+    mean_P: np.ndarray | None = None  # of a single benchmark
 
     def as_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
@@ -103,9 +92,7 @@ class BenchmarkScore:
             "truncated": round(self.truncated, DIGITS),
             "tokens": round(self.tokens, DIGITS),
         }
-        if self.sampling_error is not None:
-            document["sampling_error"] = round(self.sampling_error, DIGITS)
-        if self.pass_at is not None:
+        if self.pass_at:
             document["pass_at"] = {str(k): round(p, DIGITS) for k, p in self.pass_at.items()}
         return document
 
@@ -114,8 +101,8 @@ class BenchmarkScore:
 class Pair:
     """Two models on the same problems, in one mode."""
 
-    before: BenchmarkScore
-    after: BenchmarkScore
+    before: Score
+    after: Score
     resampled_D: np.ndarray  # the change in accuracy on other draws of problems
 
     @property
@@ -131,9 +118,11 @@ class Pair:
         }
 
 
-Scores = dict[str, BenchmarkScore]
+Scores = dict[str, Score]
 Pairs = dict[str, Pair]
 """By mode."""
+Line = tuple[str, int | None, Scores, float | None]
+"""A benchmark's name, number of problems, scores and tokens per second."""
 
 
 def score(
@@ -142,79 +131,61 @@ def score(
     """Score a benchmark that is fully answered."""
     scores = {}
     for mode, count in responses.items():
-        reward_PK = _rewards(benchmark, answers, mode)
+        rewards: list[list[float]] = []
         every: list[GradedAnswer] = []
         for index in range(len(benchmark.problems)):
+            rewards.append([answer.reward for answer in answers[mode, index]])
             every += answers[mode, index]
-        error = chances = None
+        reward_PK = np.array(rewards)
+        mean_P = reward_PK.mean(axis=1)
+        chances = {}
         if count > 1:
-            error, chances = sampling_error(reward_PK), {}
             right_P = (reward_PK == 1).sum(axis=1).tolist()
-            for k in _powers(count):
+            for k in [2**power for power in range(count.bit_length()) if 2**power < count]:
                 chances[k] = pass_at(right_P, count, k)
-        scores[mode] = BenchmarkScore(
+            chances[count] = pass_at(right_P, count, count)
+        scores[mode] = Score(
             responses=count,
             accuracy=float(reward_PK.mean()),
-            resampled_D=_resampled(benchmark, reward_PK.mean(axis=1), seed),
+            resampled_D=_resampled(benchmark.name, mean_P, seed),
             truncated=float(np.mean([answer.finish == "length" for answer in every])),
             tokens=float(np.mean([answer.tokens for answer in every])),
-            sampling_error=error,
             pass_at=chances,
+            mean_P=mean_P,
         )
     return scores
 
 
 def mean(scores: Sequence[Scores]) -> Scores:
     """The mean over benchmarks, each with the same weight however many problems it has."""
-    means, count = {}, len(scores)
+    means = {}
     for mode, first in scores[0].items():
         of_mode = [by_mode[mode] for by_mode in scores]
-        error = chances = None
-        if first.pass_at is not None:
-            error = math.sqrt(sum((score.sampling_error or 0.0) ** 2 for score in of_mode)) / count
-            chances = {}
-            for k in first.pass_at:
-                chances[k] = sum((score.pass_at or {})[k] for score in of_mode) / count
-        means[mode] = BenchmarkScore(
+        chances = {}
+        for k in first.pass_at:
+            chances[k] = float(np.mean([score.pass_at[k] for score in of_mode]))
+        means[mode] = Score(
             responses=first.responses,
-            accuracy=sum(score.accuracy for score in of_mode) / count,
+            accuracy=float(np.mean([score.accuracy for score in of_mode])),
             resampled_D=np.mean([score.resampled_D for score in of_mode], axis=0),
-            truncated=sum(score.truncated for score in of_mode) / count,
-            tokens=sum(score.tokens for score in of_mode) / count,
-            sampling_error=error,
+            truncated=float(np.mean([score.truncated for score in of_mode])),
+            tokens=float(np.mean([score.tokens for score in of_mode])),
             pass_at=chances,
         )
     return means
 
 
-def pair(
-    benchmark: ProblemSet, before: Answers, after: Answers, responses: Mapping[str, int], seed: int
-) -> Pairs:
-    """Compare two fully answered benchmarks, problem by problem."""
-    before_scores = score(benchmark, before, responses, seed)
-    after_scores = score(benchmark, after, responses, seed)
-    pairs = {}
-    for mode in responses:
-        change_P = _rewards(benchmark, after, mode).mean(axis=1)
-        change_P -= _rewards(benchmark, before, mode).mean(axis=1)
-        resampled_D = _resampled(benchmark, change_P, seed)
-        pairs[mode] = Pair(before_scores[mode], after_scores[mode], resampled_D)
-    return pairs
+def pairs(name: str, before: Scores, after: Scores, seed: int) -> Pairs:
+    """Compare two models on a benchmark, problem by problem."""
+    compared = {}
+    for mode, later in after.items():
+        assert later.mean_P is not None and before[mode].mean_P is not None, "of one benchmark"
+        resampled_D = _resampled(name, later.mean_P - before[mode].mean_P, seed)
+        compared[mode] = Pair(before[mode], later, resampled_D)
+    return compared
 
 
-def mean_pair(pairs: Sequence[Pairs]) -> Pairs:
-    """The mean over benchmarks, as ``mean``."""
-    means = {}
-    for mode in pairs[0]:
-        of_mode = [by_mode[mode] for by_mode in pairs]
-        before = mean([{mode: pair.before} for pair in of_mode])
-        after = mean([{mode: pair.after} for pair in of_mode])
-        resampled_D = np.mean([pair.resampled_D for pair in of_mode], axis=0)
-        means[mode] = Pair(before[mode], after[mode], resampled_D)
-    return means
-
-
-def as_json(by_mode: Mapping[str, BenchmarkScore | Pair]) -> dict[str, Any]:
+def as_json(by_mode: Mapping[str, Score | Pair]) -> dict[str, Any]:
     return {mode: entry.as_json() for mode, entry in by_mode.items()}
 
 
@@ -235,13 +206,10 @@ def rows(benchmark: ProblemSet, answers: Answers) -> list[dict[str, Any]]:
     return table_rows
 
 
-def table(
-    lines: Sequence[tuple[str, int | None, Scores, float | None]], *, right_or_wrong: bool = True
-) -> str:
+def table(lines: Sequence[Line], *, right_or_wrong: bool = True) -> str:
     """Text that is a Markdown table as well.
 
     Args:
-        lines: name, number of problems, scores and tokens per second.
         right_or_wrong: each score is 1 or 0, and means are percentages.
     """
     unit = PERCENT if right_or_wrong else ""
@@ -254,39 +222,42 @@ def table(
         row = [name, "" if problems is None else str(problems)]
         for mode_score in by_mode.values():
             row.append(_mean_text(mode_score.accuracy, mode_score.resampled_D, right_or_wrong))
-            if mode_score.pass_at is not None:
+            if mode_score.pass_at:
                 row.append(f"{100 * mode_score.pass_at[mode_score.responses]:.1f}")
         last = by_mode["sampled" if sampled else "greedy"]
         row += [f"{100 * last.truncated:.1f}", f"{last.tokens:.0f}"]
         row.append("" if speed is None else f"{speed:.0f}")
         cells.append(row)
-    return _aligned(cells)
+    return aligned(cells)
 
 
-def pair_table(
-    lines: Sequence[tuple[str, int | None, Pairs]], *, right_or_wrong: bool = True
-) -> str:
+def pair_table(lines: Sequence[tuple[str, int, Pairs]], *, right_or_wrong: bool = True) -> str:
     """The same of two models: a line for each benchmark and mode."""
     unit = PERCENT if right_or_wrong else ""
     cells = [["benchmark", "problems", "score", "before", "after", "change"]]
-    for name, problems, pairs in lines:
-        count = "" if problems is None else str(problems)
-        for mode_pair in pairs.values():
-            row = [name, count, f"Avg@{mode_pair.after.responses}{unit}"]
-            for side in (mode_pair.before, mode_pair.after):
+    for name, problems, by_mode in lines:
+        for pair in by_mode.values():
+            row = [name, str(problems), f"Avg@{pair.after.responses}{unit}"]
+            for side in (pair.before, pair.after):
                 row.append(_mean_text(side.accuracy, side.resampled_D, right_or_wrong))
-            change = _mean_text(mode_pair.change, mode_pair.resampled_D, right_or_wrong, sign="+")
+            change = _mean_text(pair.change, pair.resampled_D, right_or_wrong, sign="+")
             cells.append([*row, change])
-    return _aligned(cells)
+    return aligned(cells)
 
 
-def _aligned(cells: Sequence[Sequence[str]]) -> str:
-    """A table with the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table, its heads in the first row.
+
+    Args:
+        left: columns of words, which are aligned to the left; the others are numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = []
+    for column, width in enumerate(widths):
+        rule.append("-" * width if column < left else "-" * (width - 1) + ":")
     lines = []
-    for row in [cells[0], rule, *cells[1:]]:
-        padded = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+    for row in [rows[0], rule, *rows[1:]]:
+        padded = [*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])]
         lines.append(f"| {' | '.join(padded)} |")
     return "\n".join(lines)
 
@@ -308,22 +279,6 @@ def _interval_json(resampled_D: np.ndarray) -> list[float] | None:
     return [round(end, DIGITS) for end in ends] if ends else None
 
 
-def _rewards(benchmark: ProblemSet, answers: Answers, mode: str) -> np.ndarray:
-    """[P, K] rewards."""
-    rewards = []
-    for index in range(len(benchmark.problems)):
-        rewards.append([answer.reward for answer in answers[mode, index]])
-    return np.array(rewards)
-
-
-def _resampled(benchmark: ProblemSet, mean_P: np.ndarray, seed: int) -> np.ndarray:
+def _resampled(name: str, mean_P: np.ndarray, seed: int) -> np.ndarray:
     # Benchmarks of one size must not be resampled alike, or their mean would vary too much.
-    return resampled_means(mean_P, [seed, *benchmark.name.encode()])
-
-
-def _powers(count: int) -> list[int]:
-    """1, 2, 4, ..., and the count itself."""
-    powers = [1]
-    while 2 * powers[-1] < count:
-        powers.append(2 * powers[-1])
-    return powers if powers[-1] == count else [*powers, count]
+    return resampled_means(mean_P, [seed, *name.encode()])

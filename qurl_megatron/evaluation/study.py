@@ -1,23 +1,53 @@
-"""``qurl study``: run the cells of a study file, or only look at them."""
+"""``qurl study``: run the cells of a study file, several at once, or only look at them.
+
+A cell is a ``qurl train`` of its own, which resumes, saves and refuses by itself, and then a ``qurl
+eval`` of the trained policy. A run's metrics are of its rollouts, at their precision; one trains
+for the last checkpoint, so that answers the held-out questions too, greedily and unquantized.
+
+    OUT/runs/naive-int4-seed-0/    train.run_dir of a cell, whoever started it
+      trained/step_000080/         its held-out questions, and the results of ``qurl eval``
+    OUT/logs/naive-int4-seed-0.log
+    OUT/cells.json                 why cells have failed, by name
+    OUT/.lock                      locked by the study at work in OUT
+
+The evaluation lies in the run's folder: whoever deletes a run deletes its accuracy too.
+"""
 
 import fnmatch
+import json
+import os
 import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from qurl_megatron.bench.environment import environment
+from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.evaluation.plan import Cell, Study, read_study
-from qurl_megatron.evaluation.runner import QURL, at_work, next_task, run, train_command
-from qurl_megatron.evaluation.study_results import Result, read_results, write_report
-from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.kit.filesystem import refusing
+from qurl_megatron.evaluation.study_results import (
+    BENCHMARK,
+    FAILURES,
+    Result,
+    failures,
+    read_result,
+    read_results,
+    run_dir,
+    trained_dir,
+    write_report,
+)
+from qurl_megatron.kit.disk import claimed, write_whole
+from qurl_megatron.kit.errors import ConfigError, printable
+from qurl_megatron.kit.launch import stopping
 from qurl_megatron.observe.text import number, percent
+from qurl_megatron.training.state import latest
 
-STYLES = {"done": "green", "running": "yellow", "failed": "red", "waiting": "default"}
+QURL = (sys.executable, "-m", "qurl_megatron.cli")
+POLL_S = 0.1
 
 
 def main(
@@ -35,13 +65,16 @@ def main(
     Args:
         overrides: ``section.key=value`` for every run; a method's own overrides win.
         only: pattern of the names of cells to run or list; tables and pictures take all.
-        mode: "dry_run", "status" or "report"; None runs the cells.
+        mode: "dry_run" or "status"; None runs the cells.
+        qurl: the command whose ``train`` and ``eval`` are called.
 
     Returns:
-        0, or the exit code of ``runner.run``.
+        0 when all are done, 1 where some have failed, 128 + n after a stop by signal n, which the
+        runs got too, and saved.
 
     Raises:
-        ConfigError: a mistake in the study file, in one of its recipes or in the arguments.
+        ConfigError: a mistake in the study file, in one of its recipes or in the arguments;
+            another study is at work in ``out``.
     """
     study = read_study(file, overrides)
     cells = matching(study, only)
@@ -52,46 +85,18 @@ def main(
             print(f"{result.state:11}{shlex.join(train_command(study, result.cell, out, qurl))}")
         return 0
     if mode == "status":
-        Console().print(status(read_results(study, out, cells)))
-        print(f"a study is at work in {out}" if at_work(out) else f"none at work in {out}")
+        for result in read_results(study, out, cells):
+            print(status(result, max(len(cell.name) for cell in cells)))
         return 0
-    with refusing(out, key="--out"):
-        out.mkdir(parents=True, exist_ok=True)
-    code, machine = 0, None
-    if mode is None:
-        if any(next_task(study, cell, out) for cell in cells):
-            machine = environment()
-        code = run(study, cells, out, jobs=jobs, qurl=qurl)
+    with claimed(out, "a study"):
+        machine = environment() if any(next_task(cell, out) for cell in cells) else None
+        code = _Runner(study, out, jobs, qurl).run(cells)
     print(write_report(study, out, machine), flush=True)
     return code
 
 
-def status(results: Sequence[Result]) -> Table:
-    """A line per cell: how far it is, and its last reward and accuracy."""
-    grid = Table(box=None, pad_edge=False)
-    for name in ("cell", "state"):
-        grid.add_column(name, overflow="fold")
-    for name in ("step", "reward", "accuracy"):
-        grid.add_column(name, justify="right", overflow="fold")
-    grid.add_column("", overflow="fold")
-    for result in results:
-        reward = accuracy = None
-        if result.history:
-            reward = result.history.last("reward/mean")
-            accuracy = result.history.last("eval/accuracy")
-        grid.add_row(
-            result.cell.name,
-            f"[{STYLES[result.state]}]{result.state}[/]",
-            f"{result.step}/{result.cell.steps}",
-            "" if reward is None else number(reward),
-            "" if accuracy is None else percent(accuracy),
-            escape(result.reason),
-        )
-    return grid
-
-
 def matching(study: Study, only: str) -> list[Cell]:
-    """The cells whose names the pattern matches.
+    """Return the cells whose names the pattern matches.
 
     Raises:
         ConfigError: there are none.
@@ -102,3 +107,201 @@ def matching(study: Study, only: str) -> list[Cell]:
             f"--only {only} matches no cell; they are named like {study.cells[0].name}"
         )
     return cells
+
+
+def status(result: Result, width: int) -> str:
+    """Say how far a cell is, with its last reward and accuracy, or why it has failed."""
+    words = [f"{result.cell.name:{width}}  {result.state:7}  {result.step}/{result.cell.steps}"]
+    if result.history and (reward := result.history.last("reward/mean")) is not None:
+        words.append(f"reward {number(reward)}")
+    if result.history and (accuracy := result.history.last("eval/accuracy")) is not None:
+        words.append(f"accuracy {percent(accuracy)}")
+    return "  ".join([*words, result.reason]).rstrip()
+
+
+def next_task(cell: Cell, out: Path) -> str:
+    """Return "train", "evaluate", or "" where nothing is left to do."""
+    result = read_result(cell, out)
+    if not result.done:
+        return "train"
+    # Other engines than embedded ones cannot load a run's checkpoint.
+    if not (cell.config.train.eval_prompts > 0 and cell.config.rollout.kind.quantizes):
+        return ""
+    newest = latest(run_dir(out, cell))
+    at_last_step = newest is not None and newest.name == trained_dir(cell, out).name
+    return "evaluate" if at_last_step and result.trained is None else ""
+
+
+def train_command(study: Study, cell: Cell, out: Path, qurl: Sequence[str] = QURL) -> list[str]:
+    """The ``qurl train`` of a cell."""
+    folder = f"train.run_dir={run_dir(out, cell)}"
+    return [*qurl, "train", str(study.recipe), *cell.overrides, folder]
+
+
+@dataclass(frozen=True)
+class _Job:
+    cell: Cell
+    task: str
+    popen: subprocess.Popen
+    log: Path
+    log_start: int  # where in the log this attempt begins
+    started: float
+
+    def last_line(self) -> str:
+        """The last line of its log: why it has failed."""
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+        for line in reversed(lines):
+            if line.strip():
+                return printable(line.strip())
+        return f"exit status {self.popen.returncode}"
+
+
+class _Runner:
+    """Inside ``run``, signals go to the runs, and nothing new is started after one."""
+
+    def __init__(self, study: Study, out: Path, jobs: int, qurl: Sequence[str]) -> None:
+        self.study, self.out, self.jobs, self.qurl = study, out, jobs, qurl
+        self.active: list[_Job] = []
+        self.waiting: list[Cell] = []
+        self.reasons = failures(out)
+        self.failed = False
+        self.signals: list[int] = []
+
+    def run(self, cells: Sequence[Cell]) -> int:
+        for cell in cells:
+            if next_task(cell, self.out):
+                self.waiting.append(cell)
+            else:  # it may have ended while no study was at work
+                self._delete_checkpoints(cell)
+        if done := len(cells) - len(self.waiting):
+            print(f"{done} of {len(cells)} runs are done already", flush=True)
+        handlers = {}
+        for stop in stopping():
+            handlers[stop] = signal.signal(stop, lambda number, _frame: self.signals.append(number))
+        try:
+            self._work()
+        finally:
+            self._pass_on(signal.SIGTERM)  # after an error here; else they have ended
+            for job in self.active:
+                job.popen.wait()
+            for stop, handler in handlers.items():
+                signal.signal(stop, handler)
+        if self.signals:
+            print("stopped; start it again to go on", flush=True)
+            return 128 + self.signals[0]
+        return int(self.failed)
+
+    def _work(self) -> None:
+        """Start cells and see them end, until none is left or a signal came.
+
+        Signals are passed on from here, not from their handler: each run must get each signal once,
+        since it takes the second one as "now, unsaved".
+        """
+        passed_on = 0
+        while self.active or (self.waiting and not self.signals):
+            for stop in self.signals[passed_on:]:
+                self._pass_on(stop)
+                passed_on += 1
+            for job in list(self.active):
+                if job.popen.poll() is not None:
+                    self._ended(job)
+            while not self.signals and (startable := self._startable()):
+                self._start(startable)
+            time.sleep(POLL_S)
+
+    def _pass_on(self, stop: int) -> None:
+        for job in self.active:
+            if job.popen.poll() is None:
+                job.popen.send_signal(stop)
+
+    def _startable(self) -> Cell | None:
+        """The first cell that may start now.
+
+        A model that does not exist yet is made by one run while the others wait for it.
+        """
+        if len(self.active) >= self.jobs:
+            return None
+        models_in_the_making = set()
+        for job in self.active:
+            config = job.cell.config
+            if config.warmstart.steps > 0 and not Path(config.model.path).exists():
+                models_in_the_making.add(config.model.path)
+        for cell in self.waiting:
+            if cell.config.model.path not in models_in_the_making:
+                return cell
+        return None
+
+    def _start(self, cell: Cell) -> None:
+        self.waiting.remove(cell)
+        task = next_task(cell, self.out)
+        if task == "evaluate":
+            command = _evaluation(cell, self.out, self.qurl)
+        else:
+            command = train_command(self.study, cell, self.out, self.qurl)
+        env = dict(os.environ)
+        if self.jobs > 1:  # each of them would take all cores
+            processes = self.jobs * cell.config.parallel.world_size
+            env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        log = self.out / "logs" / f"{cell.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,  # Ctrl-C comes once, from here
+            )
+            self.active.append(_Job(cell, task, popen, log, file.tell(), time.monotonic()))
+        self._note(cell, "")
+        print(f"{cell.name}: {task}", flush=True)
+
+    def _ended(self, job: _Job) -> None:
+        """Report how a job ended, and queue its cell again if there is more to do."""
+        self.active.remove(job)
+        cell, result = job.cell, read_result(job.cell, self.out)
+        task = next_task(cell, self.out)
+        if not task:
+            self._delete_checkpoints(cell)
+            outcome = f"done in {time.monotonic() - job.started:.0f} s"
+        elif self.signals:
+            outcome = f"stopped after step {result.step}"
+        elif (job.task, task) == ("train", "evaluate"):
+            self.waiting.insert(0, cell)
+            outcome = "trained"
+        else:
+            self.failed = True
+            reason = result.reason or job.last_line()
+            self._note(cell, reason)
+            outcome = f"failed after step {result.step}: {reason}"
+        print(f"{cell.name}: {outcome}", flush=True)
+
+    def _delete_checkpoints(self, cell: Cell) -> None:
+        """Delete the checkpoints of a finished run, if the study says so."""
+        if not self.study.settings.keep_checkpoints:
+            shutil.rmtree(run_dir(self.out, cell) / "checkpoints", ignore_errors=True)
+
+    def _note(self, cell: Cell, reason: str) -> None:
+        """Remember why a cell has failed; "" forgets it."""
+        self.reasons.pop(cell.name, None)
+        if reason:
+            self.reasons[cell.name] = reason
+        write_whole(self.out / FAILURES, json.dumps(self.reasons, indent=1))
+
+
+def _evaluation(cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
+    """The ``qurl eval`` of a trained cell; writes the questions it asks."""
+    config, folder = cell.config, trained_dir(cell, out)
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = folder / f"{BENCHMARK}.jsonl"
+    answers = config.reward.needs_answers
+    with questions.open("w", encoding="utf-8") as file:
+        for q in held_out_questions(config.data, config.train.eval_prompts, answers=answers):
+            row = {**q.metadata, "prompt": list(q.turns) or q.text, "answer": q.answer}
+            file.write(json.dumps(row) + "\n")
+    command = [*qurl, "eval", str(questions), "--prompt-key", "prompt", "--answer-key", "answer"]
+    command += ["--run", str(run_dir(out, cell)), "--out", str(folder)]
+    return [*command, "--scheme", "none", "--k", "1"]

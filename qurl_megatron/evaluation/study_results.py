@@ -1,4 +1,4 @@
-"""From finished runs to numbers, and from numbers to study.json and study.md.
+"""From run folders to numbers, and from numbers to study.json and study.md.
 
 A cell counts when its run is done. A failed one has no final number: it is listed with its reason,
 and the tables say on how many runs they stand.
@@ -7,8 +7,7 @@ Shapes: N = steps at which a metric was measured.
 """
 
 import json
-import math
-import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,27 +17,21 @@ import numpy as np
 
 from qurl_megatron import __version__
 from qurl_megatron.evaluation.plan import Cell, Method, Study
-from qurl_megatron.evaluation.runner import failures, progress, running, trained_accuracy
-from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.evaluation.results import aligned
+from qurl_megatron.kit.disk import read_json, write_whole
+from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.observe.history import History
-from qurl_megatron.observe.text import number, percent, plus_minus, scientific
+from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
+from qurl_megatron.observe.text import number, percent
 from qurl_megatron.schemes import SCHEMES
+from qurl_megatron.training.state import refuse_other_run
+
+BENCHMARK = "held_out"
+FAILURES = "cells.json"
 
 WINDOW = 5
 """Steps whose mean reward counts as the reward of the last of them: one bad batch is no
 collapse."""
-
-CURVES = (
-    "reward/mean",
-    "eval/accuracy",
-    "policy/clip_fraction",
-    "rollout/kl_k3",
-    "rollout/rho_max",
-    "quant/code_flip_rate",
-    "quant/weight_update",
-    "quant/weight_error",
-)
-"""Metrics that study.json keeps of every step."""
 
 Series = tuple[np.ndarray, np.ndarray]
 """Steps and values, [N] each."""
@@ -98,14 +91,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class Result:
-    """One cell as it stands."""
+    """One cell, as its folder shows it."""
 
     cell: Cell
-    state: str  # done, running, failed or waiting
-    done: bool  # all its steps are, even if its trained policy is still to be evaluated
-    reason: str  # of a failure
-    history: History | None  # as far as it has come
+    history: History | None = None  # up to the last step that the study asks for
+    done: bool = False  # all its steps are, even if its trained policy is still to be evaluated
+    reason: str = ""  # of a failure
     trained: float | None = None  # accuracy of the last checkpoint, unquantized
+
+    @property
+    def state(self) -> str:
+        if self.done:
+            return "done"
+        if self.reason:
+            return "failed"
+        return "started" if self.history else "waiting"
 
     @property
     def step(self) -> int:
@@ -180,29 +180,63 @@ def spread(values: Sequence[float | None]) -> Spread | None:
     measured = tuple(value for value in values if value is not None)
     if not measured:
         return None
-    mean = math.fsum(measured) / len(measured)
-    std = None
-    if len(measured) > 1:
-        std = math.sqrt(math.fsum((value - mean) ** 2 for value in measured) / (len(measured) - 1))
-    return Spread(mean, std, min(measured), max(measured), measured)
+    std = statistics.stdev(measured) if len(measured) > 1 else None
+    return Spread(statistics.fmean(measured), std, min(measured), max(measured), measured)
+
+
+def run_dir(out: Path, cell: Cell) -> Path:
+    return out / "runs" / cell.name
+
+
+def trained_dir(cell: Cell, out: Path) -> Path:
+    """Where the trained policy is evaluated."""
+    return run_dir(out, cell) / "trained" / f"step_{cell.steps:06d}"
+
+
+def failures(out: Path) -> dict[str, str]:
+    """Why cells failed when they last ran, by name."""
+    path = out / FAILURES
+    reasons = read_json(path) if path.is_file() else {}
+    return {name: printable(str(reason)) for name, reason in reasons.items()}
 
 
 def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -> list[Result]:
     """How far each cell is; of the whole study where no cells are given."""
-    running_cells, reasons = running(out), failures(out)
-    results = []
-    for cell in study.cells if cells is None else cells:
-        reached = progress(cell, out)
-        state: str = reached.state
-        reason = reached.reason or reasons.get(cell.name, "")
-        if cell.name in running_cells:
-            state = "running"
-        elif state == "waiting" and reason:
-            state = "failed"
-        trained = trained_accuracy(cell, out)
-        done = reached.state == "done"
-        results.append(Result(cell, state, done, reason, reached.history, trained))
-    return results
+    reasons = failures(out)
+    chosen = study.cells if cells is None else cells
+    return [read_result(cell, out, reasons.get(cell.name, "")) for cell in chosen]
+
+
+def read_result(cell: Cell, out: Path, reason: str = "") -> Result:
+    """Read a cell's run folder.
+
+    Done: all steps are measured, and the last one is evaluated where the recipe evaluates. Failed:
+    for the given reason; or the folder holds a run with other settings, or damaged metrics.
+    """
+    folder = run_dir(out, cell)
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file() or b"\n" not in metrics.read_bytes():
+        return Result(cell, reason=reason)
+    try:
+        changes = refuse_other_run(folder, cell.config)
+        if pinned := [str(change) for change in changes if change.rule != "free"]:
+            raise ConfigError(
+                f"{folder} holds a run with other settings ({'; '.join(pinned)}); move it away"
+            )
+        records = read_metrics(metrics)
+    except ConfigError as error:
+        return Result(cell, reason=str(error))
+    history = History(record for record in records if record.step <= cell.steps)
+    measured = history.last_step
+    if cell.config.train.eval_prompts > 0:
+        measured = 0
+        if "eval/accuracy" in history:
+            measured = history.series("eval/accuracy")[0][-1]
+    trained = None
+    results = trained_dir(cell, out) / "results.json"
+    if results.is_file():
+        trained = read_json(results)["benchmarks"][BENCHMARK]["greedy"]["accuracy"]
+    return Result(cell, history, bool(measured >= cell.steps), reason, trained)
 
 
 def groups(study: Study, results: Sequence[Result]) -> list[Group]:
@@ -259,52 +293,45 @@ def _run(result: Result) -> dict[str, Any]:
         "step": result.step,
         "overrides": list(result.cell.overrides),
     }
-    history = result.history
-    if not result.done or history is None:
-        return document
-    curves = {}
-    for name in CURVES:
-        if name in history:
-            steps, values = history.series(name)
-            short = [float(f"{value:.4g}") for value in values]
-            curves[name] = {"steps": steps.tolist(), "values": short}
-    return {**document, **result.finals, "non_finite": history.non_finite, "curves": curves}
+    return document | result.finals if result.done else document
 
 
 # study.md
 
 NOTHING = "–"
-Writer = Callable[[Group], str]
 
 
-def total(name: str, text: Callable[[float], str] = number, *, part: str = "mean") -> Writer:
-    """Write one part of the spread of a number: its mean, or its highest value."""
+def row(group: Group) -> dict[str, str]:
+    """A line of the table, by heading."""
+    totals = group.totals
 
-    def write(group: Group) -> str:
-        spread_ = group.totals[name]
-        return NOTHING if spread_ is None else text(getattr(spread_, part))
+    def mean(name: str, text: Callable[[float], str] = number) -> str:
+        return NOTHING if (total := totals[name]) is None else text(total.mean)
 
-    return write
-
-
-def accuracy(name: str) -> Writer:
-    """Write percent, mean and spread over seeds."""
-
-    def write(group: Group) -> str:
-        spread_ = group.totals[name]
-        if spread_ is None:
+    def accuracy(name: str) -> str:
+        if (total := totals[name]) is None:
             return NOTHING
-        text = f"{100 * spread_.mean:.1f}"
-        return text if spread_.std is None else f"{text} ± {100 * spread_.std:.1f}"
+        text = f"{100 * total.mean:.1f}"
+        return text if total.std is None else f"{text} ± {100 * total.std:.1f}"
 
-    return write
-
-
-def _kl(group: Group) -> str:
-    end, largest = group.totals["kl"], group.totals["kl_largest"]
-    if end is None or largest is None:
-        return NOTHING
-    return f"{number(end.mean)} ({number(largest.high)})"
+    rho = totals["rho_max"]
+    done, planned = len(group.histories), len(group.cells)
+    return {
+        "Method": group.method.label,
+        "Rollouts": group.precision,
+        "Trained policy, %": accuracy(TRAINED),
+        "Accuracy, %": accuracy("accuracy"),
+        "Best, %": accuracy("accuracy_best"),
+        "Collapsed": _collapse(group),
+        "KL": mean("kl_mean"),
+        "Max ρ": number(rho.high) if rho else NOTHING,
+        "Clipped": mean("clip_fraction", percent),
+        "Code flips": mean("code_flip_rate", percent),
+        "Update, Eq. 13": mean("weight_update"),
+        "Error, Eq. 14": mean("weight_error"),
+        "Step, s": mean("step_seconds"),
+        "Runs": str(done) if done == planned else f"{done} of {planned}",
+    }
 
 
 def _collapse(group: Group) -> str:
@@ -319,119 +346,59 @@ def _collapse(group: Group) -> str:
     return f"{len(collapses.values)} of {len(group.histories)}, {steps}"
 
 
-def _runs(group: Group) -> str:
-    done, planned = len(group.histories), len(group.cells)
-    return str(done) if done == planned else f"{done} of {planned}"
-
-
-def _update_passed(group: Group) -> str:
-    mean, std = group.totals["update_passed"], group.totals["update_passed_std"]
-    if mean is None:
-        return NOTHING
-    return plus_minus(mean.mean, mean.mean, None if std is None else std.mean)
-
-
-def _update_to_error(group: Group) -> str:
-    update, error = group.totals["weight_update"], group.totals["weight_error"]
-    if update is None or error is None or error.mean == 0:
-        return NOTHING
-    return number(update.mean / error.mean)
-
-
-COLUMNS: dict[str, Writer] = {
-    "Method": lambda group: group.method.label,
-    "Rollouts": lambda group: group.precision,
-    "Scale s": lambda group: f"s = {group.cells[0].config.quant.uaq_scale:g}",
-    "Learning rate": lambda group: scientific(group.cells[0].config.optimizer.lr),
-    "Trained policy, %": accuracy(TRAINED),
-    "Before, %": accuracy("accuracy_before"),
-    "Accuracy, %": accuracy("accuracy"),
-    "Best, %": accuracy("accuracy_best"),
-    "Collapsed": _collapse,
-    "KL at the end (largest)": _kl,
-    "KL": total("kl_mean"),
-    "Max ρ": total("rho_max", part="high"),
-    "Clipped": total("clip_fraction", percent),
-    "Code flips": total("code_flip_rate", percent),
-    "Update, Eq. 13": total("weight_update"),
-    "Error, Eq. 14": total("weight_error"),
-    "Update / error": _update_to_error,
-    "Update passed": _update_passed,
-    "Step, s": total("step_seconds"),
-    "Runs": _runs,
-}
-"""The columns of the table, by heading: the paper's Tables 1 and 4, and docs/mismatch.md."""
-
 NOTE = f"""\
 Columns that no run has measured are left out. **Trained policy** is the last checkpoint itself,
 unquantized and decoded greedily, on the held-out questions (`qurl eval`): what one trains for. It
-is – where engines other than embedded ones generated and the study file does not set
-`trained_by_embedded`, the last step left no checkpoint, or the evaluation has failed or not
-finished yet. The other accuracies are of the same questions at the precision of the rollouts:
-"before" at step 0, "best" the highest evaluation of each run. ± is the standard deviation over
-seeds (n − 1), of "update passed" over steps.
+is – where engines other than embedded ones generated, the last step left no checkpoint, or the
+evaluation has failed or not finished yet. The other accuracies are of the same questions at the
+precision of the rollouts; "best" is the highest evaluation of each run. ± is the standard deviation
+over seeds (n − 1).
 
 A run has **collapsed** at the first step from which its reward, a mean over {WINDOW} steps, stays
 below half of its best until the end. **KL** is of the behaviour from the proximal policy (k3, per
-token): its mean over all steps, and at the end over the last tenth of them, with the largest step
-behind. **Max ρ** is the largest ratio of proximal to behaviour probability of any token of any run.
+token), **max ρ** the largest ratio of proximal to behaviour probability of any token of any run.
 
-Code flips, the **update** ‖θ′ − θ‖² / ‖θ‖² of Eq. 13, the **error** ‖Q(θ) − θ‖² / ‖θ‖² of Eq. 14
-and the part of an update that reaches the quantized weights ("update passed") are of the quantized
-linear layers; like the clipped tokens they are means over all steps. The time of a step is the
-median of all but the first."""
+Code flips, the **update** ‖θ′ − θ‖² / ‖θ‖² of Eq. 13 and the **error** ‖Q(θ) − θ‖² / ‖θ‖² of Eq. 14
+are of the quantized linear layers; like KL and clipped tokens they are means over all steps. The
+time of a step is the median of all but the first."""
 
 
 def table(groups: Sequence[Group]) -> str:
-    """The table in Markdown, a line for each group; the first two columns are words."""
-    columns = {}
-    for heading, write in COLUMNS.items():
-        column = [_one_line(write(group)) for group in groups]
-        if set(column) != {NOTHING}:
-            columns[heading] = column
-    lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
-    for row in zip(*columns.values(), strict=True):
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+    """The table in Markdown, a line for each group, without columns that no run has measured."""
+    lines = [row(group) for group in groups]
+    headings = []
+    for heading in lines[0]:
+        if any(line[heading] != NOTHING for line in lines):
+            headings.append(heading)
+    cells = [headings]
+    for line in lines:
+        cells.append([_one_line(line[heading]) for heading in headings])
+    return aligned(cells, left=2)
 
 
 def page(
-    study: Study, results: Sequence[Result], groups: Sequence[Group], pictures: Sequence[Path]
+    study: Study, results: Sequence[Result], groups: Sequence[Group], pictures: Sequence[str]
 ) -> str:
     """study.md; the pictures lie beside it."""
-    parts = [f"# {study.title}", _summary(study, results), table(groups), NOTE]
+    summary = f"{sum(result.done for result in results)} of {len(results)} runs are done"
+    if failed := [result for result in results if result.reason]:
+        summary += f", {len(failed)} failed"
+    summary += ". study.json has every number, the recipe and each run's overrides."
+    parts = [f"# {study.title}", summary, table(groups), NOTE]
     if pictures:
         parts += [
             "## Curves (the paper's Figures 2, 3 and 9)",
             "Mean over seeds, smoothed, on the band from the lowest to the highest seed; for the "
             "largest ratio,\non each seed's own values.",
         ]
-        parts += [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
-    failed = []
-    for result in results:
-        if result.reason:
-            reason = _one_line(result.reason)
-            failed.append(f"- `{result.cell.name}`, after step {result.step}: {reason}")
+        parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures]
     if failed:
-        parts += ["## Runs that failed", "\n".join(failed)]
+        lines = []
+        for result in failed:
+            reason = _one_line(result.reason)
+            lines.append(f"- `{result.cell.name}`, after step {result.step}: {reason}")
+        parts += ["## Runs that failed", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
-
-
-def _summary(study: Study, results: Sequence[Result]) -> str:
-    done = f"{sum(result.done for result in results)} of {len(results)} runs are done"
-    if failed := sum(result.state == "failed" for result in results):
-        done += f", {failed} failed"
-    recipe = study.resolved()
-    train, prompts = recipe["train"], recipe["data"]["prompts_per_step"]
-    steps = sorted({result.cell.steps for result in results})
-    seeds = ", ".join(map(str, study.settings.seeds))
-    avg = f"Avg@{train['eval_samples']} on {train['eval_prompts']} held-out prompts"
-    return (
-        f"{done}: {' or '.join(map(str, steps))} steps of {prompts} prompts x "
-        f"{recipe['rollout']['samples_per_prompt']} responses in {recipe['algo']['minibatches']} "
-        f"minibatches; accuracy is {avg}; seeds {seeds}. study.json has every number, the recipe "
-        "and each run's overrides."
-    )
 
 
 def _one_line(text: str) -> str:
@@ -455,13 +422,12 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
         write_whole(out / name, image)
     path = out / "study.json"
     if environment is None and path.is_file():
-        environment = json.loads(path.read_text(encoding="utf-8")).get("environment")
+        environment = read_json(path).get("environment")
     document = to_json(study, results)
     if environment is not None:
         document["environment"] = dict(environment)
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    lists_of_numbers = re.compile(r"\[\s+[-\d][^\[\]{}\"]*\]")
-    write_whole(path, lists_of_numbers.sub(lambda match: " ".join(match[0].split()), text))
+    write_whole(path, text)
     path = out / "study.md"
-    write_whole(path, page(study, results, finished_groups, [out / name for name in images]))
+    write_whole(path, page(study, results, finished_groups, list(images)))
     return path

@@ -22,7 +22,7 @@ import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from qurl_megatron.engines.kinds import EngineKind, kind_of
-from qurl_megatron.kit.record import Count, Malformed, Seconds, convert, decode, shortened
+from qurl_megatron.kit.record import Count, Malformed, convert, decode, shortened
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import FinishReason, Versions, in_a_row
@@ -409,21 +409,13 @@ class Load:
     version: str
     running: int
     waiting: int
-    generated: int | None  # tokens since it started
-    tokens_per_s: float | None  # as the engine itself last measured it
-    paused: bool | None
+    paused: bool
     model: str
 
 
-class _Speed(msgspec.Struct, frozen=True):
-    last_gen_throughput: Seconds | None = None
-
-
 class _Activity(msgspec.Struct, frozen=True):
-    internal_states: list[_Speed] | None = None  # SGLang's
     num_running_reqs: Count | None = None
     num_waiting_reqs: Count | None = None
-    num_generated_tokens: Count | None = None
     is_paused: bool | None = None
     weight_version: Any = None
     model_path: Any = None
@@ -438,39 +430,26 @@ class _Loads(msgspec.Struct, frozen=True):
     loads: list[_RankLoad] = []
 
 
-def read_load(info: dict) -> Load:
-    """Read an embedded engine's activity in its ``/server_info``.
+def read_load(info: dict, *, version: str = "", loads: Any = None) -> Load:
+    """Read an engine's activity in its ``/server_info``.
+
+    Args:
+        version: of its weights, where its ``/server_info`` does not say.
+        loads: SGLang's answer to ``/v1/loads``, where each rank has its own.
 
     Raises:
         Malformed: it says nonsense.
     """
     activity = convert(_Activity, info)
+    running, waiting = activity.num_running_reqs or 0, activity.num_waiting_reqs or 0
+    if loads is not None:
+        ranks = convert(_Loads, loads).loads
+        running = sum(rank.num_running_reqs for rank in ranks)
+        waiting = sum(rank.num_waiting_reqs for rank in ranks)
     return Load(
-        version=shortened(str(activity.weight_version)),
-        running=activity.num_running_reqs or 0,
-        waiting=activity.num_waiting_reqs or 0,
-        generated=activity.num_generated_tokens,
-        tokens_per_s=None,
-        paused=activity.is_paused,
-        model=shortened(str(activity.model_path)),
-    )
-
-
-def read_loads(info: dict, version: str, loads: Any) -> Load:
-    """Read SGLang's activity, whose ranks report it one by one.
-
-    Raises:
-        Malformed: it says nonsense.
-    """
-    activity, ranks = convert(_Activity, info), convert(_Loads, loads).loads
-    return Load(
-        version=version,
-        running=sum(rank.num_running_reqs for rank in ranks),
-        waiting=sum(rank.num_waiting_reqs for rank in ranks),
-        generated=None,
-        tokens_per_s=sum(
-            state.last_gen_throughput or 0.0 for state in activity.internal_states or []
-        ),
-        paused=None,
+        version=version or shortened(str(activity.weight_version)),
+        running=running,
+        waiting=waiting,
+        paused=bool(activity.is_paused),
         model=shortened(str(activity.model_path)),
     )

@@ -30,7 +30,6 @@ from qurl_megatron.fleet.answer import (
     parsed,
     read_info,
     read_load,
-    read_loads,
     uncollected,
 )
 from qurl_megatron.kit import event_loop
@@ -139,13 +138,13 @@ class EngineClient:
         return self._object("GET", endpoint, None, timeout_s)
 
     def load(self) -> Load:
-        """Return version, queue and speed, for a table."""
+        """Return version and queue, for a table."""
         info = self.server_info()
         try:
             if info.get("internal_states") is None:
                 return read_load(info)
             loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S)
-            return read_loads(info, self.weight_version(), loads)
+            return read_load(info, version=self.weight_version(), loads=loads)
         except Malformed as error:
             raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 

@@ -245,48 +245,21 @@ class Fleet(Roster):
         finally:
             self.released = False  # engines that cannot take it back are to be restarted
 
-    def switch(self, scheme: str) -> None:
-        """Restart the engines of this run, for weights in another number format.
-
-        They come up in the background, as after a death but uncounted, and are back with the next
-        publication. Requests in flight are lost, so let them finish first.
-
-        Raises:
-            ConfigError: ``rollout.sglang_python`` does not exist any more.
-        """
-        assert not (self.config.urls or self.config.rendezvous), "not ours to restart"
-        launches = self._launches(scheme)
-        with self.turn:
-            self.scheme = scheme
-            engines = self.engines()
-            with self.lock:
-                for engine in engines:
-                    self.note("switched", engine, f"to scheme {scheme}")
-                    self.lay_off(engine, f"it switches to scheme {scheme}")
-                    # An answer on its way counts for nothing.
-                    engine.reset(self.publications, self.clock())
-            process.stop([e.process for e in engines if e.process], GRACE_S)
-            self.released = False  # nobody is left who lends memory
-            for engine in engines:
-                assert engine.process is not None, "each of them is ours"
-                engine.process.launch = launches[engine.name]
-                self.begin(engine)
-
     def _start(self) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        for name, launch in self._launches(self.scheme).items():
+        for name, launch in self._launches().items():
             started = EngineProcess(name, launch, self._log_dir, self.clock)
             engine = EngineRecord(name, process=started, kind=ENGINE_KINDS[self.config.backend])
             self._engines.append(engine)
             engine.started_at = self.clock()
             started.start()
 
-    def _launches(self, scheme: str) -> dict[str, Launch]:
+    def _launches(self) -> dict[str, Launch]:
         return process.launches(
             self.config,
             self._model_dir,
             self._log_dir,
-            scheme=scheme,
+            scheme=self.scheme,
             dtype=self._dtype,
             api_key=self.run_key,
             empty=not self.fixed,

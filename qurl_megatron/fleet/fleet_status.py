@@ -4,14 +4,11 @@ It needs no run and changes nothing, so it may look at any engine at any time.
 """
 
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,28 +19,12 @@ from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
 from qurl_megatron.kit.errors import ConfigError
 
 PATIENCE_S = 10.0
-BETWEEN_S = 0.5  # two looks at an engine that counts tokens, for their number per second
-
-
-@dataclass(frozen=True)
-class Row:
-    """One engine at one moment."""
-
-    url: str
-    load: Load | None  # None: no answer
-    error: str = ""
-    tokens_per_s: float | None = None
-    time: float = 0.0
 
 
 def show(
-    urls: Sequence[str],
-    *,
-    watch_s: float | None = None,
-    api_key_file: Path | None = None,
-    console: Console | None = None,
+    urls: Sequence[str], *, api_key_file: Path | None = None, console: Console | None = None
 ) -> int:
-    """Print the table once, or until interrupted.
+    """Print a table of the engines.
 
     Returns:
         0, or 1 where an engine of several did not answer.
@@ -51,74 +32,39 @@ def show(
     Raises:
         ConfigError: a URL is malformed, or nobody answers at any of them.
     """
-    if watch_s is not None and watch_s <= 0:
-        raise ConfigError(f"--watch must be a positive number of seconds, got {watch_s}")
-    console = console or Console()
     clients = [_client(url, _key(api_key_file)) for url in urls]
-    rows = look(clients)
-    if all(row.load is None for row in rows):
-        raise ConfigError(rows[0].error)
-    if any(row.load and row.tokens_per_s is None for row in rows):
-        time.sleep(BETWEEN_S)
-        rows = look(clients, rows)
-    if watch_s is None:
-        console.print(table(rows))
-        return 1 if any(row.load is None for row in rows) else 0
-    with Live(table(rows), console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(watch_s)
-            rows = look(clients, rows)
-            live.update(table(rows), refresh=True)
-
-
-def look(clients: Sequence[EngineClient], before: Sequence[Row] = ()) -> list[Row]:
-    """Ask all engines at once; ``before`` are the same engines' rows of the last look."""
-
-    def ask(client: EngineClient) -> Row:
-        try:
-            with deadline(PATIENCE_S):
-                load = client.load()
-        except EngineError as error:
-            return Row(client.url, None, str(error), time=time.monotonic())
-        return Row(client.url, load, "", load.tokens_per_s, time.monotonic())
-
     with ThreadPoolExecutor(len(clients)) as pool:
-        rows = list(pool.map(ask, clients))
-    pairs = zip(rows, before or rows, strict=True)
-    return [_with_speed(row, earlier) for row, earlier in pairs]
+        loads = list(pool.map(load_of, clients))
+    silent = [load for load in loads if isinstance(load, EngineError)]
+    if len(silent) == len(loads):
+        raise ConfigError(str(silent[0]))
+    (console or Console()).print(table(clients, loads))
+    return 1 if silent else 0
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(clients: Sequence[EngineClient], loads: Sequence[Load | EngineError]) -> Table:
+    """Return a row for each engine."""
     grid = Table(box=None, pad_edge=False)
-    for name in ("engine", "health", "version", "running", "queued", "tokens/s", "model"):
-        numbers = name in ("version", "running", "queued", "tokens/s")
+    for name in ("engine", "health", "version", "running", "queued", "model"):
+        numbers = name in ("version", "running", "queued")
         grid.add_column(name, justify="right" if numbers else "left", overflow="fold")
-    for row in rows:
-        load = row.load
-        if load is None:
-            grid.add_row(escape(row.url), f"[red]no answer[/]: {escape(row.error)}")
+    for client, load in zip(clients, loads, strict=True):
+        if isinstance(load, EngineError):
+            grid.add_row(escape(client.url), f"[red]no answer[/]: {escape(str(load))}")
             continue
-        grid.add_row(
-            escape(row.url),
-            "[yellow]paused[/]" if load.paused else "[green]ok[/]",
-            escape(load.version),
-            str(load.running),
-            str(load.waiting),
-            "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-            escape(load.model),
-        )
+        health = "[yellow]paused[/]" if load.paused else "[green]ok[/]"
+        queue = (str(load.running), str(load.waiting))
+        grid.add_row(escape(client.url), health, escape(load.version), *queue, escape(load.model))
     return grid
 
 
-def _with_speed(row: Row, earlier: Row) -> Row:
-    """Return the row with a speed from two looks, for engines that only count their tokens."""
-    if row.load is None or row.tokens_per_s is not None or earlier.load is None:
-        return row
-    seconds, now, then = row.time - earlier.time, row.load.generated, earlier.load.generated
-    if now is None or then is None or seconds <= 0:
-        return row
-    speed = max(0, now - then) / seconds  # fewer than before: it has been restarted
-    return Row(row.url, row.load, row.error, speed, row.time)
+def load_of(client: EngineClient) -> Load | EngineError:
+    """Ask an engine for its load; return the error where it does not answer."""
+    try:
+        with deadline(PATIENCE_S):
+            return client.load()
+    except EngineError as error:
+        return error
 
 
 def _client(url: str, api_key: str | None) -> EngineClient:

@@ -335,7 +335,7 @@ class Roster:
                 self.on_leave(engine)
 
     def note(self, event: str, engine: EngineRecord | None, message: str) -> None:
-        """Events: started, failed, died, restarted, switched, joined, left, gave up, retried,
+        """Events: started, failed, died, restarted, joined, left, gave up, retried,
         aborted."""
         with self.lock:
             self._events.append(

@@ -98,3 +98,23 @@ def lock(file: IO, how: int = fcntl.LOCK_EX) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def claimed(out: Path, who: str) -> Iterator[None]:
+    """Keep others of a kind out of the folder of --out until the block ends.
+
+    Raises:
+        ConfigError: another one is at work in it, or it cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock_file = (out / ".lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None
+    with lock_file:
+        if not lock(lock_file):
+            raise ConfigError(
+                f"{who} is at work in {out}; wait for it, stop it, or give another --out"
+            )
+        yield

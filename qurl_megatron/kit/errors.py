@@ -4,7 +4,9 @@
 with 2. A response without a score has an ``Unscored`` in its place.
 """
 
+import base64
 import contextlib
+import html
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +26,10 @@ CAUSES = {
 LONGEST_REASON = 300  # characters
 SHORTEST_SECRET = 6  # characters; a shorter one would take ordinary words along
 
-_SECRETS: set[str] = set()
+_SECRETS: dict[str, re.Pattern[str]] = {}
+"""By key, the pattern that finds it in a text; the longest first, as a shorter one may be a part of
+it."""
+_BREAK = r"(?:(?:\\[nr]|[\x00-\x1f\x7f-\x9f])+ *)?"  # where a server wraps its lines
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # but tab and line feed
     r"\u2028-\u202e\u2066-\u2069"  # line separators; marks that turn the direction of writing
@@ -34,20 +39,47 @@ _CONTROLS = re.compile(
 
 def keep_secret(value: str | None) -> None:
     """Have ``printable`` leave a key out from now on, whoever quotes it."""
-    if value and len(value) >= SHORTEST_SECRET:
-        _SECRETS.add(value)
+    if value and len(value) >= SHORTEST_SECRET and value not in _SECRETS:
+        written = [value, *_as_base64(value)]
+        _SECRETS[value] = re.compile(
+            "|".join(_BREAK.join(map(_spelled, spelling)) for spelling in written)
+        )
+        for secret in sorted(_SECRETS, key=len, reverse=True):
+            _SECRETS[secret] = _SECRETS.pop(secret)
+
+
+def _spelled(character: str) -> str:
+    """Return a pattern of a character by itself, in a URL, in JSON, in HTML or in Python."""
+    code, plain = ord(character), re.escape(character)
+    escaped = [rf"\\*{plain}"] if character in "\"'/\\" else [plain]
+    if not character.isalnum():
+        escaped += [rf"(?i:%{code:02x}|\\u{code:04x}|&#0*{code};|&#x0*{code:x};)"]
+        escaped += [html.escape(character)] if character in "&<>\"'" else []
+        escaped += {"+": ["-"], "/": ["_"], " ": [r"\+"]}.get(character, [])
+    return f"(?:{'|'.join(escaped)})"
+
+
+def _as_base64(value: str) -> list[str]:
+    """Return the forms of a key in Base64 behind any text, as in ``Basic`` credentials.
+
+    Its first and last character may hold bits of its neighbours, and are left out.
+    """
+    encoded = (base64.b64encode(bytes(before) + value.encode()).decode() for before in range(3))
+    wholes = ((8 * (before + len(value.encode()))) // 6 for before in range(3))
+    starts = (0, 2, 3)
+    return [text[a:b] for text, a, b in zip(encoded, starts, wholes, strict=True)]
 
 
 def printable(text: str) -> str:
     """Return text from outside so that a terminal, a log or a page can take it.
 
     Control characters (but line ends and tabs), halves of characters and what changes the direction
-    of writing become "?"; keys given to ``keep_secret`` become "***". All text that was not written
-    here passes through this function before anybody sees it, and before it is cut: half a key would
-    not be recognized.
+    of writing become "?"; keys given to ``keep_secret`` become "***", also where a server wraps,
+    escapes or encodes them. All text that was not written here passes through this function before
+    anybody sees it, and before it is cut: half a key would not be recognized.
     """
-    for secret in sorted(_SECRETS, key=len, reverse=True):  # a shorter one may be a part of it
-        text = text.replace(secret, "***")
+    for secret in _SECRETS.values():
+        text = secret.sub("***", text)
     return _CONTROLS.sub("?", text)
 
 

@@ -60,10 +60,10 @@ def refusing(
 
 
 def _homeless(error: OSError, path: Path) -> bool:
-    """Where no folder can be made above ``path``, such as in /proc; other files that are missing
-    are a fault of ours."""
+    """Where no folder can be made above or beside ``path``, such as in /proc; other files that are
+    missing are a fault of ours."""
     missing = error.filename if error.errno == errno.ENOENT else None
-    return isinstance(missing, str) and Path(missing) in (path, *path.parents)
+    return isinstance(missing, str) and Path(missing).parent in path.parents
 
 
 def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) -> ConfigError:

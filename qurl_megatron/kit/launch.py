@@ -73,14 +73,13 @@ def launch(
     # Where the ranks meet. torch itself would listen on all addresses, for other users of the
     # network to change keys; and the launcher need not import it.
     listener = socket.create_server(("127.0.0.1", 0))
-    ranks = []
-    for rank, (_, told) in enumerate(pipes):
-        arguments = (target, args, rank, world_size, listener.getsockname(), told)
-        if rank == 0:
-            arguments += (listener,)
-        ranks.append(context.Process(target=_run, args=arguments, name=f"rank {rank}"))
-    for rank, (_, told) in zip(ranks, pipes, strict=True):
-        rank.start()
+    ranks: list = []
+    for number, (_, told) in enumerate(pipes):
+        keeps = listener if number == 0 else None
+        arguments = (target, args, number, world_size, listener.getsockname(), told, keeps)
+        ranks.append(context.Process(target=_run, args=arguments, name=f"rank {number}"))
+    for process, (_, told) in zip(ranks, pipes, strict=True):
+        process.start()
         told.close()  # the rank's own is the only one
     listener.close()
     with _forwarded(ranks) as forwarded:
@@ -94,7 +93,7 @@ def _run(
     world_size: int,
     at: tuple[str, int],
     launcher: Connection,
-    listener: socket.socket | None = None,
+    listener: socket.socket | None,
 ) -> None:
     """Be a rank.
 

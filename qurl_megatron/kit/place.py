@@ -113,7 +113,10 @@ def mustered(folder: Path, *, key: str) -> Iterator[None]:
     store = None
     if env["RANK"] == "0":
         address = env.get("MASTER_ADDR") or address_for_others(one_node=one_node)
-        store = _listen(address, int(env.get("MASTER_PORT", "0")))
+        from torch.distributed import TCPStore
+
+        port = int(env.get("MASTER_PORT", "0"))
+        store = TCPStore(address, port, is_master=True, wait_for_workers=False)
         with refusing(file, key=key):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps({"address": address, "port": store.port}) + "\n")
@@ -144,13 +147,6 @@ def _step(env: Mapping[str, str]) -> str:
     return "-".join(env.get(f"SLURM_{name}", "0") for name in names)
 
 
-def _listen(address: str, port: int):
-    """The store of this step; it lasts as long as whoever holds it."""
-    from torch.distributed import TCPStore
-
-    return TCPStore(address, port, is_master=True, wait_for_workers=False)
-
-
 def be_reachable(*, one_node: bool) -> None:
     """Have gloo tell the other nodes an address of this one that they can reach.
 
@@ -161,9 +157,8 @@ def be_reachable(*, one_node: bool) -> None:
     """
     if one_node or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    name, address = _known_as()
-    if address is None or ipaddress.ip_address(address).is_loopback:
-        problem = f"this node's name, {name}, resolves to {address or 'nothing'}"
+    address, problem = _known_address()
+    if address is None:
         os.environ["GLOO_SOCKET_IFNAME"], _ = _way_out(os.environ["MASTER_ADDR"], problem)
 
 
@@ -179,24 +174,25 @@ def address_for_others(*, one_node: bool) -> str:
     outward = _outward()
     if (named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]) in outward.values():
         return next(address for address, name in outward.items() if name == named)
-    name, address = _known_as()
-    if address is not None and not ipaddress.ip_address(address).is_loopback:
+    address, problem = _known_address()
+    if address is not None:
         return address
     try:
-        return _way_out("", f"this node's name, {name}, resolves to {address or 'nothing'}")[1]
+        return _way_out("", problem)[1]
     except ConfigError:
         if one_node:
             return "127.0.0.1"
         raise
 
 
-def _known_as() -> tuple[str, str | None]:
-    """Return this node's name and the address it resolves to."""
-    name = socket.gethostname()
-    try:
-        return name, str(socket.getaddrinfo(name, 0)[0][4][0])
-    except OSError:
-        return name, None
+def _known_address() -> tuple[str | None, str]:
+    """Return the address that this node's name leads others to; else None, and a sentence why."""
+    name, address = socket.gethostname(), None
+    with contextlib.suppress(OSError):  # no such name
+        address = str(socket.getaddrinfo(name, 0)[0][4][0])
+    if address is not None and not ipaddress.ip_address(address).is_loopback:
+        return address, ""
+    return None, f"this node's name, {name}, resolves to {address or 'nothing'}"
 
 
 def _way_out(goal: str, problem: str) -> tuple[str, str]:
@@ -224,17 +220,14 @@ def _outward() -> dict[str, str]:
     """Interfaces by the addresses of this node that others may reach."""
     import psutil  # a supervisor calls ``forget`` without it
 
-    return {
-        address.address: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family in (socket.AF_INET, socket.AF_INET6) and _leads_on(address.address)
-    }
-
-
-def _leads_on(address: str) -> bool:
-    parsed = ipaddress.ip_address(address)
-    return not (parsed.is_loopback or parsed.is_link_local)
+    outward = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                parsed = ipaddress.ip_address(address.address)
+                if not (parsed.is_loopback or parsed.is_link_local):
+                    outward[address.address] = name
+    return outward
 
 
 def _refuse_shared_store(env: Mapping[str, str]) -> None:

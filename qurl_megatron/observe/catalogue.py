@@ -128,7 +128,6 @@ GROUPS: dict[str, MetricGroup] = {
     "rollout": MetricGroup(
         "Behaviour and proximal policy",
         {
-            "quantized": Known("1 where a token came from quantized weights"),
             "kl_k1": Known("KL of behaviour from proximal policy, k1"),
             "kl_k3": Known("KL of behaviour from proximal policy, k3"),
             "rho_mean": Known("mean ratio of proximal to behaviour policy", "near 1"),

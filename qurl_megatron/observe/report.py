@@ -19,7 +19,6 @@ from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
 from qurl_megatron.observe.text import duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import (
-    FALL_BACK,
     HALTED,
     TIMELINE_FILE,
     TRACE_FILE,
@@ -247,8 +246,6 @@ def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]
         if action == HALTED:
             again = ", and started again" if last_step > span.step else ""
             yield f"Halted at step {span.step}{again}", reason
-        elif action.startswith(FALL_BACK):
-            yield f"{action.removeprefix(FALL_BACK)} since step {span.step}", reason
 
 
 def _section(chosen: Sequence[Picture], history: History) -> PictureSection:

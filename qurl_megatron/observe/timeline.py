@@ -19,7 +19,7 @@ from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.observe.lines import Growing, keep_lines, read_lines
 
-HALTED, FALL_BACK = "halted", "falling back to "
+HALTED = "halted"
 """How events of the lane "guard" begin that a reader of the report must not miss."""
 
 TIMELINE_FILE, TRACE_FILE = "timeline.jsonl", "trace.json"

@@ -78,20 +78,10 @@ class Publisher:
         assert not stage or sender.lasting, "a bucket is gone with the next"
         self.policy, self.fleet, self.sync, self.sender = policy, fleet, sync, sender
         self.stage, self.timeline = stage, timeline
-        self._quant, self._seed = quant, seed
+        self.scheme = quant.scheme
         self._drift = Drift(quant)
-        self.publish_as(quant.scheme)
-
-    def publish_as(self, scheme: str) -> None:
-        """Publish in this number format from now on; all ranks call it together.
-
-        The engines must have this format (``Fleet.switch``) when the next version comes.
-        """
-        self.scheme = scheme
-        if self.policy.ranks.copies.size > 1:  # they get other tensors to send than they held
-            self._drift = Drift(self._quant)
-        limit = int(self.sync.bucket_mb * MIB)
-        self._shards = RankShards(self.policy, self._quant, scheme, limit, self._seed)
+        limit = int(sync.bucket_mb * MIB)
+        self._shards = RankShards(policy, quant, quant.scheme, limit, seed)
 
     def __enter__(self) -> "Publisher":
         return self

@@ -18,7 +18,7 @@ from qurl_megatron.config import QuantConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.drift import Drift
 from qurl_megatron.quant import quantize, rounding_of
-from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.quant.rounding import scheme_named
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.tensors.table import HfTensor, hf_tensor, is_quantized, is_vocabulary
 from qurl_megatron.wire.message import ALIGNMENT, Room

@@ -1,20 +1,23 @@
-"""Activations on the fly: one scale per token, found from the token itself.
+"""Activations on the fly, one scale per token found from the token itself, and their products.
 
-The one definition of it, for the embedded engine, for the trainer where it computes as the engines
-do, and for tests of parity. The native decode step does the same to the last bit. SGLang's kernels
-for GPUs have formulas of their own: they multiply by reciprocals, and round halves of INT8 away
-from zero. Without a GPU, SGLang is given the embedded engine's kernels.
+    y[t, o] = (sum_i a[t, i] * w[o, i]) * weight_scale[o] * scale[t] + addend[t, o]
 
-Shapes: T tokens, I features.
+The one definition of both, for the embedded engine, for the trainer where it computes as the
+engines do, and for tests of parity. The native decode step does the same to the last bit. SGLang's
+kernels for GPUs have formulas of their own: they multiply by reciprocals, and round halves of INT8
+away from zero. Without a GPU, SGLang is given the embedded engine's kernels.
+
+Shapes: T tokens, I input and O output features.
 """
 
+import functools
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qurl_megatron.quant.formats import round_to_grid_, scheme_named
+from qurl_megatron.quant.rounding import round_to_grid_, scheme_named
 from qurl_megatron.schemes import Scheme
 
 Arithmetic = Literal["exact", "sglang"]
@@ -22,6 +25,11 @@ Arithmetic = Literal["exact", "sglang"]
 of 0.5.23 (``_per_token_quant_int8``, ``per_token_quant_fp8``)."""
 
 TINY = torch.finfo(torch.float32).tiny
+# cuBLASLt's int8 product wants more than 16 rows, and its FP8 product sides of whole steps; padded
+# rows are cut off again.
+CUDA_INT8_ROWS = 32
+CUDA_STEP = 16
+
 SGLANG_LEAST = 1e-10  # largest magnitude of a token that SGLang's INT8 kernel tells from zeros
 
 
@@ -60,7 +68,7 @@ def token_scales(amax: Tensor, largest: float) -> Tensor:
 
     A token of zeros gets a tiny positive scale: its codes are 0 under any scale, and none is NaN.
     """
-    # By a tensor, as in ``formats.scale_of``.
+    # By a tensor, as in ``rounding.scale_of``.
     return (amax / amax.new_full((), largest)).clamp_(min=TINY)
 
 
@@ -87,3 +95,52 @@ def _as_sglang(x: Tensor, amax: Tensor, rules: Scheme) -> tuple[Tensor, Tensor]:
     scale = amax / largest
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
     return (x * inverse).clamp(-rules.largest, rules.largest).to(rules.dtype), scale
+
+
+def scaled_product(
+    codes_TI: Tensor,
+    scale_T1: Tensor,
+    w_OI: Tensor,
+    scale_O: Tensor,
+    addend: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[T, O] of ``dtype``, by the machine's products of 8 bits where it has them.
+
+    The sum is exact in INT8 (int32 accumulator), so only the order of scaling is left to agree on.
+    FP8 is emulated elsewhere: rounded exactly where the hardware rounds (the codes) and summed in
+    FP32, so it differs from a tensor core in the order of summation only.
+
+    Args:
+        w_OI: the codes of the weight; of FP8 also as the same values in FP32.
+        addend: a bias [O] or the residual stream [T, O]; None: nothing. Folding it in saves one
+            pass over memory and one rounding.
+    """
+    fits = not w_OI.is_cuda or not (w_OI.shape[0] % CUDA_STEP or w_OI.shape[1] % CUDA_STEP)
+    if w_OI.dtype is torch.float8_e4m3fn and fits and has_fp8_hardware(w_OI.device):
+        # Row-wise scales exist for BF16 results only.
+        y_TO = torch._scaled_mm(
+            codes_TI, w_OI.t(), scale_a=scale_T1, scale_b=scale_O[None], out_dtype=torch.bfloat16
+        ).to(dtype)
+        return y_TO if addend is None else y_TO + addend
+    if w_OI.dtype is torch.int8 and fits:
+        y_TO = int8_matmul(codes_TI, w_OI).float()
+    else:
+        y_TO = codes_TI.float() @ w_OI.float().t()
+    y_TO = y_TO.mul_(scale_O)
+    if addend is None:
+        return y_TO.mul_(scale_T1).to(dtype)
+    return torch.addcmul(addend.to(torch.float32), y_TO, scale_T1).to(dtype)
+
+
+def int8_matmul(a_TI: Tensor, w_OI: Tensor) -> Tensor:
+    """Exact int32 product of int8 codes, [T, O]."""
+    rows = a_TI.shape[0]
+    if a_TI.is_cuda and rows < CUDA_INT8_ROWS:
+        a_TI = torch.nn.functional.pad(a_TI, (0, 0, 0, CUDA_INT8_ROWS - rows))
+    return torch._int_mm(a_TI, w_OI.t())[:rows]
+
+
+@functools.cache
+def has_fp8_hardware(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,51 +1,30 @@
 """The layouts in which a quantized checkpoint is written, one per family of loaders.
 
 Each stores a weight's values under the weight's own name, [O, I], and a float32 scale beside it
-that multiplies them. They differ in the scale's name and shape, and in ``config.json``.
-Which engines read which layout is in ``FORMATS``; a layout that none reads is refused.
+that multiplies them. They differ in the scale's name, and in ``config.json``.
 
-Shapes: O = output channels, I = input channels, R x C = the squares of 128 x 128 over them.
+Shapes: O = output channels, I = input channels.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant.weights import QuantizedWeight
+from qurl_megatron.quant.weights import QuantizedWeight, scale_grid
 from qurl_megatron.schemes import BLOCK, EXPORTED, SCHEMES
-
-
-def _column(rows: int, columns: int) -> tuple[int, ...]:
-    return rows, 1
-
-
-def _vector(rows: int, columns: int) -> tuple[int, ...]:
-    return (rows,)
-
-
-def _grid(rows: int, columns: int) -> tuple[int, ...]:
-    return -(-rows // BLOCK), -(-columns // BLOCK)
-
-
-def _grid_4d(rows: int, columns: int) -> tuple[int, ...]:
-    return -(-rows // BLOCK), 1, -(-columns // BLOCK), 1
 
 
 @dataclass(frozen=True)
 class ExportLayout:
     """How one family of loaders wants one scheme."""
 
-    scale: str  # stands in the place of ``weight`` in the name of the scale
-    scale_shape: Callable[[int, int], tuple[int, ...]]  # of a weight [O, I]
     config: dict  # ``quantization_config`` of config.json, without the modules left as they were
-    ignore_key: str = "ignore"  # where they are listed
-    patterns: bool = False  # the loaders also read ``re:`` entries in that list
-    always_ignored: tuple[str, ...] = ()  # the loaders read no list: they skip modules so named
-    experts: bool = True  # the loaders also read the experts of a mixture
+    scale: str = "weight_scale"  # stands in the place of ``weight`` in the name of the scale
+    ignore_key: str = "ignore"  # where the modules left as they were are listed
 
 
 def _compressed(number: str, weights: dict, activations: dict) -> dict:
@@ -65,79 +44,31 @@ def _compressed(number: str, weights: dict, activations: dict) -> dict:
     }
 
 
+_BY_CHANNEL = ({"strategy": "channel"}, {"strategy": "token"})
+_BY_BLOCK = (
+    {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+    {"strategy": "group", "group_size": BLOCK},
+)
+_BLOCK_CONFIG = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+
 # format -> scheme -> layout.
 FORMATS: dict[str, dict[str, ExportLayout]] = {
     # SGLang, vLLM and transformers.
     "compressed-tensors": {
-        "int8": ExportLayout(
-            "weight_scale",
-            _column,
-            _compressed("int", {"strategy": "channel"}, {"strategy": "token"}),
-            patterns=True,
-        ),
-        "fp8": ExportLayout(
-            "weight_scale",
-            _column,
-            _compressed("float", {"strategy": "channel"}, {"strategy": "token"}),
-            patterns=True,
-        ),
-        "fp8_block": ExportLayout(
-            "weight_scale",
-            _grid,
-            _compressed(
-                "float",
-                {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
-                {"strategy": "group", "group_size": BLOCK},
-            ),
-            patterns=True,
-        ),
+        "int8": ExportLayout(_compressed("int", *_BY_CHANNEL)),
+        "fp8": ExportLayout(_compressed("float", *_BY_CHANNEL)),
+        "fp8_block": ExportLayout(_compressed("float", *_BY_BLOCK)),
     },
     # SGLang's own loaders; vLLM and transformers read the fp8_block one too.
     "sglang": {
-        "int8": ExportLayout("weight_scale", _column, {"quant_method": "w8a8_int8"}, patterns=True),
-        "fp8": ExportLayout(
-            "weight_scale",
-            _column,
-            {"quant_method": "w8a8_fp8"},
-            patterns=True,
-            always_ignored=("lm_head", "gate", "shared_expert_gate"),
-        ),
-        "fp8_block": ExportLayout(
-            "weight_scale_inv",
-            _grid,
-            {
-                "quant_method": "fp8",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [BLOCK, BLOCK],
-            },
-            ignore_key="modules_to_not_convert",
-        ),
+        "int8": ExportLayout({"quant_method": "w8a8_int8"}),
+        "fp8": ExportLayout({"quant_method": "w8a8_fp8"}),
+        "fp8_block": ExportLayout(_BLOCK_CONFIG, "weight_scale_inv", "modules_to_not_convert"),
     },
-    # vLLM; SGLang refuses both. The algorithms are spelled as ModelOpt's own
-    # export spells them, lower case included. "wo" (weights only) is its word, but engines quantize
-    # the activations too, per group of 128. vLLM reads experts of FP8 with a scale per tensor only.
-    "modelopt": {
-        "fp8": ExportLayout(
-            "weight_scale",
-            _vector,
-            {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
-            experts=False,
-        ),
-        "fp8_block": ExportLayout(
-            "weight_scale",
-            _grid_4d,
-            {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
-            experts=False,
-        ),
-    },
-}
-
-# (scheme, format) -> why not.
-_REFUSED = {
-    ("int8", "modelopt"): (
-        "int8 in format modelopt is loaded by neither vLLM nor SGLang, which read its FP8 and FP4 "
-        "only; use format compressed-tensors or sglang"
-    )
 }
 
 # Keys of a found config that may differ and the tensors still mean the same.
@@ -148,14 +79,12 @@ def layout(scheme: str, fmt: str) -> ExportLayout:
     """Return the layout of a scheme in a format.
 
     Raises:
-        ConfigError: either name is unknown, or no engine reads the scheme in this format.
+        ConfigError: either name is unknown.
     """
     if fmt not in FORMATS:
         raise ConfigError(f"unknown checkpoint format {fmt!r}; known are {sorted(FORMATS)}")
     if scheme not in EXPORTED:
         raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(EXPORTED)}")
-    if (scheme, fmt) in _REFUSED:
-        raise ConfigError(_REFUSED[scheme, fmt])
     return FORMATS[fmt][scheme]
 
 
@@ -171,35 +100,26 @@ def stored_shapes(
     """Return shape and dtype of each tensor that stands for a weight [O, I].
 
     Raises:
-        ConfigError: the loaders of this layout could not read the weight; names it.
+        ConfigError: no engine could run the weight; names it.
     """
-    want = layout(scheme, fmt)
-    if len(shape) != 2:
-        raise ConfigError(f"cannot store {name} {list(shape)} quantized: it must be [out, in]")
-    if ".experts." in name and not want.experts:
-        raise ConfigError(
-            f"neither vLLM nor SGLang loads experts of {scheme} in format {fmt}, and {name} is "
-            "one; use format compressed-tensors or sglang"
-        )
-    if SCHEMES[scheme].block is not None and any(size % BLOCK for size in shape):
+    block = SCHEMES[scheme].block
+    if block is not None and any(size % block for size in shape):
         # Activations are quantized in whole groups of 128, fused q/k/v and gate/up are whole
         # squares: vLLM, SGLang and compressed-tensors all stop at such a weight, at load or later.
         raise ConfigError(
-            f"engines run {scheme} weights only if both sizes are multiples of {BLOCK}, {name} is "
+            f"engines run {scheme} weights only if both sizes are multiples of {block}, {name} is "
             f"{list(shape)}; use scheme fp8"
         )
+    scale_shape = scale_grid(shape, block)
     return {
         name: (tuple(shape), SCHEMES[scheme].dtype),
-        scale_name(name, scheme, fmt): (want.scale_shape(*shape), torch.float32),
+        scale_name(name, scheme, fmt): (scale_shape, torch.float32),
     }
 
 
 def stored(name: str, quantized: QuantizedWeight, fmt: str) -> dict[str, Tensor]:
     """Return the tensors that stand for a weight, as ``stored_shapes`` announces them."""
-    scheme = scheme_of(quantized)
-    shapes = stored_shapes(name, quantized.values.shape, scheme, fmt)
-    scale = scale_name(name, scheme, fmt)
-    return {name: quantized.values, scale: quantized.scale.reshape(shapes[scale][0])}
+    return {name: quantized.values, scale_name(name, scheme_of(quantized), fmt): quantized.scale}
 
 
 def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str, fmt: str) -> QuantizedWeight:
@@ -220,7 +140,7 @@ def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str, fmt: str) -> Q
             f"{name} is {values.dtype} {list(values.shape)}, {scheme} weights are {rules.dtype} "
             "[out, in]"
         )
-    shape = (_column if rules.block is None else _grid)(*values.shape)
+    shape = scale_grid(values.shape, rules.block)
     if not scale.is_floating_point() or _long_sizes(scale.shape) != _long_sizes(shape):
         raise ConfigError(
             f"{scale_name(name, scheme, fmt)} is {scale.dtype} {list(scale.shape)}, the scale of "
@@ -244,48 +164,10 @@ def quantization_config(scheme: str, fmt: str, ignore: Sequence[str]) -> dict:
 
     Args:
         ignore: linear modules that stay in high precision (``lm_head``, MoE routers), named as in
-            the checkpoint; or ``re:`` and a regular expression, in layouts that read one.
-
-    Raises:
-        ConfigError: the loaders of this layout would quantize one of these modules all the same.
+            the checkpoint. SGLang's w8a8_fp8 reads no list, and skips just these.
     """
     want = layout(scheme, fmt)
-    for module in ignore:
-        _check_ignored(module, want, scheme, fmt)
     return {**copy.deepcopy(want.config), want.ignore_key: list(ignore)}
-
-
-def _check_ignored(module: str, want: ExportLayout, scheme: str, fmt: str) -> None:
-    if module.startswith("re:") and not want.patterns:
-        raise ConfigError(
-            f"the loaders of {scheme} in format {fmt} read no patterns: name the modules that "
-            f"{module!r} stands for, or use format compressed-tensors"
-        )
-    last = module.removeprefix("re:").rstrip("$").rsplit(".", 1)[-1]
-    if want.always_ignored and last not in want.always_ignored:
-        raise ConfigError(
-            f"the loaders of {scheme} in format {fmt} quantize every linear module but "
-            f"{', '.join(want.always_ignored)}, so {module} cannot stay as it is; use format "
-            "compressed-tensors"
-        )
-
-
-def extra_files(scheme: str, fmt: str, ignore: Sequence[str]) -> dict[str, dict]:
-    """JSON files that a format wants beside config.json: file name -> contents."""
-    config = quantization_config(scheme, fmt, ignore)
-    if fmt != "modelopt":
-        return {}
-    # Loaders that know this file alone tell ModelOpt's layout by the producer's name.
-    return {
-        "hf_quant_config.json": {
-            "producer": {"name": "modelopt"},
-            "quantization": {
-                "quant_algo": config["quant_algo"],
-                "kv_cache_quant_algo": None,
-                "exclude_modules": list(ignore),
-            },
-        }
-    }
 
 
 def read_quantization(config: Mapping) -> tuple[str, str] | None:

@@ -1,7 +1,12 @@
-"""Rounding by chance: up with the probability of the fraction, else down.
+"""Scales, and rounding to the nearest code or by chance, for weights and activations alike.
 
-Rounded to the nearest code, a weight on the grid stays where it is until half a step of updates has
-come together. By chance, the mean of ``code * scale`` is the weight itself, wherever it lies.
+Everything is symmetric: ``value = round(x / scale)`` with ``scale = amax / largest``, computed in
+float32 element by element, so a slice of a tensor quantizes to the slice of the quantized tensor.
+``fused_channels`` has the same arithmetic as kernels for GPUs.
+
+By chance is up with the probability of the fraction, else down. Rounded to the nearest code, a
+weight on the grid stays where it is until half a step of updates has come together. By chance, the
+mean of ``code * scale`` is the weight itself, wherever it lies.
 
 A draw belongs to an element of the whole tensor, not to a place in memory: it is a hash of the
 element's index under a key made of the run's seed, the version and the tensor's name. So every
@@ -20,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qurl_megatron.schemes import Scheme
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.schemes import SCHEMES, Scheme
 
 UNIT = 2.0**-16
 """Draws are odd multiples of it between -1/2 and 1/2.
@@ -35,6 +41,37 @@ FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35
 _EXPONENT = 0x7F800000  # its bits in a float32
 _FINEST = (127 - 6) << 23  # 2**-6, below which E4M3 keeps its step
 _STEPS = 3 << 23  # an E4M3 number has 3 bits after the leading one: 8 steps between powers of two
+
+
+def scheme_named(name: str) -> Scheme:
+    """
+    Raises:
+        ConfigError: there is no such scheme.
+    """
+    stored_schemes = [name for name, row in SCHEMES.items() if row.stored]
+    if name not in stored_schemes:
+        raise ConfigError(
+            f"unknown quantization scheme {name!r}; known are {sorted(stored_schemes)}"
+        )
+    return SCHEMES[name]
+
+
+def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
+    """float32 scales; 1 where all elements are 0, or so small that the scale is subnormal."""
+    # By a tensor: a number would be multiplied by as its reciprocal on a GPU, and more than half of
+    # all E4M3 scales would differ from the CPU's in the last bit.
+    scale = amax / amax.new_full((), scheme.largest)
+    return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+
+
+def round_to_grid_(x: Tensor, scheme: Scheme) -> Tensor:
+    """Prepare float32 ``x / scale`` for its cast, in place: half to even.
+
+    Nothing is clamped, which would be a pass over memory: where the scale comes from x's own amax,
+    the largest quotient exceeds ``largest`` by no more than the rounding of two divisions, and
+    rounds to ``largest``. So does the float8 cast, which rounds half to even itself.
+    """
+    return x if scheme.dtype.is_floating_point else x.round_()
 
 
 @dataclass(frozen=True, kw_only=True)

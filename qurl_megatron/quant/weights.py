@@ -8,7 +8,7 @@ Shapes: O = output channels, I = input channels. A scale belongs to a square of 
 1 x I where each channel has one, 128 x 128 for fp8_block. R x C squares cover the weight.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,13 @@ from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.fused import has_kernels_for
-from qurl_megatron.quant.formats import round_to_grid_, scale_of, scheme_named
-from qurl_megatron.quant.rounding import Draws, Rounding
+from qurl_megatron.quant.rounding import (
+    Draws,
+    Rounding,
+    round_to_grid_,
+    scale_of,
+    scheme_named,
+)
 from qurl_megatron.schemes import Scheme
 
 # Float32 elements in flight at once, however large the weight: of a run, which shares the operators
@@ -89,7 +94,7 @@ def quantize(
             )
     if out is None:
         out = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
-    scale = torch.ones(_squares(weight.shape, rules.block), device=weight.device)
+    scale = torch.ones(scale_grid(weight.shape, rules.block), device=weight.device)
     scratch = _scratch(weight, rules.block)
     round_ = _rounder(rounding, rules, scratch, weight.shape[1])
     for rows, squares, run in _runs(weight, rules.block):
@@ -200,18 +205,19 @@ def _encode(
         first += len(codes)
 
 
-def _squares(shape: torch.Size, block: int | None) -> tuple[int, int]:
-    """How many scales a weight has, down and across."""
+def scale_grid(shape: Sequence[int], block: int | None) -> tuple[int, int]:
+    """Return how many scales a weight of this shape has, down and across."""
+    rows, columns = shape
     if block is None:
-        return shape[0], 1
-    return -(-shape[0] // block), -(-shape[1] // block)
+        return rows, 1
+    return -(-rows // block), -(-columns // block)
 
 
 def _scratch(weight_OI: Tensor, block: int | None) -> Tensor:
     """A float32 buffer for some rows of squares, [r, h, C, w]."""
     _, columns = weight_OI.shape
     height, width = (block, block) if block else (1, columns)
-    down, across = _squares(weight_OI.shape, block)
+    down, across = scale_grid(weight_OI.shape, block)
     elements = _SCRATCH_CPU if weight_OI.device.type == "cpu" else _SCRATCH
     step = min(max(elements // max(height * across * width, 1), 1), down)
     return torch.empty(step, height, across, width, device=weight_OI.device)
@@ -228,7 +234,7 @@ def _runs(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, slice, 
     if weight_OI.numel() == 0:
         return
     height, width = (block, block) if block else (1, I)
-    down, across = _squares(weight_OI.shape, block)
+    down, across = scale_grid(weight_OI.shape, block)
     elements = _RUN_CPU if weight_OI.device.type == "cpu" else _RUN
     step = min(max(elements // (height * across * width), 1), down)
     buffer = None

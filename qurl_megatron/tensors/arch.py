@@ -5,6 +5,7 @@ that is not understood here is refused by name: a model that loads and is slight
 worst outcome.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -40,6 +41,16 @@ FAMILIES: Mapping[str, Family] = {
         activation="gelu_tanh", zero_centred_norm=True, scaled_embedding=True, tied=True
     ),
 }
+
+FIXED: Mapping[str, Any] = {
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "use_bidirectional_attention": False,
+    "partial_rotary_factor": 1.0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+"""Keys of config.json that change what is computed, and the one value that each may have."""
 
 # Names of each activation in configs. Gemma's first ones say "gelu" and mean its tanh form.
 ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
@@ -120,16 +131,8 @@ class Arch:
         Args:
             key: name of the model, for the message.
         """
-        words = {
-            "zero_centred_norm": "zero-centred norms",
-            "activation": f"{self.activation} gates",
-            "embedding_scale": "scaled embeddings",
-        }
-        unserved = [
-            words.get(switch.name, switch.name)
-            for switch in fields(self)
-            if switch.default is not MISSING and getattr(self, switch.name) != switch.default
-        ]
+        switches = [field for field in fields(self) if field.default is not MISSING]
+        unserved = [each.name for each in switches if getattr(self, each.name) != each.default]
         if unserved:
             raise ConfigError(
                 f"{key}no engine generates with {self.family} models yet, which have "
@@ -235,31 +238,7 @@ def read_arch(config: dict[str, Any]) -> Arch:
 
 def _arch(config: dict[str, Any]) -> Arch:
     family = read_family(config)
-    _refuse_windows(config, family)
-    if config.get("mlp_bias") or (not family.qkv_bias and config.get("attention_bias")):
-        raise ConfigError(
-            "config.json: mlp_bias and attention_bias are not supported; the model needs them false"
-        )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "config.json: quantization_config means quantized weights; "
-            "give the checkpoint they were made from"
-        )
-    if any(
-        section.get("partial_rotary_factor", 1.0) != 1.0 for section in (config, _stretch(config))
-    ):
-        raise ConfigError("config.json: partial_rotary_factor is not supported; it must be 1.0")
-    if config.get("use_bidirectional_attention"):
-        raise ConfigError(
-            "config.json: use_bidirectional_attention=true is not supported; set it to false"
-        )
-    for key in ("hidden_act", "hidden_activation"):
-        accepted = ACTIVATIONS[family.activation]
-        if (config.get(key) or accepted[0]) not in accepted:
-            raise ConfigError(
-                f"config.json: {key} {config[key]!r} is not supported; "
-                f"a {config['model_type']} model needs {' or '.join(accepted)}"
-            )
+    refuse_unknown_switches(config, family)
     heads, hidden = (_count(config, key) for key in ("num_attention_heads", "hidden_size"))
     rope_theta, rope_scaling = _rope(config)
     arch = Arch(
@@ -291,15 +270,51 @@ def _arch(config: dict[str, Any]) -> Arch:
     return arch
 
 
+def refuse_unknown_switches(config: dict[str, Any], family: Family) -> None:
+    """Raise ``ConfigError`` where a key asks for a computation that is not understood here."""
+    if config.get("quantization_config"):
+        raise ConfigError(
+            "config.json: quantization_config means quantized weights; "
+            "give the checkpoint they were made from"
+        )
+    wanted = {**FIXED, "layer_types": "full_attention"}
+    found = {**config, **_rope_parameters(config)}
+    kinds = config.get("layer_types") or []
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    found["layer_types"] = next((kind for kind in kinds if kind != "full_attention"), None)
+    if not family.qkv_bias:
+        wanted["attention_bias"] = False
+    if family.window is not None:
+        wanted["sliding_window"] = None  # the same, where prompt and response together are shorter
+        found.setdefault("sliding_window", family.window)
+    for key, value in wanted.items():
+        if found.get(key) is not None and found[key] != value:
+            raise ConfigError(
+                f"config.json: {key}={json.dumps(found[key])[:80]} is not supported; it must be "
+                f"{json.dumps(value)}"
+            )
+    accepted = ACTIVATIONS[family.activation]
+    for key in ("hidden_act", "hidden_activation"):
+        if (config.get(key) or accepted[0]) not in accepted:
+            raise ConfigError(
+                f"config.json: {key} {config[key]!r} is not supported; "
+                f"a {config['model_type']} model needs {' or '.join(accepted)}"
+            )
+
+
 LARGEST_COUNT = 1 << 31
 """Of layers, heads, sizes and token ids; no model comes near."""
 LARGEST_NUMBER = 1e12
 
 
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Return the value of a key, which may be left out or null where there is a default."""
     value = config[key] if default is None else config.get(key)
-    if value is None and default is not None:
-        return default
+    return default if value is None else value
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _value(config, key, default)
     if type(value) is not int or not 1 <= value < LARGEST_COUNT:
         raise ConfigError(
             f"config.json: {key} must be a positive whole number below 2^31, got {value!r:.80}"
@@ -308,19 +323,14 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value: Any = config[key] if default is None else config.get(key)
-    if value is None and default is not None:
-        return default
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= LARGEST_NUMBER:
+    value = _value(config, key, default)
+    if type(value) not in (int, float) or not 0 < value <= LARGEST_NUMBER:
         raise ConfigError(f"config.json: {key} must be a positive number, got {value!r:.80}")
     return float(value)
 
 
 def _switch(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key)
-    if value is None:
-        return default
+    value = _value(config, key, default)
     if type(value) is not bool:
         raise ConfigError(f"config.json: {key} must be true or false, got {value!r:.80}")
     return value
@@ -341,9 +351,10 @@ def read_family(config: Mapping[str, Any]) -> Family:
 
 
 def read_eos(folder: str | Path) -> tuple[int, ...]:
-    """Tokens that end a response; generation_config.json wins, chat models list them only there."""
-    config_ids, generation = _eos_ids(folder)
-    return config_ids if generation is None else generation
+    """Return the tokens that end a response; generation_config.json wins, as chat models list them
+    only there."""
+    for_generation = _eos_ids(Path(folder) / "generation_config.json")
+    return for_generation or _eos_ids(Path(folder) / "config.json")
 
 
 @dataclass(frozen=True)
@@ -359,9 +370,21 @@ def read_stop_ids(folder: str | Path, of_tokenizer: Iterable[int] = ()) -> StopI
     Args:
         of_tokenizer: those that the model's tokenizer names.
     """
-    config_ids, generation = _eos_ids(folder)
     always = frozenset(read_eos(folder))
-    return StopIds(always, always.union(config_ids, generation or (), of_tokenizer))
+    return StopIds(always, always.union(_eos_ids(Path(folder) / "config.json"), of_tokenizer))
+
+
+def _eos_ids(file: Path) -> tuple[int, ...]:
+    """Return the end tokens that a file names, if any."""
+    eos = read_json(file).get("eos_token_id") if file.is_file() else None
+    if eos is None:
+        return ()
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int and 0 <= token < LARGEST_COUNT for token in ids):
+        raise ConfigError(
+            f"{file}: eos_token_id must be a token id or a list of them, got {eos!r:.80}"
+        )
+    return tuple(ids)
 
 
 def facts_of(folder: str | Path) -> dict[str, Any]:
@@ -379,54 +402,7 @@ def facts_of(folder: str | Path) -> dict[str, Any]:
     return {**sizes, "eos_token_id": sorted(read_eos(folder))}
 
 
-def _eos_ids(folder: str | Path) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Those of config.json, and of generation_config.json where it names any."""
-    file = Path(folder) / "generation_config.json"
-    generation = read_json(file).get("eos_token_id") if file.is_file() else None
-    config_eos = read_config(folder).get("eos_token_id")
-    return (
-        () if config_eos is None else _as_ids(config_eos, Path(folder) / "config.json"),
-        None if generation is None else _as_ids(generation, file),
-    )
-
-
-def _as_ids(eos: Any, file: Path) -> tuple[int, ...]:
-    ids = eos if isinstance(eos, list) else [eos]
-    if not all(type(token) is int and 0 <= token < LARGEST_COUNT for token in ids):
-        raise ConfigError(
-            f"{file}: eos_token_id must be a token id or a list of them, got {eos!r:.80}"
-        )
-    return tuple(ids)
-
-
-def _refuse_windows(config: dict[str, Any], family: Family) -> None:
-    if config.get("use_sliding_window"):
-        raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
-    window = config.get("sliding_window", family.window) if family.window else None
-    if window is not None:
-        raise ConfigError(
-            f"config.json: sliding_window={window} is not supported; set it to null, which changes "
-            "nothing where prompt and response together are shorter"
-        )
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ConfigError(
-            f"config.json: layer_types {kinds!r:.80} are not supported; every layer must be "
-            "full_attention"
-        )
-
-
 def _experts(config: dict[str, Any]) -> Experts:
-    if config.get("mlp_only_layers"):
-        raise ConfigError(
-            f"config.json: mlp_only_layers={config['mlp_only_layers']} is not supported; "
-            "every layer must have experts"
-        )
-    if config.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError(
-            f"config.json: decoder_sparse_step={config['decoder_sparse_step']} is not supported; "
-            "every layer must have experts"
-        )
     return Experts(
         # transformers 5 writes the second name.
         count=_count(config, "num_experts" if "num_experts" in config else "num_local_experts"),
@@ -436,8 +412,8 @@ def _experts(config: dict[str, Any]) -> Experts:
     )
 
 
-def _stretch(config: dict[str, Any]) -> dict[str, Any]:
-    """Base and scaling, where transformers 5 writes them, or the older scaling alone."""
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Return base and scaling, where transformers 5 writes them, or the older scaling alone."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     parameters = config.get(key) or {}
     if not isinstance(parameters, dict):
@@ -446,23 +422,21 @@ def _stretch(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
-    parameters = _stretch(config)
+    parameters = _rope_parameters(config)
     theta = _number({"rope_theta": 10_000.0, **config, **parameters}, "rope_theta")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind == "llama3":
-        names = Llama3Rope.__dataclass_fields__
-        missing = [name for name in names if name not in parameters]
-        if missing:
-            raise ConfigError(f"config.json: rope scaling of type llama3 lacks {missing}")
-        return theta, Llama3Rope(
-            factor=_number(parameters, "factor"),
-            low_freq_factor=_number(parameters, "low_freq_factor"),
-            high_freq_factor=_number(parameters, "high_freq_factor"),
-            original_max_position_embeddings=_count(parameters, "original_max_position_embeddings"),
+    if kind != "llama3":
+        raise ConfigError(
+            f"config.json: rope_type {kind!r} is not supported; known: default, llama3"
         )
-    raise ConfigError(f"config.json: rope_type {kind!r} is not supported; known: default, llama3")
+    return theta, Llama3Rope(
+        factor=_number(parameters, "factor"),
+        low_freq_factor=_number(parameters, "low_freq_factor"),
+        high_freq_factor=_number(parameters, "high_freq_factor"),
+        original_max_position_embeddings=_count(parameters, "original_max_position_embeddings"),
+    )
 
 
 def _divisors(*sizes: int) -> list[int]:

@@ -15,7 +15,7 @@ where nothing is drawn later, it repeats none either.
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass, replace
 from threading import Event
@@ -88,18 +88,6 @@ class Ahead(Generic[Drawn, Batch]):
             if batch.future.done() and isinstance(batch.future.exception(), EngineError):
                 future = self._begin(batch.step, batch.drawn)
                 self._pending[index] = replace(batch, future=future)
-
-    def settle(self, stop: Callable[[], bool]) -> None:
-        """Wait until the engines have nothing to do: every batch is done, or has failed.
-
-        Raises:
-            Interrupted: ``stop()`` became true.
-        """
-        for batch in self._pending:
-            while not batch.future.done():
-                if stop():
-                    raise Interrupted("stopped while engines were generating")
-                wait([batch.future], POLL_S)
 
     def _begin(self, step: int, drawn: Drawn) -> "Future[Batch]":
         return self._pool.submit(self._produce, step, drawn, self._closing.is_set)

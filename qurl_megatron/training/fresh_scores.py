@@ -84,18 +84,17 @@ def engine_scores(
 
 
 def actor_scores(
-    config: RunConfig, checkpoint: Path, rollouts: Path, count: int, *, scheme: str
+    config: RunConfig, checkpoint: Path, rollouts: Path, count: int
 ) -> list[np.ndarray] | int:
     """Score by the full-precision actor, on ranks of this machine, split as the run's is.
 
     Args:
         rollouts: file of samples, of which the first ``count`` are scored.
-        scheme: of the engines that sampled them.
 
     Returns:
         The log-probs; or the exit code of a rank that failed, which printed the reason.
     """
-    config = actor_recipe(config, checkpoint, count, scheme)
+    config = actor_recipe(config, checkpoint, count)
     with tempfile.TemporaryDirectory(prefix="qurl-rescore-") as folder:
         out = Path(folder) / "scores.npz"
         code = launch(score_rank, (config, rollouts, count, out), config.parallel.world_size)
@@ -105,11 +104,9 @@ def actor_scores(
             return [scores[str(index)] for index in range(count)]
 
 
-def actor_recipe(config: RunConfig, checkpoint: Path, count: int, scheme: str) -> RunConfig:
+def actor_recipe(config: RunConfig, checkpoint: Path, count: int) -> RunConfig:
     """Return the run's recipe for ranks that score ``count`` responses once."""
     train = replace(config.train, micro_batch=math.gcd(count, config.train.micro_batch))
-    if scheme == "none":  # since the guard fell back, too, the actor was not aligned
-        train = replace(train, align="none")
     return replace(
         config,
         model=replace(config.model, path=str(checkpoint)),

@@ -193,15 +193,3 @@ def mean_overlong_penalty(samples: Sequence[Sample], limit: int, reward: RewardC
             sample.written_tokens, limit, reward.overlong_fraction, reward.overlong_penalty
         )
     return Mean(total, len(samples))
-
-
-def from_quantized(samples: Sequence[Sample], scheme: str, unquantized_since: int | None) -> bool:
-    """Return whether a token of a sample came from quantized weights.
-
-    Args:
-        scheme: the recipe's.
-        unquantized_since: the version at which the guard fell back; None: it has not.
-    """
-    if scheme == "none" or unquantized_since is None:
-        return scheme != "none"
-    return any(version < unquantized_since for sample in samples for version, _ in sample.versions)

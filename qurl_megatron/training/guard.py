@@ -150,36 +150,30 @@ class Verdict:
     metrics: dict[str, float]
     reason: str = ""  # a threshold tripped at this step
     halt: bool = False
-    fall_back: bool = False  # rollouts are unquantized from the next version on
 
 
 class Guard:
     """Counts the steps in a row at which each threshold was crossed."""
 
-    def __init__(
-        self, config: GuardConfig, counts: Mapping[str, int], *, own_engines: bool = True
-    ) -> None:
+    def __init__(self, config: GuardConfig, counts: Mapping[str, int]) -> None:
         """
         Args:
             counts: of the last ``Verdict``; empty for a fresh run.
-            own_engines: the run started its engines itself, and can start them again.
         """
-        self.config, self.own_engines = config, own_engines
+        self.config = config
         # 0 is not watched; a threshold that is new, or was left alone meanwhile, begins at 0.
         self.watched = [t for t in THRESHOLDS if getattr(config, t.key)]
         self.counts = {t.name: counts.get(t.name, 0) for t in self.watched}
 
-    def judge(self, step: int, metrics: Mapping[str, float], *, quantized: bool) -> Verdict:
+    def judge(self, step: int, metrics: Mapping[str, float]) -> Verdict:
         """Count a step's crossings, and decide.
 
         Args:
             metrics: of all ranks; a threshold whose metric is missing stays as it is.
-            quantized: whether rollouts are.
         """
         if not self.watched:
             return Verdict({}, {})
-        action, patience = self.config.action, self.config.patience
-        acts = action == "halt" or (action == "bf16" and quantized)
+        halts, patience = self.config.action == "halt", self.config.patience
         reasons = []
         for threshold in self.watched:
             name = next((name for name in threshold.metrics if name in metrics), None)
@@ -191,29 +185,15 @@ class Guard:
                 count = self.counts[threshold.name] + 1
             self.counts[threshold.name] = count
             # Beyond it where the run was only warned, and then started again with another action.
-            if count == patience or (acts and count > patience):
+            if count == patience or (halts and count > patience):
                 reasons.append(_reason(threshold, name, value, limit, step, count))
         guard_metrics = {f"guard/{name}": float(count) for name, count in self.counts.items()}
         guard_metrics["guard/tripped"] = float(max(self.counts.values()) >= patience)
         reason = "; ".join(reasons)
-        if not reasons or not acts:
-            if reasons and action == "bf16":
-                reason += "; rollouts are unquantized already"
-            return Verdict(dict(self.counts), guard_metrics, reason)
-        if action == "bf16" and not self.own_engines:
-            reason += (
-                "; guard.action=bf16 cannot restart the engines that rollout.urls or "
-                "rollout.rendezvous name: start them for unquantized weights"
-            )
-        # Later crossings count from 0: they have their own patience.
-        self.counts = dict.fromkeys(self.counts, 0)
-        return Verdict(
-            dict(self.counts),
-            guard_metrics,
-            reason,
-            halt=action == "halt" or not self.own_engines,
-            fall_back=action == "bf16",
-        )
+        halt = halts and bool(reasons)
+        if halt:  # started again, the run has all of its patience
+            self.counts = dict.fromkeys(self.counts, 0)
+        return Verdict(dict(self.counts), guard_metrics, reason, halt)
 
 
 def _reason(

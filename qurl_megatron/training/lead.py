@@ -86,7 +86,7 @@ def leading(
     with ExitStack() as stack:
         stack.enter_context(claimed)
         print(_engines_to_come(config, claimed.run_dir), flush=True)
-        fleet = stack.enter_context(_fleet(config, claimed.run_dir, state, stop, prompts.tokenizer))
+        fleet = stack.enter_context(_fleet(config, claimed.run_dir, stop, prompts.tokenizer))
         rewards = stack.enter_context(RewardPool(config.reward))
         turns = None
         if config.rollout.environment:
@@ -101,14 +101,12 @@ def leading(
         yield Lead(fleet, source, journal)
 
 
-def _fleet(
-    config: RunConfig, run_dir: Path, state: TrainState, stop: StopRequest, tokenizer: Tokenizer
-) -> Fleet:
+def _fleet(config: RunConfig, run_dir: Path, stop: StopRequest, tokenizer: Tokenizer) -> Fleet:
     described = description_of(config.model.path)
     return Fleet(
         config.rollout,
         model_dir=Path(config.model.path),
-        scheme=state.scheme(config.quant.scheme),
+        scheme=config.quant.scheme,
         dtype=config.model.dtype,
         log_dir=run_dir / "logs",
         vocabulary=arch_of(described).vocab,

@@ -26,7 +26,7 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import ConfigError, Foreseen, Interrupted
 from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
-from qurl_megatron.observe.timeline import FALL_BACK, HALTED
+from qurl_megatron.observe.timeline import HALTED
 from qurl_megatron.publish.drift import of_an_update
 from qurl_megatron.publish.publisher import Publisher
 from qurl_megatron.training import checkpoint
@@ -46,7 +46,6 @@ from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.step import improve
 
 HEALS = 3  # times that one step waits for engines to come back
-FORMATS = {"bfloat16": "BF16", "float32": "FP32"}  # of unquantized weights
 
 T = TypeVar("T")
 
@@ -64,9 +63,7 @@ class Run:
     saved: int | None  # the newest step that is on disk
 
     def __post_init__(self) -> None:
-        rollout = self.config.rollout
-        own_engines = not (rollout.urls or rollout.rendezvous)
-        self.guard = Guard(self.config.guard, self.state.guard, own_engines=own_engines)
+        self.guard = Guard(self.config.guard, self.state.guard)
 
     def to_the_end(self) -> None:
         """Run steps until the last one or a stop; ``state`` is then also on disk.
@@ -129,7 +126,8 @@ class Run:
             self._on_lead(lambda lead: lead.write(step, metrics, advantages))
 
         try:
-            self._obey(verdict, timer)
+            if verdict.halt:
+                raise Collapse(f"the guard halted the run: {verdict.reason}")
             with timer.phase("publish"):
                 published = self._publish(step)
             HERE.version = step
@@ -199,41 +197,13 @@ class Run:
     def _judge(self, metrics: dict[str, float]) -> Verdict:
         """Return the guard's verdict on the step before its version is published, on all ranks."""
         step = self.state.step
-        verdict = self.guard.judge(step, metrics, quantized=self.publisher.scheme != "none")
+        verdict = self.guard.judge(step, metrics)
         self.state = replace(self.state, guard=verdict.counts)
         if verdict.reason:
-            consequence = "warning"
-            if verdict.halt:
-                consequence = HALTED
-            elif verdict.fall_back:
-                consequence = f"{FALL_BACK}{FORMATS[self.config.model.dtype]} rollouts"
+            consequence = HALTED if verdict.halt else "warning"
             alarm = f"{consequence}: {verdict.reason}"
             self._on_lead(lambda lead: lead.journal.alarm("guard", alarm, step))
         return verdict
-
-    def _obey(self, verdict: Verdict, timer: Timer) -> None:
-        """Carry out the guard's verdict.
-
-        A fall-back to unquantized rollouts begins with this step's version: the run goes on as it
-        does when it is started again from here.
-
-        Raises:
-            Collapse: the guard halts the run.
-            Interrupted, ConfigError: engines cannot be started again.
-        """
-        step = self.state.step
-        if verdict.fall_back:
-            notice = f"rollouts are unquantized since step {step}, by the guard: {verdict.reason}"
-            self.state = replace(self.state, unquantized_since=step, notice=notice)
-            self.publisher.publish_as("none")
-            self.policy.unalign()
-        if verdict.halt:
-            notice = f"the guard halted the run: {verdict.reason}"
-            self.state = replace(self.state, notice=notice)
-            raise Collapse(notice)
-        if verdict.fall_back:
-            with timer.phase("restart"):
-                self._on_lead(lambda lead: lead.source.fall_back(step))
 
     def _publish(self, version: int, failure: EngineError | None = None) -> dict[str, Metric]:
         """Publish a version; where no engine takes it, also to those that come back.

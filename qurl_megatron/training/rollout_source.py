@@ -35,7 +35,6 @@ from qurl_megatron.training.groups import (
     Draft,
     conversation_metrics,
     fill,
-    from_quantized,
     kept_of,
     mean_overlong_penalty,
     reward_metrics,
@@ -88,7 +87,6 @@ class RolloutSource:
         self.kept: dict[int, Sample] = {}
         """Responses of the step at hand that are examples, by their places in it."""
         self._turns, self._stop = turns, stop
-        self._unquantized_since = state.unquantized_since
         self._remarked: set[str] = set()  # remarks that are made once
         self._drawing, self._grading = threading.Lock(), threading.Lock()
         self._ahead = Ahead(
@@ -204,26 +202,6 @@ class RolloutSource:
                 if hopeless:
                     raise
 
-    def fall_back(self, version: int) -> None:
-        """Start the engines again for unquantized weights, which come with ``version``.
-
-        Batches in flight are finished first: they are as good as any of their age.
-
-        Raises:
-            Interrupted: a stop was requested; the next start begins with such engines.
-            ConfigError: engines cannot be started any more.
-        """
-        self._unquantized_since = version
-        self.journal.progress.phase("finishing rollouts")
-        self._ahead.settle(self._stop)
-        self.journal.progress.phase("restarting engines")
-        self.fleet.switch("none")
-        end = time.monotonic() + IN_ALL * self.config.rollout.start_limit_s
-        while self.fleet.starting() and time.monotonic() < end:
-            if self._stop():
-                raise Interrupted("stopped while engines were starting")
-            time.sleep(0.05)
-
     def tell_unscored(self, tally: Tally, step: int) -> None:
         """Say why responses have no score, each way once in a run; metrics go on counting."""
         if new := tally.ways.keys() - self._remarked:
@@ -260,8 +238,6 @@ class RolloutSource:
         assert metrics["sync/staleness"].value <= rollout.max_staleness
         if self._turns:
             metrics |= conversation_metrics(samples)
-        quantized = from_quantized(samples, config.quant.scheme, self._unquantized_since)
-        metrics["rollout/quantized"] = Max(float(quantized))
         metrics |= draft.graded.metrics()
         metrics["data/too_long"] = Max(len(self.prompts.too_long))
         if config.train.eval_prompts:

@@ -10,7 +10,6 @@ On disk:
 import json
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,11 +18,9 @@ from typing import Annotated, Any, TextIO
 import msgspec
 
 from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_toml
-from qurl_megatron.data.rows import changed_files
 from qurl_megatron.kit.disk import lock, write_whole
 from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
 from qurl_megatron.kit.filesystem import refusing
-from qurl_megatron.rewards.own_code import edited, named_code
 
 STATE = "state.json"
 REFERENCE = "reference"  # folder in a checkpoint, where the reference has moved since the start
@@ -47,7 +44,6 @@ MEASURES = {
 }
 """Settings that say how metrics are measured, by the first part of the metrics' names. Metrics from
 before and after such a change are never compared."""
-HEADER, END = "# The run's recipe, down to the last line.\n", "# The end.\n"  # of RECIPE
 
 Step = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -63,8 +59,6 @@ class TrainState:
     accuracy_step: int | None = None  # of that score; None: written before it was kept, or no score
     measured_since: dict[str, int] = field(default_factory=dict)  # steps, by the keys of MEASURES
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
-    unquantized_since: int | None = None  # version; the guard fell back to unquantized rollouts
-    notice: str = ""  # the guard's last action
     unevaluated: bool = False  # stopped while it evaluated this step, or a fork that is to do so
     own_code: dict[str, str] = field(default_factory=dict)  # checksums, by the key that names it
     begun: int = 0  # step of the model the run began with: another run's newest, where it is a fork
@@ -86,7 +80,9 @@ class TrainState:
             raise ConfigError(f"{path} is missing") from None
         except (ValueError, RecursionError, msgspec.ValidationError) as error:
             raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
-        if unknown := sorted(values.keys() - {field.name for field in fields(TrainState)}):
+        known = {field.name for field in fields(TrainState)}
+        # An empty value, such as earlier versions wrote for what is gone, says nothing.
+        if unknown := sorted(key for key in values.keys() - known if values[key]):
             raise Unreadable(
                 f"{path} has the keys {', '.join(unknown):.200}, which this version does not know; "
                 "go on with the version that wrote them, or set train.run_dir to a new folder"
@@ -95,10 +91,6 @@ class TrainState:
 
     def write(self, checkpoint: Path) -> None:
         (checkpoint / STATE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
-
-    def scheme(self, configured: str) -> str:
-        """Return the number format of rollout weights from here on."""
-        return configured if self.unquantized_since is None else "none"
 
     def finished(self, steps: int) -> bool:
         """Return whether a run of so many steps has nothing left to do."""
@@ -120,23 +112,16 @@ class TrainState:
         done, before, now = f"step {self.step} done", self.accuracy_before, self.accuracy
         if now is None:
             return done
-        after_step = ""
+        when = ""
         if self.accuracy_step not in (None, self.step):
-            after_step = f" after step {self.accuracy_step}"
+            when = f" after step {self.accuracy_step}"
         if before is None:
-            score = _score(now, right_or_wrong=right_or_wrong)
-            since = self.measured_since.get("eval", 0)
-            return (
-                f"{done}; held-out {score}{after_step}, which compares with scores after step "
-                f"{since} alone"
-            )
-        after_step = after_step or " after"
+            return f"{done}; held-out {_score(now, right_or_wrong=right_or_wrong)}{when}"
         if not right_or_wrong:
-            return f"{done}; held-out reward {before:.3f} before, {now:.3f}{after_step}"
-        points = 100 * (now - before)
+            return f"{done}; held-out reward {before:.3f} before, {now:.3f}{when or ' after'}"
         return (
-            f"{done}; held-out accuracy {before:.1%} before, {now:.1%}{after_step} "
-            f"({points:+.1f} points)"
+            f"{done}; held-out accuracy {before:.1%} before, {now:.1%}{when or ' after'} "
+            f"({100 * (now - before):+.1f} points)"
         )
 
 
@@ -157,8 +142,7 @@ def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
         return sentence
     gain = now.accuracy - before.accuracy
     change = f"{100 * gain:+.1f} points" if right_or_wrong else f"{gain:+.3f}"
-    since = "the last" if before.accuracy_step is None else f"step {before.accuracy_step}"
-    return f"{sentence} ({change} since {since})"
+    return f"{sentence} ({change} since step {before.accuracy_step})"
 
 
 def stopped(by: str, step: int, steps: int) -> str:
@@ -238,26 +222,10 @@ def tell_done(
     """
     done = state.summary(right_or_wrong=config.reward.right_or_wrong)
     print(f"{run_dir} has all {state.step} steps: {done}")
-    if config.train.steps < state.step:
-        print(
-            f"train.steps={config.train.steps} is below the {state.step} steps that are done, and "
-            "undoes none: for a run of that length set train.run_dir to a new folder"
-        )
     if unused := [str(change) for change in changed if change.key != "train.steps"]:
         print(
             f"not used, as no step was left to do: {', '.join(unused)}; set train.steps above "
             f"{state.step} to go on with this, or train.run_dir to a new folder to begin again"
-        )
-    for file in changed_files(config.data, (state.cursor or {}).get("files", {})).values():
-        print(
-            f"{file} has changed since this run read it, and nothing was trained on what it holds "
-            "now; restore the file, or train on it in another train.run_dir"
-        )
-    named = named_code(config.reward, config.rollout, config.algo.function)
-    for code in edited(named, state.own_code).values():
-        print(
-            f"the code of {code} has changed since this run called it, and nothing was done with "
-            f"what it is now; set train.steps above {state.step} to go on with it"
         )
     print(f"report: {run_dir / 'report.html'}", flush=True)
 
@@ -277,15 +245,10 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
         return []
     changed = changes(recipe_of(run_dir), config)
     if other := refused(changed):
-        fork = "or "
-        if not refused(other, fork=True):
-            fork = (
-                f"call `qurl train` with train.run_dir={run_dir} --fork NEW_RUN_DIR to go on there "
-                "from its newest checkpoint, changed like this, or "
-            )
         raise ConfigError(
             f"{run_dir} holds another run ({', '.join(map(str, other))}); undo that to go on with "
-            f"it, {fork}set train.run_dir to a new folder to begin again"
+            "it, set train.run_dir to a new folder to begin again, or call `qurl train` with "
+            f"train.run_dir={run_dir} --fork NEW_RUN_DIR to go on there, changed like this"
         )
     return changed
 
@@ -294,34 +257,15 @@ def recipe_of(run_dir: Path) -> RunConfig:
     """Return the recipe that a run keeps in its folder.
 
     Raises:
-        ConfigError: it cannot be read, is not all that ``claim`` has written, or breaks the rules
-            that recipes have now.
+        ConfigError: it cannot be read, or breaks the rules that recipes have now.
     """
     recipe = run_dir / RECIPE
-    named = f"{recipe}, which says what run this folder holds,"
-    try:
-        text = recipe.read_bytes().decode()
-        tomllib.loads(text)
-        ours = HEADER.startswith(text[: len(HEADER)])  # other recipes tell no end
-        damage = "it ends too early" if ours and not text.endswith(END) else None
-    except OSError as error:
-        raise ConfigError(
-            f"{recipe} cannot be read ({error.strerror}); fix that, or set train.run_dir to a new "
-            "folder"
-        ) from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML
-        damage = str(error)
-    if damage:
-        raise ConfigError(
-            f"{named} is damaged ({damage}); delete it if the recipe is the one the run was "
-            "started with"
-        )
     try:
         return load(recipe)
     except ConfigError as error:
         raise ConfigError(
-            f"{named} was written under other rules: {error}; change it there to what the run was "
-            "started with, or set train.run_dir to a new folder"
+            f"{recipe}, which says what run this folder holds, cannot be used: {error}; change it "
+            "there to what the run was started with, or set train.run_dir to a new folder"
         ) from None
 
 
@@ -342,7 +286,7 @@ class Claim:
         """
         recipe = self.run_dir / RECIPE
         with refusing(recipe, key="train.run_dir"):
-            write_whole(recipe, f"{HEADER}\n{to_toml(self.config)}\n{END}")
+            write_whole(recipe, f"# The run's recipe.\n\n{to_toml(self.config)}")
 
     def refuse_another_folder(self) -> None:
         """

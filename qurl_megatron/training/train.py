@@ -80,9 +80,6 @@ def train(
             ranks,
             waiting_for="looking at what has changed",
         )
-        scheme = state.scheme(config.quant.scheme)
-        if scheme == "none":
-            policy.unalign()
         norm = _finite_norm(policy, critic)
         release_memory()
 
@@ -102,7 +99,7 @@ def train(
             publisher = Publisher(
                 policy,
                 lead.fleet if lead else None,
-                replace(config.quant, scheme=scheme),
+                config.quant,
                 config.sync,
                 sender,
                 seed=config.train.seed,
@@ -143,8 +140,6 @@ def _resumed_state(
     if newest:
         path, state = newest
         print(f"resuming {path.parents[1]} after step {state.step}", flush=True)
-        if state.notice:
-            print(state.notice, flush=True)
     return adapt(config, claimed, state)
 
 

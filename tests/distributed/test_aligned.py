@@ -371,19 +371,16 @@ def check_the_others(device, config) -> None:
         again, _ = scores(policy)
         with plain(policy._aligned):
             full_precision, _ = scores(policy)
-        policy.unalign()
-        unaligned, _ = scores(policy)
         for i, value in own.items():
             assert torch.equal(again[i], value) and not torch.equal(reference[i], value)
-            for other in (full_precision, unaligned):
-                assert torch.equal(other[i], reference[i])
+            assert torch.equal(full_precision[i], reference[i])
         critic = Critic.build(
             config.model, config.parallel, CriticConfig(), config.optimizer, ranks
         )
         assert not aligned_layers(critic.gpt)
 
 
-def test_reference_and_critic_and_a_run_that_fell_back_compute_in_full_precision(backend, tmp_path):
+def test_reference_and_critic_compute_in_full_precision(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = aligned_recipe(folder, dict(tensor=2), "full", "int4")
     run_on_ranks(check_the_others, 2, backend, tmp_path, config)

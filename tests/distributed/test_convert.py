@@ -28,11 +28,7 @@ def test_megatron_core_loads_a_conversion_in_every_layout(family, backend, tmp_p
     hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
     expected = hf_logits(hf, IDS)
     out = tmp_path / "megatron"
-    run(
-        to_megatron(
-            open_checkpoint(hf), out, uaq_scale=1.5, tensor=2, pipeline=2, file_bytes=20_000
-        )
-    )
+    run(to_megatron(open_checkpoint(hf), out, uaq_scale=1.5, tensor=2, file_bytes=20_000))
     for tensor, pipeline in LAYOUTS:
         parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
         run_on_ranks(

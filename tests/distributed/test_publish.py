@@ -19,7 +19,7 @@ from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
 from tests.support.policies import build, recipe
 from tests.support.publishing import KeepsVersions
 from tests.support.ranks import run_on_ranks
-from tests.support.versions import read_manifest, read_version
+from tests.support.versions import read_version
 
 SEED = 5
 DRIFT = {
@@ -252,49 +252,6 @@ def test_what_passes_of_an_update_is_the_same_number_on_every_layout(layout, bac
         metrics = torch.load(out / "metrics-1.pt")
         seen[name] = {name: metrics[name] for name in DRIFT}
     assert seen["split"] == pytest.approx(seen["alone"], rel=1e-12)
-
-
-def publish_in_two_formats(device, config, out):
-    from qurl_megatron.publish.publisher import Publisher
-    from qurl_megatron.publish.senders import make_sender
-
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks, uaq_scale=1.0)
-        fleet = KeepsVersions(out) if ranks.leads else None
-        # Buckets of an INT8 version hold twice what the limit allows in BF16.
-        sync = SyncConfig(transport="files", keep=1, bucket_mb=0.02, dir=str(out / "root"))
-        sender = make_sender(sync, config.rollout, policy, out)
-        seen = []
-        with Publisher(policy, fleet, QuantConfig(scheme="int8"), sync, sender) as publisher:
-            for version in range(4):
-                if version == 2:
-                    publisher.publish_as("none")
-                seen.append(values(publisher.publish(version)))
-        if ranks.leads:
-            torch.save(seen, out / "metrics.pt")
-
-
-def test_a_publisher_goes_over_to_unquantized_versions(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = recipe(folder, dict(tensor=2), dtype="bfloat16")
-    out = tmp_path / "out"
-    run_on_ranks(publish_in_two_formats, 2, backend, tmp_path, config, out)
-    whole = load_file(folder / "model.safetensors")
-    for version, scheme in enumerate(["int8", "int8", "none", "none"]):
-        assert read_manifest(out / str(version)).scheme == scheme
-        tensors = read_version(out / str(version))
-        assert {name + "_scale" in tensors for name in whole if is_quantized(name)} == {
-            scheme == "int8"
-        }
-    assert tensors.keys() == whole.keys()
-    for name, value in tensors.items():
-        assert value.dtype is torch.bfloat16 and torch.equal(value, whole[name].bfloat16()), name
-    _, int8, switched, unquantized = torch.load(out / "metrics.pt")
-    assert {"quant/code_flip_rate", "quant/weight_error"} <= int8.keys()
-    for metrics in (switched, unquantized):  # codes are compared with none, errors with nothing
-        assert [name for name in metrics if name.startswith("quant/")] == ["quant/weight_update"]
-        assert metrics["sync/buffer_mb"] <= 2 * 0.02
-        assert metrics["sync/bytes"] > 1.5 * int8["sync/bytes"]
 
 
 def publish_nan(device, config, out):

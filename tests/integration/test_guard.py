@@ -19,37 +19,21 @@ def recipe(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("align", ["none", "full"])
-def test_refills_and_a_fall_back_interrupted_and_resumed_equal_an_uninterrupted_run(recipe, align):
-    whole = recipe.parent / f"whole-{align}"
-    # Codes that are drawn are drawn again, and no more after the switch; aligned layers know none.
-    rounding = {"none": "stochastic", "full": "nearest"}[align]
-    given = f"train.align={align}", f"quant.rounding={rounding}"
-    options = ("guard.action=bf16", "train.save_rollouts=true", *given)
+def test_refills_and_a_guard_interrupted_and_resumed_equal_an_uninterrupted_run(recipe):
+    whole = recipe.parent / "whole"
+    options = ("train.save_rollouts=true", "quant.rounding=stochastic")
     saves = ("checkpoint.every=1", "checkpoint.keep=3")
     done = qurl("train", recipe, *options, *saves, f"train.run_dir={whole}")
     assert done.returncode == 0, done.stderr
     seen = metrics(whole)
     assert list(seen) == [1, 2, 3]
-    for last in (1, 2):  # in the middle of the guard's patience, and after it has acted
-        again = as_if_killed_after(last, whole)
-        done = qurl("train", recipe, *options, f"train.run_dir={again}")
-        assert done.returncode == 0, done.stderr
-        assert f"resuming {again} after step {last}" in done.stdout
-        assert metrics(again) == seen
-    assert "rollouts are unquantized since step 2, by the guard: rollout/rho_max" in done.stdout
-
-    assert [seen[step]["rollout/quantized"] for step in (1, 2, 3)] == [1, 1, 0]
-    assert [seen[step]["guard/tripped"] for step in (1, 2, 3)] == [0, 1, 0]
-    assert seen[3]["rollout/kl_k3"] < 1e-9  # float32 on both sides
-    assert "quant/code_flip_rate" in seen[1]
-    if align == "none":
-        assert seen[1]["rollout/kl_k3"] > 1e-9
-        assert seen[1]["quant/code_flip_rate"] > 0.3  # two draws differ one time in three
-    assert not {"quant/code_flip_rate", "quant/weight_error"} & (seen[2].keys() | seen[3].keys())
-    assert seen[2]["fleet/restarts"] == 0
-    report = (whole / "report.html").read_text()
-    assert "FP32 rollouts since step 2.</strong> rollout/rho_max = " in report
+    again = as_if_killed_after(1, whole)  # in the middle of the guard's patience
+    done = qurl("train", recipe, *options, f"train.run_dir={again}")
+    assert done.returncode == 0, done.stderr
+    assert f"resuming {again} after step 1" in done.stdout
+    assert metrics(again) == seen
+    assert [seen[step]["guard/tripped"] for step in (1, 2, 3)] == [0, 1, 1]
+    assert seen[1]["quant/code_flip_rate"] > 0.3  # two draws differ one time in three
 
     assert max(seen[step]["sampling/refills"] for step in (1, 2, 3)) >= 1
     used: list[int] = []
@@ -79,12 +63,11 @@ def test_a_halted_run_saves_itself_and_goes_on_when_it_is_started_again(recipe):
     assert "*** guard, step 2: halted: rollout/rho_max" in done.stdout
     assert list(metrics(run_dir)) == [1, 2]
     state = TrainState.read(latest(run_dir))
-    assert state.step == 2 and state.unquantized_since is None
+    assert state.step == 2
     assert "Halted at step 2.</strong>" in (run_dir / "report.html").read_text()
 
     again = qurl("train", recipe, "guard.action=warn", f"train.run_dir={run_dir}")
     assert again.returncode == 0, again.stderr
-    assert "the guard halted the run: rollout/rho_max" in again.stdout
     assert list(metrics(run_dir)) == [1, 2, 3]
     assert "Halted at step 2, and started again" in (run_dir / "report.html").read_text()
     events = [span for span in read_timeline(run_dir / "timeline.jsonl") if span.lane == "guard"]

@@ -69,8 +69,8 @@ def test_the_tools_take_real_weights_there_and_back(smollm2, tmp_path):
     ids = torch.tensor([Tokenizer(smollm2).encode(TEXT)])
     ids = ids[:, : ids.shape[1] // 6 * 6]
     megatron, back = tmp_path / "megatron", tmp_path / "back"
-    fold = ("--uaq-scale", 1.5, "--tensor", 3, "--file-gb", 0.1)
-    assert tool("hf_to_megatron", "--hf", smollm2, "--out", megatron, *fold) == 0
+    fold = ("--uaq-scale", 1.5, "--tensor", 3)
+    assert tool("convert", "--hf", smollm2, "--out", megatron, *fold) == 0
     for parallel in (ParallelConfig(tensor=3), ParallelConfig(pipeline=2)):
         run_on_ranks(
             check_converted_logits,
@@ -84,7 +84,7 @@ def test_the_tools_take_real_weights_there_and_back(smollm2, tmp_path):
             hf_logits(smollm2, ids),
             timeout_s=300,
         )
-    assert tool("megatron_to_hf", "--ckpt", megatron, "--out", back, "--unfold-uaq") == 0
+    assert tool("export", "--ckpt", megatron, "--out", back, "--unfold-uaq") == 0
     assert tool("diff", smollm2, back) == 0
     assert torch.equal(hf_logits(back, ids), hf_logits(smollm2, ids))
     for name, source in (("plain", smollm2), ("folded", megatron)):

@@ -38,7 +38,7 @@ def test_two_cells_run_and_are_drawn_and_a_second_start_finds_them_done(tmp_path
     # What the study is about: at four bits the two policies differ, unquantized they are one.
     assert plain["kl"] < 1e-6 < 1e-4 < coarse["kl"]
     assert {path.name for path in out.glob("*.png")} == {"training_int4.png", "scale_int4.png"}
-    text = (out / "study.md").read_text()
+    text = " ".join((out / "study.md").read_text().split())
     assert "| RL, unquantized | FP32 |" in text and "| QuRL | INT4, simulated |" in text
 
     again = subprocess.run(study, capture_output=True, text=True, timeout=120)

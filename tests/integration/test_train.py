@@ -87,8 +87,8 @@ def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
     """Folded at conversion or while loading, the run is one; its checkpoint becomes a model."""
     root = recipe.parent
     folded, exported = root / "folded", root / "exported"
-    fold = ("--hf", root / "model", "--out", folded, "--uaq-scale", 1.5, "--pipeline", 2)
-    assert tool("hf_to_megatron", *fold) == 0
+    fold = ("--hf", root / "model", "--out", folded, "--uaq-scale", 1.5)
+    assert tool("convert", *fold) == 0
     run_dir = root / "from-megatron"
     done = qurl(
         "train", recipe, "parallel.tensor=2", f"model.path={folded}", f"train.run_dir={run_dir}"
@@ -96,7 +96,7 @@ def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
     assert done.returncode == 0, done.stderr
     assert metrics(run_dir) == metrics(uninterrupted)
     unfold = ("--ckpt", run_dir, "--out", exported, "--unfold-uaq", "--dtype", "float32")
-    assert tool("megatron_to_hf", *unfold) == 0
+    assert tool("export", *unfold) == 0
     assert tool("diff", uninterrupted, exported, "--tol", 1e-6) == 0
     assert tool("diff", root / "model", exported, "--tol", 1e-6) == 1  # it has been trained
 
@@ -115,8 +115,8 @@ PROMPTS = [
 # of the answers must be the same.
 FOLDERS = {
     "warm start": (None, "none", 1.0),
-    "folded FP32": (("megatron_to_hf",), "none", 1.0),
-    "unfolded BF16": (("megatron_to_hf", "--unfold-uaq"), "none", 1.0),
+    "folded FP32": (("export",), "none", 1.0),
+    "unfolded BF16": (("export", "--unfold-uaq"), "none", 1.0),
     "FP8": (("quantize", "--scheme", "fp8", "--dtype", "float32"), "fp8", 1.0),
     # transformers rounds INT8 activations by another scale than engines do.
     "INT8": (("quantize", "--scheme", "int8", "--dtype", "float32"), "int8", 0.75),
@@ -133,7 +133,7 @@ def test_plain_transformers_answer_as_the_engine_does(kind, recipe, uninterrupte
         assert tool(*made, given, uninterrupted, "--out", folder) == 0
     if scheme != "none":
         source = tmp_path / "masters"  # which the engine quantizes itself
-        assert tool("megatron_to_hf", "--ckpt", uninterrupted, "--out", source) == 0
+        assert tool("export", "--ckpt", uninterrupted, "--out", source) == 0
     tokenizer, stop = Tokenizer(folder), frozenset(read_eos(folder))
     asked = [
         sequence(tokenizer.encode(prompt), 12, temperature=0.0, stop_ids=stop) for prompt in PROMPTS

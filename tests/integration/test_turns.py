@@ -120,11 +120,12 @@ def test_rescoring_names_each_token_whose_record_is_wrong(whole):
     done = qurl("rescore", run_dir, 3)
     path.write_text(intact)
     assert done.returncode == 0, done.stderr
-    rows = {line.split(":")[0]: line for line in done.stdout.splitlines() if ":" in line}
+    rows = {line.split(":")[0]: line for line in done.stdout.splitlines() if ": " in line}
     token = samples[first]["response_ids"][last]
-    assert f"3  line {first + 1}, token {last + 1}: {token} " in rows["behaviour"]
+    assert f"| line {first + 1}, token {last + 1}: {token} " in rows["| behaviour"]
+    assert rows["| behaviour"].endswith(" 3 |")
     token = samples[second]["response_ids"][0]
-    assert f"2  line {second + 1}, token 1: {token} " in rows["proximal"]
+    assert f"| line {second + 1}, token 1: {token} " in rows["| proximal"]
     tokens = sum(version is not None for sample in samples for version in sample["versions"])
     for whose in ("a fresh engine", "the actor"):
         said = rf"record and {whose} differ by more than 0\.0\d+ nats at 1 of {tokens} tokens"
@@ -134,9 +135,17 @@ def test_rescoring_names_each_token_whose_record_is_wrong(whole):
 @pytest.mark.parametrize(
     "step, options, message",
     [
-        (9, {}, r"no samples of step 9; it has those of steps 1, 2, 3 \(train.save_rollouts=true"),
+        (
+            9,
+            {},
+            r"no samples of step 9, only step_000001, .*3 \(train.save_rollouts=true",
+        ),
         (3, {"responses": 0}, "--responses must be 1 or more, got 0"),
-        (2, {}, r"the checkpoint of step 1, which .* does not have \(it has those of steps 2, 3\)"),
+        (
+            2,
+            {},
+            r"checkpoint of step 1, which .* does not have \(it has those of steps \[2, 3\]\)",
+        ),
     ],
 )
 def test_what_cannot_be_rescored_is_said(whole, step, options, message, tmp_path):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from qurl_megatron.config import load, to_toml
 from qurl_megatron.data.rows import Question
-from qurl_megatron.training.state import END, HEADER, TrainState
+from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.warmstart import build_tokenizer
 from tests.support.models import tiny_checkpoint
 from tests.support.your_own_page import FILES, blocks
@@ -292,7 +292,7 @@ def mistaken(root: Path) -> Iterator[list[Mistake]]:
     TrainState(step=1).write(checkpoint)
     with contextlib.chdir(root):
         other = load(Path("mine/recipe.toml"), ["quant.scheme=fp8", "train.run_dir=mine/other"])
-    (mine / "other/config.toml").write_text(f"{HEADER}\n{to_toml(other)}\n{END}")
+    (mine / "other/config.toml").write_text(to_toml(other))
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = str(listening.getsockname()[1])

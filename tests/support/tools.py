@@ -1,8 +1,8 @@
-"""Call a script of checkpoints_tools/ in this process."""
+"""Call a command of ``qurl`` in this process."""
 
-import importlib
+from qurl_megatron.cli import main
 
 
 def tool(name: str, *arguments: object) -> int:
     """Return its exit code."""
-    return importlib.import_module(f"checkpoints_tools.{name}").main([str(a) for a in arguments])
+    return main([name, *map(str, arguments)])

@@ -10,10 +10,8 @@ import torch
 from qurl_megatron.checkpoints.backends import BACKENDS, by_modelopt, check_backend, cropped
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize
-from qurl_megatron.quant.export import extra_files, quantization_config, stored
 from qurl_megatron.schemes import EXPORTED
 
-NAME = "model.layers.0.mlp.down_proj.weight"
 # ModelOpt is imported by the tests that run it: that takes 7 s.
 modelopt = pytest.mark.skipif(
     importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed"
@@ -49,17 +47,6 @@ def test_modelopt_finds_the_same_codes_and_scales(scheme, dtype):
         assert_same(by_modelopt(w, scheme), quantize(w, scheme))
 
 
-def test_the_weight_of_these_tests_hits_ties():
-    e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    grids = {"int8": torch.arange(-127.0, 128.0), "fp8": e4m3[e4m3.isfinite()].unique()}
-    for dtype in (torch.float32, torch.bfloat16):
-        for row, (scheme, grid) in enumerate(grids.items(), start=1):
-            w = weight(dtype=dtype)
-            assert quantize(w, scheme).scale[row] == 1
-            middles = (grid[1:] + grid[:-1]) / 2
-            assert torch.isin(w[row].float(), middles).sum() >= 10
-
-
 @modelopt
 def test_modelopt_finds_the_same_for_a_single_channel():
     w = weight()[7:8]
@@ -73,44 +60,6 @@ def test_modelopt_keeps_a_scale_that_native_finds_too_small():
     assert (ours.values == 0).all() and (ours.scale == 1).all()
     assert (theirs.values == 127).all()
     assert (theirs.scale < torch.finfo(torch.float32).tiny).all()
-
-
-@modelopt
-def test_modelopts_exporter_writes_the_same_config():
-    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
-    from modelopt.torch.export.quant_utils import process_layer_quant_config
-
-    for scheme, kind in (("fp8", "fp8_pc_pt"), ("fp8_block", "fp8_pb_wo")):
-        layers = {"model.layers.0.mlp.down_proj.quantization": kind, "lm_head.quantization": None}
-        quantization = process_layer_quant_config(layers)
-        (ours,) = extra_files(scheme, "modelopt", ["lm_head"]).values()
-        assert ours["quantization"] == quantization
-        flat = convert_hf_quant_config_format({"quantization": quantization})
-        assert quantization_config(scheme, "modelopt", ["lm_head"]) == flat
-
-
-@modelopt
-@pytest.mark.filterwarnings("ignore:GPTModel.sharded_state_dict")  # of its Megatron plugin
-def test_modelopts_exporter_stores_scales_in_the_same_shape():
-    from modelopt.torch.export.quant_utils import get_weight_scaling_factor
-    from modelopt.torch.quantization import quantize as convert
-
-    linear = torch.nn.Linear(384, 256, bias=False)
-    for scheme, settings in (
-        ("fp8", {"num_bits": (4, 3), "axis": 0}),
-        ("fp8_block", {"num_bits": (4, 3), "block_sizes": {-1: 128, -2: 128}}),
-    ):
-        model = torch.nn.Sequential(torch.nn.Linear(384, 256, bias=False))
-        model[0].load_state_dict(linear.state_dict())
-        rules = [
-            {"quantizer_name": "*", "enable": False},
-            {"quantizer_name": "*weight_quantizer", "cfg": settings},
-        ]
-        convert(model, {"quant_cfg": rules, "algorithm": "max"}, lambda m: m(torch.ones(1, 384)))
-        theirs = get_weight_scaling_factor(model[0])
-        ours = stored(NAME, quantize(linear.weight.detach(), scheme), "modelopt")
-        (scale,) = (tensor for name, tensor in ours.items() if name != NAME)
-        assert theirs.dtype == scale.dtype and torch.equal(theirs, scale)
 
 
 def test_a_backend_that_cannot_run_here_says_what_to_use(monkeypatch):

@@ -19,29 +19,20 @@ TORCHRUN = {
     "WORLD_SIZE": "8",
     "LOCAL_WORLD_SIZE": "8",
     "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
     "ROLE_RANK": "0",
-    "ROLE_NAME": "default",
-    "ROLE_WORLD_SIZE": "8",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_ERROR_FILE": "/tmp/error.json",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "PET_NPROC_PER_NODE": "8",
 }
 OTHERS = {
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_CPU_BIND": "quiet,mask_cpu:0x3",
     "OMPI_COMM_WORLD_RANK": "0",
     "PMI_RANK": "0",
-    "PMIX_RANK": "0",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
@@ -63,40 +54,25 @@ def test_nothing_of_a_rank_is_left_and_all_else_stays():
 
 
 @pytest.mark.parametrize(
-    "env,found",
+    "setting,found",
     [
-        ({}, None),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, None),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
-        (
-            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:8, expandable_segments: True"},
-            "PYTORCH_ALLOC_CONF=max_split_size_mb:8, expandable_segments: True",
-        ),
+        ("max_split_size_mb:128", False),
+        ("expandable_segments:False", False),
+        ("max_split_size_mb:8, expandable_segments: True", True),
     ],
 )
-def test_expandable_segments_are_recognised(env, found):
-    assert expandable_segments(env) == found
+def test_expandable_segments_are_recognised(setting, found):
+    named = f"PYTORCH_ALLOC_CONF={setting}" if found else None
+    assert expandable_segments({"PYTORCH_ALLOC_CONF": setting}) == named
 
 
-@pytest.mark.parametrize(
-    "env,ranks",
-    [
-        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, 8),
-        ({"WORLD_SIZE": "4"}, 4),
-        (
-            {
-                "SLURM_STEP_NUM_TASKS": "12",
-                "SLURM_STEP_TASKS_PER_NODE": "4(x2),2(x2)",
-                "WORLD_SIZE": "12",
-            },
-            4,
-        ),
-        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "WORLD_SIZE": "4"}, 4),
-        ({}, 1),
-    ],
-)
-def test_how_many_ranks_are_on_the_leading_ones_machine(env, ranks):
-    assert ranks_here(env) == ranks
+def test_how_many_ranks_are_on_the_leading_ones_machine():
+    assert ranks_here({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}) == 8
+    assert ranks_here({"WORLD_SIZE": "4"}) == 4
+    srun = {"SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2(x2)"}
+    assert ranks_here({**srun, "WORLD_SIZE": "12"}) == 4
+    shell = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert ranks_here({**shell, "WORLD_SIZE": "4"}) == 4
 
 
 @pytest.mark.parametrize(

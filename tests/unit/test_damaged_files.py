@@ -22,7 +22,6 @@ from hypothesis import given
 
 from qurl_megatron.checkpoints.huggingface import INDEX, HfReader
 from qurl_megatron.checkpoints.integrity import RECORD, read_record, write_record, wrong_size
-from qurl_megatron.checkpoints.job import MANIFEST, read_manifest, verify
 from qurl_megatron.checkpoints.torch_dist import Chunk, TorchDistReader, write_chunks, write_table
 from qurl_megatron.checkpoints.uaq import folded_scale
 from qurl_megatron.cli import main
@@ -86,12 +85,7 @@ QUANTIZED = {
 }
 
 
-CONVERTED = {
-    "format": "qurl-checkpoint-1",
-    "request": {"kind": "quantize"},
-    "files": {"config.json": {"bytes": 2, "sha256": "00"}},
-}
-TRAINED = {"step": 4, "cursor": {"epoch": 0}, "accuracy": 0.5, "guard": {"kl": 1}, "notice": "n"}
+TRAINED = {"step": 4, "cursor": {"epoch": 0}, "accuracy": 0.5, "guard": {"kl": 1}}
 SUMS = {"format": "qurl-files-1", "files": {"__0_0.distcp": [4, "ab"], "hf/config.json": [2, ""]}}
 
 
@@ -121,17 +115,10 @@ def read_model(path: Path) -> None:
     read_arch(config)
 
 
-def read_converted(path: Path) -> None:
-    put(path.with_name("config.json"), b"{}")
-    read_manifest(path.parent)
-    verify(path.parent)
-
-
 def read_state(path: Path) -> None:
     state = TrainState.read(path.parent)
     assert state.step >= 0
     state.summary(right_or_wrong=True)
-    state.scheme("int8")
 
 
 INDEXED = {"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}
@@ -148,7 +135,6 @@ FILES = {
         damaged({"quantization_config": QUANTIZED}),
         lambda path: read_quantization(read_config(path.parent)),
     ),
-    f"converted/{MANIFEST}": (damaged(CONVERTED), read_converted),
     f"trained/{STATE}": (damaged(TRAINED), read_state),
     f"recorded/{RECORD}": (
         damaged(SUMS),
@@ -258,7 +244,7 @@ def test_tables_of_megatron_checkpoints(place, megatron):
         put(folder / ".metadata", content)
         with FIXABLE:
             reader = TorchDistReader(folder)
-            for key in reader.keys():  # noqa: SIM118  not a dict
+            for key in reader.tensors:
                 reader.read(key, Slice((0, 0), (1, 3)))
 
     check()
@@ -316,7 +302,7 @@ class FailingDisk(io.FileIO):
         return super().readinto(buffer)
 
 
-@pytest.mark.parametrize("reads", range(8))
+@pytest.mark.parametrize("reads", [0, 3])
 def test_a_disk_that_fails_is_not_called_damage(reads, megatron, monkeypatch):
     reader = TorchDistReader(megatron)
     monkeypatch.setattr(Path, "open", lambda path, *_, **__: FailingDisk(path))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qurl_megatron.engines.embedded import kernels
-from qurl_megatron.quant import dequantize, products, quantize
+from qurl_megatron.quant import activations, dequantize, quantize
 
 SHAPES = [(1, 8, 8), (3, 96, 40), (33, 2816, 64)]
 
@@ -13,7 +13,7 @@ def test_int8_product_is_exact_at_the_largest_codes(tokens, inputs, outputs):
     a = torch.randint(0, 2, (tokens, inputs)).mul(254).sub(127).to(torch.int8)
     w = torch.randint(0, 2, (outputs, inputs)).mul(254).sub(127).to(torch.int8)
     a[0], w[0] = 127, 127  # the sum that saturates 16-bit intermediate results
-    assert torch.equal(products.int8_matmul(a, w).long(), a.long() @ w.long().t())
+    assert torch.equal(activations.int8_matmul(a, w).long(), a.long() @ w.long().t())
 
 
 def test_activations_round_half_to_even_and_a_zero_token_stays_zero():

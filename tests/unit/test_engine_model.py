@@ -219,8 +219,8 @@ def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):
         ),
         (
             {"model_type": "gemma", "head_dim": 8},
-            "no engine generates with gemma models yet, which have zero-centred norms, gelu_tanh "
-            "gates, scaled embeddings; take a Llama, Mistral, Qwen2 or Qwen3 model",
+            "no engine generates with gemma models yet, which have zero_centred_norm, activation, "
+            "embedding_scale; take a Llama, Mistral, Qwen2 or Qwen3 model",
         ),
     ],
 )

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -274,45 +273,6 @@ def test_an_engine_of_ours_that_keeps_failing_updates_is_started_anew(tmp_path):
             wait_until(lambda: bad.state in ("ready", "stale") and bad.pulse.healthy)
         wait_until(lambda: bad.restarts == 1 and bad.state == "ready")
         assert fleet.serving() == [good]
-
-
-def command_of(engine) -> list[str]:
-    return Path(f"/proc/{engine.process.popen.pid}/cmdline").read_text().split("\0")
-
-
-def test_engines_switch_to_another_number_format_uncounted_and_join_with_the_next_version(tmp_path):
-    with local_fleet(tmp_path, max_restarts=0) as fleet:
-        publish(fleet, 1)
-        fleet.drain()
-        before = {engine: engine.process.popen.pid for engine in fleet.serving()}
-        fleet.released = True
-        fleet.switch("int8")
-        assert fleet.serving() == [] and not fleet.released
-        wait_until(lambda: not fleet.starting())
-        assert [engine.state for engine in fleet.engines()] == ["ready", "ready"]
-        for engine, pid in before.items():
-            assert not Path(f"/proc/{pid}").exists() and engine.restarts == 0
-            command = command_of(engine)
-            assert command[command.index("--scheme") + 1] == "int8"
-        publish(fleet, 2)
-        assert len(fleet.serving()) == 2
-        seen, metrics = fleet.drain()
-        names = [event["event"] for event in seen if event["engine"] == "engine-0"]
-        assert names == ["switched", "started", "joined"]
-        assert metrics["fleet/restarts"] == 0
-
-
-def test_an_engine_that_waits_for_its_restart_switches_at_once_and_one_that_left_does_not(tmp_path):
-    with local_fleet(tmp_path, max_restarts=0) as fleet:
-        gone, waiting = fleet.serving()
-        os.kill(gone.process.popen.pid, signal.SIGKILL)
-        wait_until(lambda: gone.state == "gone")
-        with fleet.turn:
-            waiting.process.kill()
-            waiting.state, waiting.start_at = "starting", time.monotonic() + 60
-        fleet.switch("int8")
-        wait_until(lambda: waiting.state == "serving")
-        assert gone.state == "gone" and fleet.engines() == [waiting]
 
 
 def test_nothing_is_restarted_while_a_publication_is_under_way(tmp_path):

@@ -196,8 +196,8 @@ def test_a_port_file_names_a_port_or_none_yet(text):
 
 
 STATED = [
-    {"weight_version": "7", "num_running_reqs": 1, "num_generated_tokens": 5, "is_paused": False},
-    {"internal_states": [{"last_gen_throughput": 1.5}], "model_path": "m"},
+    {"weight_version": "7", "num_running_reqs": 1, "is_paused": False},
+    {"internal_states": [{}], "model_path": "m"},
 ]
 LOADS = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]}
 
@@ -210,10 +210,9 @@ LOADS = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]}
 def test_the_table_of_engines_has_a_row_whatever_they_say(info, loads):
     said = {"/server_info": info, "/v1/loads": loads, "/model_info": b'{"weight_version": "7"}'}
     client = engine_client(said)
-    before = fleet_status.look([client])
-    [row] = fleet_status.look([client], before)
-    assert isinstance(row.load, Load) or row.error
-    fleet_status.table([row])
+    load = fleet_status.load_of(client)
+    assert isinstance(load, Load | EngineError)
+    fleet_status.table([client], [load])
 
 
 def engine_client(said: dict[str, bytes]):

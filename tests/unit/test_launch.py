@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import socket
@@ -184,7 +183,9 @@ def test_where_no_interface_is_the_one_the_user_is_asked(environment, network):
         place.place_under_launcher(2)
 
 
-def test_on_one_node_or_with_a_name_that_others_can_use_nothing_is_set(environment, network):
+def test_on_one_node_or_with_a_name_or_interface_that_others_can_use_nothing_is_set(
+    environment, network
+):
     network({"eth0": "10.0.0.5"}, {})
     environment |= {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
     assert place.place_under_launcher(2)
@@ -193,6 +194,9 @@ def test_on_one_node_or_with_a_name_that_others_can_use_nothing_is_set(environme
     environment["LOCAL_WORLD_SIZE"] = "1"
     assert place.place_under_launcher(2)
     assert "GLOO_SOCKET_IFNAME" not in environment
+    environment["GLOO_SOCKET_IFNAME"] = "ib7"
+    assert place.place_under_launcher(2)
+    assert environment["GLOO_SOCKET_IFNAME"] == "ib7"
 
 
 @pytest.mark.parametrize(
@@ -218,31 +222,17 @@ def test_a_node_without_a_network_is_enough_for_ranks_of_its_own(environment, ne
         place.address_for_others(one_node=False)
 
 
-def test_a_given_interface_stays(environment, network):
-    network({"eth0": "10.0.0.5"}, {})
-    environment |= {**TORCHRUN, "GLOO_SOCKET_IFNAME": "ib7"}
-    assert place.place_under_launcher(2)
-    assert environment["GLOO_SOCKET_IFNAME"] == "ib7"
-
-
 @pytest.mark.parametrize(
-    ("changed", "refused"),
-    [
-        ({}, True),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
-        ({"LOCAL_WORLD_SIZE": "2"}, True),
-    ],
+    "harmless", [{"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"TORCHELASTIC_MAX_RESTARTS": "0"}]
 )
-def test_torchruns_restarts_need_a_store_for_each_attempt(changed, refused, environment, network):
+def test_torchruns_restarts_need_a_store_for_each_attempt(harmless, environment, network):
     network({"eth0": "10.0.0.5"}, {}, own="10.0.0.5")
     environment |= {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}
-    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **changed}
-    if refused:
-        with pytest.raises(ConfigError, match=r"=3 keeps .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-            place.place_under_launcher(2)
-    else:
-        assert place.place_under_launcher(2)
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.raises(ConfigError, match=r"=3 keeps .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        place.place_under_launcher(2)
+    environment |= harmless
+    assert place.place_under_launcher(2)
 
 
 def test_a_taken_meeting_point_is_one_sentence(environment, monkeypatch):
@@ -522,8 +512,6 @@ def test_all_ends_with_a_fork_server_that_is_killed(launched):
     launcher, footprint, (rank, _) = launched
     os.kill(psutil.Process(rank).ppid(), signal.SIGKILL)
     said = launcher.communicate(timeout=PATIENCE_S)[1]
-    assert re.fullmatch(
-        r"qurl: rank \d was lost, for the process that forked it was killed\n", said
-    )
+    assert said.endswith(" was lost, for the process that forked it was killed\n")
     assert launcher.returncode == launch.NO_CODE
     assert footprint.left() == []

@@ -256,13 +256,11 @@ def test_what_the_guard_did_stands_at_the_head_of_the_page(tmp_path):
     write_events(
         run_dir,
         (2, "guard", "warning: policy/entropy = 0.1 is below guard.entropy_below = 0.5"),
-        (4, "guard", "falling back to BF16 rollouts: rollout/rho_max = 31 is above 10"),
         (6, "guard", "halted: reward/mean = 0.01 is below guard.reward_below = 0.05"),
     )
     page = write_report(run_dir).read_text()
     banners = re.findall(r'<p class="warning alarm">(.*?)</p>', page)
     assert banners == [
-        "<strong>BF16 rollouts since step 4.</strong> rollout/rho_max = 31 is above 10",
         "<strong>Halted at step 6.</strong> reward/mean = 0.01 is below guard.reward_below = 0.05",
     ]
     assert page.index("Halted") < page.index("<h2>")

@@ -1,9 +1,14 @@
 """Text from outside, as a terminal, a log and a page may take it."""
 
+import base64
+import html
+import json
+from urllib.parse import quote, quote_plus
+
 import pytest
 
 from qurl_megatron.fleet.answer import parsed
-from qurl_megatron.kit.errors import ConfigError, keep_secret, printable
+from qurl_megatron.kit.errors import ConfigError, keep_secret, printable, unscored
 from qurl_megatron.kit.record import Malformed, shortened
 
 HOSTILE = "\x1b]0;owned\x07 \x1b[2J \x9b31m \ud800 \u202eabc \r"
@@ -29,12 +34,42 @@ def test_a_key_that_somebody_quotes_is_left_out():
     assert printable("bad token 'Bearer s3cr3t-key', abc") == "bad token 'Bearer ***', abc"
 
 
-KEY = "sk-Ab9xYzQwe7-abcdefgh"
+KEY = 'sk-Ab/9+xY==zQ"w\\e%7'
 
 
 @pytest.fixture
 def secret():
     keep_secret(KEY)
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        quote(KEY, safe=""),
+        quote_plus(KEY).lower().replace("sk-ab", "sk-Ab").replace("xy", "xY").replace("zq", "zQ"),
+        json.dumps(KEY)[1:-1],
+        json.dumps({"body": json.dumps(KEY)}),
+        json.dumps(KEY)[1:-1].replace("/", "\\/"),
+        repr({"header": KEY}),
+        html.escape(KEY),
+        f"{KEY[:9]}\n   {KEY[9:]}",
+        f"{KEY[:9]}\r\n{KEY[9:]}",
+        "\0".join(KEY),
+    ],
+)
+def test_a_key_is_left_out_as_a_server_escapes_or_wraps_it(secret, quoted):
+    for show in (printable, shortened, lambda text: unscored("refused", text).why):
+        shown = show(f"bad token: {quoted}.")
+        assert "***" in shown
+        assert KEY[:5] not in shown and "e%7" not in shown and "e%257" not in shown
+
+
+@pytest.mark.parametrize("before", ["", ":", "user:", "Bearer ", "a", "ab"])
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode, base64.encodebytes])
+def test_a_key_is_left_out_in_base64(secret, before, encode):
+    shown = printable(f"Basic {encode((before + KEY).encode()).decode()}")
+    assert "***" in shown
+    assert len(shown.strip()) <= len(f"Basic {before * 2}***xxxx==")
 
 
 def test_a_key_is_recognized_before_what_holds_it_is_cut(secret):

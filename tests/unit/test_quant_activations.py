@@ -5,7 +5,7 @@ import torch
 
 from qurl_megatron.engines.embedded import kernels, native
 from qurl_megatron.quant import quantize, quantize_tokens
-from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.quant.rounding import scheme_named
 from qurl_megatron.schemes import SCHEMES
 
 ROW_WISE = [name for name, row in SCHEMES.items() if row.stored and row.block is None]

@@ -53,34 +53,6 @@ def test_updates_far_below_float32_sums_are_not_lost(monkeypatch):
     assert part == 2**-40 and whole == 1e5
 
 
-def test_sums_of_shards_are_the_sums_of_the_whole():
-    generator = torch.Generator().manual_seed(0)
-    old = torch.randn(64, 32, generator=generator)
-    new = old + 0.01 * torch.randn(64, 32, generator=generator)
-    before, after = quantize(old, "int8"), quantize(new, "int8")
-
-    def table(rows):
-        return torch.stack(
-            [
-                code_flips(before.values[rows], after.values[rows]),
-                weight_update(old[rows], new[rows]),
-                weight_error(new[rows], quantize(new[rows], "int8")),
-            ]
-        )
-
-    total = table(slice(0, 16)) + table(slice(16, 64))
-    torch.testing.assert_close(total, table(slice(0, 64)))
-    flips, update, error = (total[:, 0] / total[:, 1]).tolist()
-    assert update == pytest.approx(1e-4, rel=0.2)
-    assert 0.1 < flips < 0.5
-    assert 0 < error < 1e-4
-
-
-def test_an_empty_shard_counts_as_nothing():
-    empty = torch.empty(0, 4)
-    assert weight_update(empty, empty).tolist() == [0, 0]
-
-
 def codes(*rows, scale):
     return QuantizedWeight(torch.tensor(rows, dtype=torch.int8), torch.tensor(scale))
 

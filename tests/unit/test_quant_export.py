@@ -7,17 +7,14 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from qurl_megatron.checkpoints import open_checkpoint
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.to_huggingface import to_quantized
-from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.quant.export import (
     FORMATS,
-    extra_files,
     loaded,
     quantization_config,
     read_quantization,
@@ -27,9 +24,8 @@ from qurl_megatron.quant.export import (
     stored_shapes,
 )
 from qurl_megatron.schemes import EXPORTED
-from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import is_quantized
-from tests.support.engine_models import CPU, write_model
+from tests.support.engine_models import write_model
 
 COMBINATIONS = [(scheme, fmt) for fmt, layouts in FORMATS.items() for scheme in layouts]
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -46,14 +42,6 @@ def weight(rows=256, columns=384, dtype=torch.float32):
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def test_every_scheme_of_every_format_has_a_layout_or_a_reason():
-    for fmt in FORMATS:
-        for scheme in EXPORTED:
-            if (scheme, fmt) not in COMBINATIONS:
-                with pytest.raises(ConfigError, match="use format"):
-                    stored_shapes(NAME, (128, 128), scheme, fmt)
 
 
 @pytest.mark.parametrize("scheme,fmt", COMBINATIONS)
@@ -81,8 +69,6 @@ def test_the_shapes_loaders_allocate():
     assert scale("int8", "sglang") == ("weight_scale", (256, 1))
     assert scale("fp8", "sglang") == ("weight_scale", (256, 1))
     assert scale("fp8_block", "sglang") == ("weight_scale_inv", (2, 3))
-    assert scale("fp8", "modelopt") == ("weight_scale", (256,))
-    assert scale("fp8_block", "modelopt") == ("weight_scale", (2, 1, 3, 1))
 
 
 @pytest.mark.parametrize("scheme,fmt", COMBINATIONS)
@@ -90,15 +76,6 @@ def test_the_config_tells_the_scheme_and_the_format(scheme, fmt):
     config = {"quantization_config": quantization_config(scheme, fmt, ["lm_head"])}
     assert read_quantization(json.loads(json.dumps(config))) == (scheme, fmt)
     assert "lm_head" in str(config)
-
-
-def test_a_config_is_not_shared_between_checkpoints():
-    quantization_config("int8", "compressed-tensors", [])["config_groups"].clear()
-    assert quantization_config("int8", "compressed-tensors", [])["config_groups"]
-
-
-def test_an_unquantized_config_has_no_scheme():
-    assert read_quantization({"model_type": "qwen2"}) is None
 
 
 @pytest.mark.parametrize(
@@ -152,32 +129,9 @@ def test_blocks_that_no_engine_runs_are_refused(fmt):
             stored_shapes(NAME, shape, "fp8_block", fmt)
 
 
-def test_experts_in_modelopts_layout_are_refused():
-    name = "model.layers.0.mlp.experts.3.up_proj.weight"
-    assert stored_shapes(name, (128, 128), "fp8", "sglang")
-    with pytest.raises(ConfigError, match="up_proj"):
-        stored_shapes(name, (128, 128), "fp8", "modelopt")
-
-
-def test_modules_left_as_they_are_must_be_ones_the_loader_can_leave():
-    router = r"re:.*mlp.gate$"
-    for scheme, fmt in [("fp8", "compressed-tensors"), ("int8", "sglang"), ("fp8", "sglang")]:
-        assert router in quantization_config(scheme, fmt, ["lm_head", router])["ignore"]
-    for fmt in ("sglang", "modelopt"):
-        with pytest.raises(ConfigError, match="no patterns"):
-            quantization_config("fp8_block", fmt, ["lm_head", router])
-    # SGLang's w8a8_fp8 reads no list at all.
-    with pytest.raises(ConfigError, match="down_proj"):
-        quantization_config("fp8", "sglang", ["model.layers.0.mlp.down_proj"])
-
-
-def test_only_modelopt_wants_another_file():
-    assert extra_files("int8", "sglang", ["lm_head"]) == {}
-    with pytest.raises(ConfigError, match="unknown checkpoint format"):
-        extra_files("int8", "gguf", [])
-    (contents,) = extra_files("fp8", "modelopt", ["lm_head"]).values()
-    assert contents["quantization"]["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
-    assert contents["quantization"]["exclude_modules"] == ["lm_head"]
+def test_unknown_names_are_refused():
+    with pytest.raises(ConfigError, match="unknown checkpoint format 'gguf'"):
+        quantization_config("int8", "gguf", [])
 
 
 @pytest.mark.parametrize("scheme", EXPORTED)
@@ -256,40 +210,16 @@ def compressed_tensors_tokens(x, scheme):
     return (x / scale).clamp(-128, 127).round(), scale
 
 
-@torch.inference_mode()
-def engine_logits(plain, tensors, scheme):
-    """The embedded engine's decoder, with attention over the one sequence."""
-    arch = read_arch(read_config(plain))
-    decoder = Decoder(arch, scheme, torch.float32, CPU)
-    decoder.load(tensors)
-
-    def attend(_, q, kv):
-        k, v = (part.repeat_interleave(arch.heads // arch.kv_heads, 1) for part in kv.chunk(2, 1))
-        q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed[0].transpose(0, 1).flatten(1)
-
-    return decoder.logits(decoder.forward(IDS, torch.arange(len(IDS)), attend))
-
-
 def distance(a, b):
     return (a - b).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("scheme", MODELS)
-def test_transformers_and_the_engine_compute_a_checkpoint_as_a_fake_quant_model(scheme, tmp_path):
+def test_transformers_compute_a_checkpoint_as_a_fake_quant_model(scheme, tmp_path):
     pytest.importorskip("compressed_tensors")
     plain = write_model(tmp_path / "plain", **MODELS[scheme])
-    run(
-        to_quantized(
-            open_checkpoint(plain),
-            tmp_path / "quantized",
-            scheme=scheme,
-            fmt="compressed-tensors",
-            dtype=torch.float32,
-        )
-    )
-    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    how = {"scheme": scheme, "fmt": "compressed-tensors", "dtype": torch.float32}
+    run(to_quantized(open_checkpoint(plain), tmp_path / "quantized", **how))
     expected = fake_quant_logits(plain, scheme)
     error = distance(expected, transformers_logits(plain))  # of the quantization itself
 
@@ -302,9 +232,3 @@ def test_transformers_and_the_engine_compute_a_checkpoint_as_a_fake_quant_model(
         assert distance(actual, expected) < 1.5 * error
     else:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-
-    if scheme != "fp8_block":  # the engine has kernels for one scale per channel
-        engine = engine_logits(plain, tensors, scheme)
-        # Measured: 1e-5 of the error. A float sum in another order could move an activation to
-        # the neighbouring code.
-        assert distance(engine, expected) < 0.05 * error

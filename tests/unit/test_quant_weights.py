@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant import dequantize, quantize, quantize_tokens
+from qurl_megatron.quant import dequantize, quantize, quantize_tokens, rounding_of
 from qurl_megatron.quant import weights as quant_weights
-from qurl_megatron.quant.formats import scheme_named
+from qurl_megatron.quant.rounding import scheme_named
 
 SCHEMES = ["int8", "fp8", "fp8_block", "int6", "int4"]
 
@@ -60,14 +60,6 @@ def test_weights_too_small_for_a_scale_become_zero_and_not_nan(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_largest_magnitudes_saturate_and_never_overflow(scheme):
-    generator = torch.Generator().manual_seed(0)
-    exponents = torch.randint(-100, 100, (4096, 1), generator=generator)
-    w = torch.rand(4096, 8, generator=generator) * 2.0**exponents
-    assert quantize(w, scheme).values.float().isfinite().all()
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_largest_element_of_a_scale_gets_the_largest_code(scheme):
     generator = torch.Generator().manual_seed(0)
     exponents = torch.randint(-110, 120, (4096, 1), generator=generator)
@@ -99,42 +91,30 @@ def test_the_grid_is_a_fixed_point(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_weight_is_not_modified(scheme):
-    w = weight()
-    before = w.clone()
-    quantize(w, scheme)
-    assert torch.equal(w, before)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["nearest", "stochastic"])
 @pytest.mark.parametrize("run, scratch", [(1, 1), (256 * 200, 256 * 128), (250 * 128, 1)])
-def test_runs_and_their_parts_do_not_show(scheme, dtype, run, scratch, monkeypatch):
-    whole = quantize(weight(columns=250, dtype=dtype), scheme)
+def test_runs_and_their_parts_do_not_show(scheme, dtype, kind, run, scratch, monkeypatch):
+    w = weight(columns=250, dtype=dtype)
+    place = {"name": "w", "shape": w.shape, "split_dim": None, "offset": 0}
+    rounding = rounding_of(kind, seed=3, version=7, **place)
+    whole = quantize(w, scheme, rounding=rounding)
     monkeypatch.setattr(quant_weights, "_RUN_CPU", run)
     monkeypatch.setattr(quant_weights, "_SCRATCH_CPU", scratch)
-    chunked = quantize(weight(columns=250, dtype=dtype), scheme)
+    chunked = quantize(w, scheme, rounding=rounding)
     assert torch.equal(codes(chunked.values), codes(whole.values))
     assert torch.equal(chunked.scale, whole.scale)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_codes_are_written_where_the_caller_wants_them(scheme):
-    expected = quantize(weight(), scheme)
+    w = weight()
+    expected = quantize(w.t().contiguous().t(), scheme)
     place = torch.empty_like(expected.values)
-    written = quantize(weight(), scheme, out=place)
+    written = quantize(w, scheme, out=place)
+    assert torch.equal(w, weight())  # which is not modified
     assert written.values is place and torch.equal(codes(place), codes(expected.values))
     assert torch.equal(written.scale, expected.scale)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_column_parallel_shards_concatenate_to_the_whole(scheme):
-    w = weight(rows=512)
-    whole = quantize(w, scheme)
-    for world in (2, 4):
-        shards = [quantize(part, scheme) for part in w.chunk(world)]
-        assert torch.equal(codes(torch.cat([s.values for s in shards])), codes(whole.values))
-        assert torch.equal(torch.cat([s.scale for s in shards]), whole.scale)
 
 
 def test_block_scales_of_a_ragged_weight():
@@ -151,14 +131,6 @@ def test_block_scales_of_a_ragged_weight():
     assert torch.equal(codes(inner), codes(quantized.values[256:, 128:]))
 
 
-def test_a_non_contiguous_weight_quantizes_like_its_copy():
-    w = weight().t()
-    for scheme in SCHEMES:
-        ours, copy = quantize(w, scheme), quantize(w.contiguous(), scheme)
-        assert torch.equal(codes(ours.values), codes(copy.values))
-        assert torch.equal(ours.scale, copy.scale)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_inf_and_nan_are_refused(scheme, bad):
@@ -166,11 +138,6 @@ def test_inf_and_nan_are_refused(scheme, bad):
     w[7, 3] = bad
     with pytest.raises(ConfigError, match=r"shape \(300, 256\) that has inf or nan"):
         quantize(w, scheme)
-
-
-def test_a_float64_weight_beyond_float32_is_refused():
-    with pytest.raises(ConfigError, match="inf or nan"):
-        quantize(torch.tensor([[1e300]], dtype=torch.float64), "int8")
 
 
 def test_unknown_schemes_and_shapes_are_named():
@@ -187,12 +154,6 @@ def test_a_weight_without_elements():
             assert quantized.values.shape == shape and dequantize(quantized).shape == shape
 
 
-def test_a_power_of_two_factor_leaves_every_code_and_divides_the_scale():
-    whole, folded = quantize(weight(), "int8"), quantize(weight() / 2, "int8")
-    assert torch.equal(whole.values, folded.values)
-    assert torch.equal(whole.scale, folded.scale * 2)
-
-
 def test_the_uaq_factor_leaves_the_codes_of_a_float32_weight():
     w = weight(1024, 1024)
     whole, folded = quantize(w, "int8"), quantize(w / 1.5, "int8")
@@ -203,15 +164,6 @@ def test_the_uaq_factor_leaves_the_codes_of_a_float32_weight():
     assert (whole.values.int() - folded.values.int()).abs().max() <= 1
     rounded = quantize((w.bfloat16() / 1.5).bfloat16(), "int8")
     assert (quantize(w.bfloat16(), "int8").values != rounded.values).double().mean() > 0.02
-
-
-@pytest.mark.parametrize("scheme", SCHEMES[:2])
-def test_tokens_follow_the_rules_of_weights(scheme):
-    x = weight(5, 64)
-    values, scale = quantize_tokens(x.unflatten(0, (1, 5)), scheme)
-    expected = quantize(x, scheme)
-    assert torch.equal(codes(values[0]), codes(expected.values))
-    assert torch.equal(scale[0], expected.scale) and scale.shape == (1, 5, 1)
 
 
 def test_tokens_in_groups_of_128_features():
@@ -231,9 +183,5 @@ def test_zero_tokens_and_tokens_of_zeros():
         assert (scale > 0).all() and (scale < 1e-37).all()
         values, scale = quantize_tokens(torch.empty(0, 8), scheme)
         assert values.shape == (0, 8) and scale.shape == (0, 1)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_token_with_nan_stays_visible_in_its_scale(scheme):
-    _, scale = quantize_tokens(torch.tensor([[1.0, torch.nan], [1.0, 2.0]]), scheme)
-    assert scale.isnan().flatten().tolist() == [True, False]
+        _, scale = quantize_tokens(torch.tensor([[1.0, torch.nan], [1.0, 2.0]]), scheme)
+        assert scale.isnan().flatten().tolist() == [True, False]

@@ -55,15 +55,15 @@ def test_a_damaged_line_is_named(tmp_path, damage, message):
         read_rollouts(path)
 
 
-def test_the_actor_is_aligned_as_the_run_was_and_no_longer_since_the_guard_fell_back(tmp_path):
+def test_the_actor_is_aligned_as_the_run_was(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[quant]\nscheme = "int8"\n'
         '[train]\nalign = "full"\n'
     )
     config = load(recipe)
-    aligned, fallen_back = (actor_recipe(config, tmp_path, 6, one) for one in ("int8", "none"))
-    assert (aligned.train.align, fallen_back.train.align) == ("full", "none")
+    aligned = actor_recipe(config, tmp_path, 6)
+    assert aligned.train.align == "full"
     assert 6 % aligned.train.micro_batch == 0 and aligned.model.path == str(tmp_path)
 
 
@@ -83,19 +83,16 @@ def test_a_response_that_fills_the_engines_context_is_left_to_the_actor(model, c
         Sample(PROMPT, [7] * length, [-1.0] * length, "length", ((2, length),))
         for length in (30, 29)  # of 32, beside a prompt of 2
     ]
-    full, scored = _by_engine(model, "int8", samples, config_of(model), 2)
+    full, scored = _by_engine(model, samples, config_of(model), 2)
     assert full is None and len(scored) == 29 and np.isfinite(scored).all()
-    assert "1 response with no room left in the engine's context" in capsys.readouterr().out
+    assert "1 response scored by the actor alone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "dithered"])
 def test_codes_that_were_drawn_are_not_compared_with_a_fresh_engines(rounding, model, capsys):
     config = config_of(model, rounding=rounding)
-    assert _by_engine(model, "int8", SAMPLES, config, 2) == [None, None]
-    assert f"quant.rounding={rounding} published other codes" in capsys.readouterr().out
-    # Since the guard fell back nothing is rounded.
-    sample = replace(SAMPLES[0], versions=((2, 3),))
-    assert _by_engine(model, "none", [sample], config, 2)[0] is not None
+    assert _by_engine(model, SAMPLES, config, 2) == [None, None]
+    assert "2 responses scored by the actor alone" in capsys.readouterr().out
 
 
 def arrays(*rows):
@@ -121,8 +118,10 @@ def judged(engine=ENGINE, recorded=ENGINE, proximal=ACTORS_RECORD):
 def test_where_the_records_are_confirmed_the_rest_is_quantization():
     gaps, sentence = judged()
     assert [len(gap.sizes) for gap in gaps] == [5, 2, 5, 2]
-    assert "confirmed by a fresh engine and the actor, to 1 nats" in sentence
-    assert "up to 0.5 nats, is the quantization" in sentence
+    assert sentence == (
+        "the record is confirmed by a fresh engine and the actor, to 1 nats; "
+        "engine and actor differ by up to 0.5 nats"
+    )
 
 
 WRONG_ENGINE, WRONG_ACTOR = ((-1, -2, -3), (-1, -2)), (None, (-1.5, 9))
@@ -146,7 +145,7 @@ WRONG_ENGINE, WRONG_ACTOR = ((-1, -2, -3), (-1, -2)), (None, (-1.5, 9))
 def test_a_record_that_is_not_confirmed_says_whose(recorded, proximal, expected):
     _, sentence = judged(recorded=recorded, proximal=proximal)
     assert all(part in sentence for part in expected)
-    assert sentence.count("differ by") == len(expected) and "quantization" not in sentence
+    assert sentence.count("differ by") == len(expected) and "confirmed" not in sentence
 
 
 def test_the_worst_token_is_counted_over_all_responses():
@@ -160,10 +159,9 @@ def test_what_was_not_scored_or_not_recorded_is_left_out():
     assert "confirmed by a fresh engine, to" in sentence
 
 
-def test_without_a_fresh_engine_nothing_is_said_of_the_quantization():
+def test_without_a_fresh_engine_the_one_that_sampled_is_compared_with_the_actor():
     gaps, sentence = judged(engine=(None, None))
     assert [len(gap.sizes) for gap in gaps] == [0, 2, 5, 2]
-    assert gaps[2].pair == "quantization: recorded, actor"
-    assert sentence == "the record is confirmed by the actor, to 1 nats"
+    assert sentence.startswith("the record is confirmed by the actor, to 1 nats; ")
     _, sentence = judged(engine=(None, None), proximal=WRONG_ACTOR)
     assert "the actor differ by more than 1 nats at 1 of 2" in sentence

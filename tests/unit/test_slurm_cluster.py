@@ -30,8 +30,6 @@ def test_every_cluster_file_that_ships_is_read_and_written_back_the_same(file, t
         ("[job]\ntime_limit = '24h'", "job.time_limit must be like 24:00:00 or 2-00:00:00"),
         ("[job]\nsignal_s = 30", "job.signal_s must be 60 or more"),
         ("[job]\ntime_limit = '00:10:00'", "job.signal_s=900 leaves nothing of job.time_limit"),
-        ("[job]\npartition = 'a b'", "job.partition must be a name without white space"),
-        ("[job]\nextra = ['exclusive']", 'job.extra must be options of sbatch such as "--excl'),
         ("[container]\nkind = 'pyxis'", "container.kind=pyxis and container.image='' contradict"),
         ("[container]\nimage = 'a.sif'", "container.kind=none and container.image='a.sif' contr"),
         ("[site]\nshared = ['runs']", "site.shared must be absolute folders, got 'runs'"),

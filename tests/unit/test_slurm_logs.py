@@ -50,7 +50,6 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
 
 [2026-11-22 09:30:02] Received sigquit from a child process.
 """
-OOM_KILL = "slurmstepd-roll1: error: Detected 1 oom_kill event in StepId=2.0. Some of the step"
 DISK = "qurl: attempt.json cannot be written (No space left on device): 0.0 MB are free"
 
 
@@ -60,11 +59,11 @@ def failed(rank: int, kind: str, text: str, time: float = 100.0, **where) -> Fai
 
 
 def engine(text: str, time: float = 90.0) -> Log:
-    return Log("engine-0 on roll1", text, time, Path("engine-0.log"), engine=True)
+    return Log("engine-0 on roll1", text, time, engine=True)
 
 
 def rank_log(number: int, text: str) -> Log:
-    return Log(f"rank {number}", text, 101.0, Path())
+    return Log(f"rank {number}", text, 101.0)
 
 
 LOST_PEER = failed(0, "RuntimeError", GLOO)
@@ -81,7 +80,6 @@ COLLECTIVES = [
     failed(2, "DistBackendError", NCCL, 99.8),
     failed(3, "OutOfMemoryError", "CUDA out of memory.", 100.0),
 ]
-ALL_ANSWERED = [line for line in HUNG if "did not answer" not in line]
 ENGINE_TASK = "engines: srun: error: roll1: task 0: Killed"
 ENGINES_ENDED = "engines: srun: _step_signal: Terminating StepId=2.1"
 EXAMINED = "examine: srun: Job step aborted: Waiting up to 7 seconds"
@@ -91,63 +89,26 @@ TWO = [failed(0, "ValueError", "b", 5.0), failed(1, "ValueError", "a", 4.0)]
 UNKEPT = rank_log(2, "Traceback (most recent call last):\n  x\nImportError: y")
 CASES = {
     "a reason of its own before collectives that failed earlier": (
-        Evidence(COLLECTIVES),
-        "rank 3",
-        "GPU memory is used up",
-        ["rank 2", "rank 0"],
+        *(Evidence(COLLECTIVES), "rank 3", "GPU memory is used up", ["rank 2", "rank 0"]),
     ),
     "the earliest of several reasons": (Evidence(TWO), "rank 1", FAULT, ["rank 0"]),
     "a killed rank before those that lost it, and none that srun killed": (
-        Evidence([LOST_PEER], (), KILLED),
-        "rank 1",
-        KILL,
-        ["rank 0"],
-    ),
-    "memory before the kill, in whichever log": (
-        Evidence([LOST_PEER], [rank_log(0, f"step 1/7\n{OOM_KILL}\n")], KILLED),
-        "a task",
-        MEMORY,
-        ["rank 1", "rank 0"],
-    ),
-    "a reason before a killed rank": (
-        Evidence([failed(0, "ValueError", "x")], (), KILLED),
-        "rank 0",
-        FAULT,
-        ["rank 1"],
+        *(Evidence([LOST_PEER], (), KILLED), "rank 1", KILL, ["rank 0"]),
     ),
     "a task of the rollout nodes before ranks without engines": (
-        Evidence([NO_ENGINE], (), [ENGINE_TASK]),
-        "rollout node 0",
-        KILL,
-        ["rank 0"],
+        *(Evidence([NO_ENGINE], (), [ENGINE_TASK]), "rollout node 0", KILL, ["rank 0"]),
     ),
     "a killed rank before a killed rollout task": (
-        srun(ENGINE_TASK, RANK_KILLED),
-        "rank 1",
-        KILL,
-        ["rollout node 0"],
+        *(srun(ENGINE_TASK, RANK_KILLED), "rank 1", KILL, ["rollout node 0"]),
     ),
     "a node that was lost": (srun(LOST_NODE), "node train1", NODE_LOST, []),
     "a rollout node that was lost before did not end the run": (
-        srun(f"engines: {LOST_NODE}", "srun: error: roll2: task 1: Killed"),
-        "rank 1",
-        KILL,
-        ["node train1"],
+        *(srun(f"engines: {LOST_NODE}", RANK_KILLED), "rank 1", KILL, ["node train1"]),
     ),
-    "engines that srun has ended hide no rank": (
-        srun(ENGINES_ENDED, RANK_KILLED),
-        "rank 1",
-        KILL,
-        [],
-    ),
-    "an examination that was aborted hides no rank": (
-        srun(EXAMINED, RANK_KILLED),
-        "rank 1",
-        KILL,
-        [],
+    "engines and an examination that srun has ended hide no rank": (
+        *(srun(ENGINES_ENDED, EXAMINED, RANK_KILLED), "rank 1", KILL, []),
     ),
     "hung, and nobody killed it": (srun(*HUNG), "rank 1", "the run hung", []),
-    "hung, all answered": (srun(*ALL_ANSWERED), "the supervisor", "the run hung", []),
     "the end of the last engine": (
         Evidence([NO_ENGINE], [engine(OUT_OF_MEMORY)]),
         "engine-0 on roll1",
@@ -161,35 +122,15 @@ CASES = {
         ["engine-0 on roll1"],
     ),
     "collectives alone": (
-        Evidence(COLLECTIVES[:2]),
-        "rank 2",
-        "another rank is gone",
-        ["rank 0"],
+        *(Evidence(COLLECTIVES[:2]), "rank 2", "another rank is gone", ["rank 0"]),
     ),
     "a rank that could keep nothing is read from its log": (
-        Evidence(logs=[UNKEPT]),
-        "rank 2",
-        "the environment lacks something",
-        [],
+        *(Evidence(logs=[UNKEPT]), "rank 2", "the environment lacks something", []),
     ),
-    "out of memory by srun": (
-        srun("srun: error: t1: task 3: Out Of Memory"),
-        "rank 3",
-        MEMORY,
-        [],
-    ),
-    "oom_kill by srun": (srun(OOM_KILL), "srun", MEMORY, []),
+    "out of memory": (srun("srun: error: t1: task 3: Out Of Memory"), "rank 3", MEMORY, []),
     "a crash": (
-        srun("srun: error: t1: tasks 0,2-3: Segmentation fault (core dumped)"),
-        "rank 0",
-        KILL,
-        ["rank 2", "rank 3"],
-    ),
-    "the time limit": (
-        srun("slurmstepd: error: *** STEP 5.0 CANCELLED DUE TO TIME LIMIT ***"),
-        "srun",
-        KILL,
-        [],
+        *(srun("srun: error: t1: tasks 0,2-3: Segmentation fault (core dumped)"), "rank 0"),
+        *(KILL, ["rank 2", "rank 3"]),
     ),
     "a disk so full that ranks could keep nothing": (
         srun("srun: error: r1: task 1: Exited with exit code 120", DISK),
@@ -216,7 +157,6 @@ def test_the_first_cause_is_told_from_what_followed(evidence, source, kind, foll
 def test_the_node_is_that_of_the_rank_or_of_the_line():
     assert first_cause(Evidence(COLLECTIVES)).first.node == "train3"
     assert first_cause(srun(RANK_KILLED)).first.node == "roll1"
-    assert first_cause(Evidence(logs=[rank_log(0, OOM_KILL)])).first.node == "roll1"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +180,6 @@ def test_what_only_follows_is_no_cause(evidence):
         ("Collapse: step 2 broke the policy", "numbers, or the guard, halted the run"),
         ("DistBackendError: NCCL error ... Cuda failure 'out of memory'", "GPU memory is used up"),
         ("RankLost: rank 1 lost contact with rank 0", "another rank is gone"),
-        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", NODE_LOST),
         ("OSError: [Errno 116] Stale file handle", NODE_LOST),
         ("AssertionError: ", "a fault of the program"),
     ],
@@ -298,24 +237,17 @@ def logs_of(run_dir: Path, capsys, *options: str) -> str:
 
 
 def test_the_operator_reads_the_cause_first_with_its_place_and_mend(tmp_path, capsys):
-    outcome = "qurl: attempt 1: the training step ended with 137"
-    where = attempted(tmp_path, (*KILLED, outcome), code=137, decision="stop")
-    (where / "stack-0.txt").write_text("")  # made in advance, for a rank that is asked
-    (where / "stack-1.txt").write_text("Thread 0x00007f (most recent call first):\n")
+    reason = "the training step ended with 137"
+    where = attempted(tmp_path, code=137, decision="stop", reason=reason)
     (where / "failure-0.json").write_text(json.dumps(asdict(LOST_PEER)))
     lines = logs_of(tmp_path, capsys).splitlines()
     assert lines[0].endswith("attempt 1, job 2: ended with 137 (stop); steps 0 to 4 are saved")
     assert lines[1] == "The supervisor says: the training step ended with 137"
-    assert lines[3] == (
-        "First cause: it was killed: rank 1 on roll1, while rank 0 was in train of step 7"
-    )
+    assert lines[3] == "First cause: it was killed: rank 1 on roll1"
     assert lines[4] == "  killed by SIGKILL"
     assert lines[5].startswith("What to do: find out what killed it: a person; Linux, where memory")
     assert "1 followed from it, or came later" in lines
-    assert any(line.endswith("train-0.log  rank 0") for line in lines)
-    assert [line for line in lines if "stack-" in line] == [
-        f"  {where}/stack-1.txt  what a rank was doing"
-    ]
+    assert any(str(where) in line for line in lines)
 
 
 @pytest.mark.parametrize(("decision", "goes_on"), [("retry", True), ("stop", False)])
@@ -348,7 +280,6 @@ def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, c
     assert "First cause: it was killed" in logs_of(tmp_path, capsys, "--attempt", "1")
     text = logs_of(tmp_path, capsys)
     assert "no rank and no engine has failed" in text
-    assert f"`qurl slurm logs {tmp_path} --attempt 1`" in text
     assert main(["slurm", "logs", str(tmp_path), "--attempt", "3"]) == 2
     assert "--attempt 3: " in capsys.readouterr().err
 

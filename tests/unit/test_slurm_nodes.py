@@ -2,13 +2,12 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from qurl_megatron.cluster import examination, folder
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
-from qurl_megatron.cluster.examination import GIB, Examination, Report, judge, tell_apart
+from qurl_megatron.cluster.examination import Examination, Report, judge, slow_gpus, tell_apart
 from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
@@ -17,48 +16,28 @@ from tests.support.programs import Programs
 
 
 def report(node: str, **changed) -> Report:
-    sound = Report(node, [], gpus=2, devices=2, product_ms=[1.5, 1.52], reduce_ms=0.9)
-    return replace(sound, **changed)
-
-
-def judged(**changed) -> dict[str, str]:
-    """The verdict on three nodes, of which the last reports something else."""
-    names = ("a1", "a2", "a3")
-    reports = {name: report(name) for name in names} | {"a3": report("a3", **changed)}
-    return judge(reports, names, 2)
-
-
-@pytest.mark.parametrize("changed", [{}, {"product_ms": [1.5, 1.7], "reduce_ms": 1.2}])
-def test_sound_nodes_are_not_bad(changed):
-    assert judged(**changed) == {}
+    return replace(Report(node, [], gpus=2), **changed)
 
 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"faults": ["GPU 1 is ill"]}, "GPU 1 is ill"),
-        ({"faults": ["GPU 1 is ill"], "reduce_ms": 9.0}, "GPU 1 is ill; an all-reduce among"),
-        (
-            {"gpus": 1, "devices": 1, "product_ms": [1.5]},
-            "2 GPUs were granted, the driver shows 1 and torch can use 1",
-        ),
-        (
-            {"gpus": 2, "devices": 0, "product_ms": [], "reduce_ms": None},
-            "2 GPUs were granted, the driver shows 2 and torch can use 0",
-        ),
-        (
-            {"product_ms": [1.5, 2.4]},
-            "a matrix product on GPU 1 takes 2.4 ms, 1.5 on the job's others",
-        ),
-        (
-            {"reduce_ms": 2.0},
-            "an all-reduce among its own devices takes 2 ms, 0.9 on the job's others",
-        ),
+        ({}, None),
+        ({"faults": ["GPU 1 is ill", "GPU 0 is slow"]}, "GPU 1 is ill; GPU 0 is slow"),
+        ({"gpus": 1}, "2 GPUs were granted, and torch can use 1"),
+        ({"faults": ["it could not be measured"], "gpus": 0}, "it could not be measured"),
     ],
 )
-def test_a_node_is_bad_for_what_it_says_alone_or_beside_the_others(changed, sentence):
-    bad = judged(**changed)
-    assert list(bad) == ["a3"] and bad["a3"].startswith(sentence)
+def test_a_node_is_bad_for_what_it_says_or_for_gpus_that_it_lacks(changed, sentence):
+    names = ("a1", "a2", "a3")
+    reports = {name: report(name) for name in names} | {"a3": report("a3", **changed)}
+    assert judge(reports, names, 2) == ({"a3": sentence} if sentence else {})
+
+
+def test_a_gpu_is_slow_beside_the_others_of_its_node():
+    assert list(slow_gpus([])) == [] == list(slow_gpus([1.5, 1.52, 1.7]))
+    expected = ["a matrix product on GPU 2 takes 2.4 ms, 1.52 on the others"]
+    assert list(slow_gpus([1.5, 1.52, 2.4])) == expected
 
 
 def test_a_node_that_does_not_answer_is_bad():
@@ -99,75 +78,6 @@ def test_where_all_nodes_are_bad_it_is_what_they_share(training, rollout):
 # -- a node's report -------------------------------------------------------------------------------
 
 
-BAD_MEMORY = "has uncorrected memory errors: reset it; where they come back, have it replaced"
-
-
-class NvmlError(Exception):
-    pass
-
-
-class NotSupported(NvmlError):
-    pass
-
-
-def nvml(count: int = 2, **answers) -> SimpleNamespace:
-    """Stands in for nvidia-ml-py: the functions, constants and shapes of its 13.615."""
-
-    def remapped(handle):
-        if "remapped" not in answers:
-            raise NotSupported
-        return answers["remapped"]
-
-    return SimpleNamespace(
-        NVMLError=NvmlError,
-        NVMLError_NotSupported=NotSupported,
-        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
-        NVML_VOLATILE_ECC=0,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: count,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetRemappedRows=remapped,
-        nvmlDeviceGetTotalEccErrors=lambda handle, kind, since: answers.get("ecc", 0),
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(
-            total=80 << 30, used=answers.get("used", 600 << 20)
-        ),
-    )
-
-
-@pytest.mark.parametrize(
-    ("answers", "faults"),
-    [
-        ({"used": 9 * GIB}, ["has 9.0 GiB in use already: end what holds them, or reset it"]),
-        ({"ecc": 7}, [BAD_MEMORY]),
-        ({"remapped": (0, 3, 0, 1)}, [BAD_MEMORY]),
-        ({"remapped": (0, 3, 1, 0)}, [BAD_MEMORY]),
-        ({"remapped": (0, 3, 0, 0)}, []),
-        ({}, []),  # a kind that does not count errors
-    ],
-)
-def test_what_the_driver_says_against_a_gpu_is_a_sentence(answers, faults):
-    assert list(examination.gpu_faults(nvml(1, **answers), 0)) == faults
-
-
-def test_of_a_node_that_hides_no_gpu_only_those_of_the_step_are_asked():
-    env = {"CUDA_VISIBLE_DEVICES": "4,5"}
-    assert examination.gpu_indices(nvml(8), env) == [4, 5]
-    assert examination.gpu_indices(nvml(2), env) == [0, 1]  # the others are hidden
-
-
-def test_without_a_driver_there_are_no_gpus():
-    def missing() -> None:
-        raise NvmlError("library not found")
-
-    library = SimpleNamespace(NVMLError=NvmlError, nvmlInit=missing)
-    assert examination.gpu_indices(library, {}) == []
-
-
-def test_the_names_that_are_asked_for_are_those_of_the_library():
-    pynvml = pytest.importorskip("pynvml")
-    assert set(vars(nvml())) <= set(dir(pynvml))
-
-
 def own_report(capsys) -> Report:
     assert examination.measure_node() == 0
     return Report(**json.loads(capsys.readouterr().out))
@@ -184,8 +94,7 @@ def test_a_gpu_that_cannot_be_measured_makes_its_node_bad(capsys, monkeypatch):
         raise RuntimeError("GPU is lost\nCUDA kernel errors might be reported elsewhere")
 
     monkeypatch.setenv("SLURMD_NODENAME", "a1")
-    library = SimpleNamespace(**vars(nvml()) | {"nvmlDeviceGetCount": lost})
-    monkeypatch.setattr(examination, "_nvml", lambda: library)
+    monkeypatch.setattr("torch.cuda.is_available", lost)
     own = own_report(capsys)
     sentence = {"a1": "it could not be measured: RuntimeError: GPU is lost"}
     assert judge({"a1": own}, ["a1"], 2) == sentence

@@ -1,4 +1,3 @@
-import json
 import time
 from pathlib import Path
 
@@ -54,8 +53,8 @@ def engine(tmp_path):
         process.end()
 
 
-def offered(process: EngineProcess, folder: Path, *, restarts: int = 3, host="10.0.0.7") -> Offered:
-    return Offered(process, folder / "node-engine-0.json", host, restarts)
+def offered(process: EngineProcess, folder: Path, *, restarts: int = 3) -> Offered:
+    return Offered(process, folder / "node-engine-0.json", "10.0.0.7", restarts)
 
 
 def look_until(one: Offered, condition) -> None:
@@ -93,11 +92,3 @@ def test_an_engine_that_ends_again_and_again_is_given_up(engine, tmp_path):
     process.kill()
     look_until(one, lambda: one.given_up)
     assert process.popen is None
-
-
-def test_an_address_of_ipv6_stands_in_brackets(engine, tmp_path):
-    process, _ = engine
-    one = offered(process, tmp_path, host="fd00::7")
-    look_until(one, lambda: offers(tmp_path))
-    entry = json.loads((tmp_path / "node-engine-0.json").read_text())
-    assert entry["url"] == "http://[fd00::7]:4321"

@@ -17,8 +17,7 @@ from benchmarks.folding import (
     train,
 )
 from qurl_megatron.checkpoints import fold_uaq
-from qurl_megatron.checkpoints.uaq import takes_part
-from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.tensors.table import is_quantized, uaq_role
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
@@ -72,7 +71,7 @@ def test_what_looks_at_sizes_parts_them(setting):
 def test_a_third_more_codes_change_since_two_thirds_of_the_weights_take_part():
     weights, config = initial_weights(), {"model_type": "qwen2"}
     linear = {name: weight.numel() for name, weight in weights.items() if is_quantized(name)}
-    share = sum(linear[name] for name in filter(takes_part, linear)) / sum(linear.values())
+    share = sum(linear[name] for name in filter(uaq_role, linear)) / sum(linear.values())
     assert share == 0.7
     flips = []
     for start in (weights, fold_uaq(weights, config, 1.5)):

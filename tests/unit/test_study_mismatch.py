@@ -13,8 +13,7 @@ from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
 from qurl_megatron.evaluation.plan import read_study
-from qurl_megatron.evaluation.runner import run_dir
-from qurl_megatron.evaluation.study_results import read_results, to_json
+from qurl_megatron.evaluation.study_results import read_results, run_dir, to_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import plus_minus
 

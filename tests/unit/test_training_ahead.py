@@ -69,18 +69,6 @@ def test_a_batch_begins_when_its_oldest_allowed_version_is_published(
         assert begun(engines, len(after_one)) == after_one
 
 
-def test_settling_waits_for_every_batch_in_flight(engines):
-    with ahead(engines, 2) as batches:
-        batches.admit(0)
-        settled = threading.Thread(target=batches.settle, args=(lambda: False,))
-        settled.start()
-        for step in (1, 2, 3):
-            assert settled.is_alive()
-            engines.done[step].set()
-        settled.join(PATIENCE_S)
-        assert not settled.is_alive()
-
-
 def test_batches_that_end_out_of_order_are_handed_over_in_order_with_their_own_cursor(engines):
     with ahead(engines, 2) as batches:
         batches.admit(0)

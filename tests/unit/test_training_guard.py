@@ -10,12 +10,9 @@ from qurl_megatron.training.guard import Guard
 from qurl_megatron.training.state import STATE, TrainState
 
 
-def follow(guard: Guard, name: str, series, *, quantized: bool = True, first: int = 1):
+def follow(guard: Guard, name: str, series, *, first: int = 1):
     """The verdicts on a metric's values, one a step."""
-    return [
-        guard.judge(step, {name: value}, quantized=quantized)
-        for step, value in enumerate(series, first)
-    ]
+    return [guard.judge(step, {name: value}) for step, value in enumerate(series, first)]
 
 
 def steps(verdicts, first: int = 1) -> list[int]:
@@ -50,7 +47,7 @@ def test_a_warning_comes_once_per_excursion():
     guard = Guard(GuardConfig(kl_above=1.0, patience=2), {})
     verdicts = follow(guard, "rollout/kl_k3", [2, 2, 2, 2, 0, 2, 2, 2])
     assert steps(verdicts) == [2, 7]
-    assert not any(v.halt or v.fall_back for v in verdicts)
+    assert not any(v.halt for v in verdicts)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -75,28 +72,28 @@ def test_thresholds_of_zero_are_not_watched_and_without_any_there_is_nothing_to_
 
 def test_a_metric_that_a_step_lacks_leaves_its_count_alone():
     guard = Guard(GuardConfig(rho_above=1.0, patience=2), {})
-    assert not guard.judge(1, {"rollout/rho_max": 3.0}, quantized=True).reason
-    assert guard.judge(2, {"policy/entropy": 1.0}, quantized=True).counts == {"rho": 1}
-    assert guard.judge(3, {"rollout/rho_max": 3.0}, quantized=True).reason
+    assert not guard.judge(1, {"rollout/rho_max": 3.0}).reason
+    assert guard.judge(2, {"policy/entropy": 1.0}).counts == {"rho": 1}
+    assert guard.judge(3, {"rollout/rho_max": 3.0}).reason
 
 
 def test_dynamic_sampling_is_judged_by_all_that_it_generated():
     """Groups of mixed success have some reward whatever the policy is."""
     guard = Guard(GuardConfig(reward_below=0.1, patience=1), {})
     metrics = {"reward/mean": 0.4, "reward/mean_generated": 0.02}
-    assert guard.judge(1, metrics, quantized=True).reason.startswith("reward/mean_generated = 0.02")
+    assert guard.judge(1, metrics).reason.startswith("reward/mean_generated = 0.02")
 
 
 def test_thresholds_that_trip_together_are_all_named():
     guard = Guard(GuardConfig(kl_above=0.1, entropy_below=0.5, patience=1, action="halt"), {})
     metrics = {"rollout/kl_k3": 0.2, "policy/entropy": 0.4}
-    assert guard.judge(7, metrics, quantized=True).reason == (
+    assert guard.judge(7, metrics).reason == (
         "rollout/kl_k3 = 0.2 is above guard.kl_above = 0.1, at step 7; "
         "policy/entropy = 0.4 is below guard.entropy_below = 0.5, at step 7"
     )
 
 
-@pytest.mark.parametrize("action", ["warn", "halt", "bf16"])
+@pytest.mark.parametrize("action", ["warn", "halt"])
 def test_interrupted_anywhere_it_judges_as_if_it_had_not_been(action):
     config = GuardConfig(rho_above=1.0, patience=2, action=action)
     series = [2, 2, 2, 0, 2, 2, 2, 2]
@@ -105,27 +102,6 @@ def test_interrupted_anywhere_it_judges_as_if_it_had_not_been(action):
         counts = json.loads(json.dumps(whole[stop - 1].counts))
         rest = follow(Guard(config, counts), "rollout/rho_max", series[stop:], first=stop + 1)
         assert rest == whole[stop:]
-
-
-def test_a_fall_back_comes_once_and_what_comes_after_it_is_only_told():
-    guard = Guard(GuardConfig(kl_above=1.0, patience=2, action="bf16"), {})
-    before = follow(guard, "rollout/kl_k3", [2, 2])
-    assert [v.fall_back for v in before] == [False, True] and not before[1].halt
-    assert before[1].metrics == {"guard/kl": 2.0, "guard/tripped": 1.0}
-    assert before[1].counts == {"kl": 0}  # its own patience for what comes
-    after = follow(guard, "rollout/kl_k3", [2, 2, 2], quantized=False, first=3)
-    assert steps(after, 3) == [4]
-    assert after[1].reason.endswith("up to step 4; rollouts are unquantized already")
-    assert not any(v.halt or v.fall_back for v in after)
-
-
-def test_engines_that_are_not_the_runs_own_cannot_fall_back_so_it_halts():
-    guard = Guard(GuardConfig(kl_above=1.0, patience=1, action="bf16"), {}, own_engines=False)
-    [verdict] = follow(guard, "rollout/kl_k3", [2])
-    assert verdict.halt and verdict.fall_back
-    assert (
-        "cannot restart the engines that rollout.urls or rollout.rendezvous name" in verdict.reason
-    )
 
 
 def test_a_halted_run_that_is_started_again_has_all_of_its_patience():
@@ -145,11 +121,10 @@ def test_a_run_that_was_only_warned_halts_when_it_is_started_again_to_halt():
 
 
 def test_the_states_of_earlier_runs_are_read_and_new_ones_come_back(tmp_path):
-    old = {"step": 3, "cursor": {"epoch": 0}, "accuracy_before": 0.1, "accuracy": 0.2}
+    old = {"step": 3, "cursor": {"epoch": 0}, "accuracy_before": 0.1, "notice": ""}
     (tmp_path / STATE).write_text(json.dumps(old))
     state = TrainState.read(tmp_path)
-    assert (state.step, state.guard, state.scheme("int8")) == (3, {}, "int8")
-    fallen = TrainState(step=3, guard={"kl": 2}, unquantized_since=3, notice="why")
-    fallen.write(tmp_path)
-    assert TrainState.read(tmp_path) == fallen
-    assert fallen.scheme("int8") == "none"
+    assert (state.step, state.guard) == (3, {})
+    state = TrainState(step=3, guard={"kl": 2}, unevaluated=True)
+    state.write(tmp_path)
+    assert TrainState.read(tmp_path) == state

@@ -9,7 +9,7 @@ from qurl_megatron.config import RewardConfig, load
 from qurl_megatron.config.sections import MixedReward
 from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.training.fork import forked
-from qurl_megatron.training.state import TrainState, tell_done
+from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.train import adapt
 from tests.support.descriptions import RECIPE_TEXT
 
@@ -53,7 +53,7 @@ def taken_up(config, state, changes=()):
 
 @pytest.mark.parametrize("key", FILES)
 def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_comes(
-    config, tmp_path, capsys, key
+    config, tmp_path, key
 ):
     state, told = taken_up(config, BEFORE)  # of before there were checksums
     assert (told, state.measured_since) == ([], {}) and state.own_code.keys() == {*FILES} | {
@@ -66,15 +66,11 @@ def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_co
     assert said.startswith(f"the code of {key}=") and "has changed since step 3: what is" in said
     assert (after.measured_since, after.accuracy, after.accuracy_before) == (since, None, None)
     assert taken_up(config, after)[1] == []
-    tell_done(tmp_path, state, config, [])
-    assert f"the code of {key}=" in capsys.readouterr().out
-    tell_done(tmp_path, after, config, [])
-    assert "the code of" not in capsys.readouterr().out
     # A fork to another function has nothing of this one to be held against.
     setting = ".".join(key.split(".")[:2])
-    other = forked(state, [SimpleNamespace(key=setting)])
+    other = forked(state, {setting}, {}, evaluates=True)
     assert other.own_code.keys() == {k for k in state.own_code if not k.startswith(setting)}
-    assert forked(state, []).own_code == state.own_code
+    assert forked(state, set(), {}, evaluates=True).own_code == state.own_code
 
 
 def test_code_that_has_gone_is_for_others_to_refuse(config, tmp_path):

@@ -1,7 +1,6 @@
 """A run's folder: claimed in one piece, and what is wrong with it said in one sentence."""
 
 import json
-import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -9,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config import DataConfig, load
-from qurl_megatron.data.rows import checksum_of
+from qurl_megatron.config import load
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.inputs import sources
@@ -78,19 +76,6 @@ def test_a_recipe_is_replaced_whole_or_stays_as_it_was(config, tmp_path):
         assert {path.name for path in disk.iterdir()} == {"filler", ".lock", RECIPE}
 
 
-def test_a_finished_run_tells_that_its_data_has_changed_since(config, tmp_path, capsys):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a", "answer": "1"}\n')
-    run_dir, data = tmp_path / "run", DataConfig(path=str(path))
-    config = replace(config, data=data, train=replace(config.train, run_dir=str(run_dir), steps=2))
-    state = TrainState(step=2, cursor={"files": {"data.path": checksum_of(path)}})
-    state.write(checkpoint(run_dir, 2))
-    assert _already_done(config, []) and "changed" not in capsys.readouterr().out
-    path.write_text('{"prompt": "a", "answer": "2"}\n')
-    assert _already_done(config, [])
-    assert f"data.path={path} has changed since this run read it" in capsys.readouterr().out
-
-
 def test_a_finished_run_tells_what_was_not_used(begun, tmp_path, capsys):
     run = begun.parent
     asked = load(
@@ -98,14 +83,9 @@ def test_a_finished_run_tells_what_was_not_used(begun, tmp_path, capsys):
     )
     assert _already_done(asked, _changes(asked))
     assert "optimizer.lr 1e-06 -> 0.001; set train.steps above 2" in capsys.readouterr().out
-    shorter = load(tmp_path / "recipe.toml", [f"train.run_dir={run}", "train.steps=1"])
-    assert _already_done(shorter, _changes(shorter))
-    told = capsys.readouterr().out
-    assert "train.steps=1 is below the 2 steps that are done, and undoes none: " in told
-    assert "used" not in told
     same = load(tmp_path / "recipe.toml", [f"train.run_dir={run}", "train.steps=2"])
     assert _already_done(same, _changes(same))
-    assert "is below" not in capsys.readouterr().out
+    assert "used" not in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -116,42 +96,20 @@ def begun(config, tmp_path):
     return tmp_path / "run" / RECIPE
 
 
-def cut_at(text: str) -> int:
-    return len((text[: text.index("[quant]")]).encode())
-
-
-@pytest.mark.parametrize("kept", [lambda text: 0, lambda text: 100, cut_at])
-def test_a_recipe_that_was_cut_off_is_named(kept, config, begun):
-    """Also where what is left of it is TOML."""
-    os.truncate(begun, kept(begun.read_text()))
-    with pytest.raises(ConfigError, match=f"{begun}, which says what run .*, is damaged .*delete"):
-        claim(begun.parent, config)
-    begun.unlink()
-    claim(begun.parent, config)
-
-
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
         ("uaq_scale = 0.5", "quant.uaq_scale must be"),
         ("uaq_scales = 1.5", "unknown key quant.uaq_scales"),
+        ("uaq_scale =", "not valid TOML"),
     ],
 )
-def test_a_recipe_of_other_rules_is_not_called_damaged(written, reason, config, begun):
+def test_a_recipe_that_cannot_be_used_is_named(written, reason, config, begun):
     text = begun.read_text().replace(f"uaq_scale = {config.quant.uaq_scale}", written)
     begun.write_text(text)
-    with pytest.raises(ConfigError, match=f"{begun}, which .*: {reason}.*; .*new folder") as said:
+    with pytest.raises(ConfigError, match=f"{begun}, which .*: .*{reason}.*; .*new folder"):
         claim(begun.parent, config)
-    assert "damaged" not in str(said.value)
     assert begun.read_text() == text
-
-
-def test_a_recipe_that_cannot_be_read_is_not_called_damaged(config, begun):
-    begun.unlink()
-    begun.symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
-    with pytest.raises(ConfigError, match=f"{begun} cannot be read .Input/output error.") as said:
-        claim(begun.parent, config)
-    assert "damaged" not in str(said.value)
 
 
 def test_what_is_set_aside_or_unfinished_is_no_checkpoint(tmp_path):
@@ -213,11 +171,6 @@ def test_the_refusal_names_the_keys_and_both_ways_out(begun, tmp_path):
     message = str(refusal.value)
     assert message.startswith(f"{run} holds another run (quant.scheme int8 -> fp8, train.seed 0 ->")
     assert f"train.run_dir={run} --fork NEW_RUN_DIR" in message
-    folded = load(tmp_path / "recipe.toml", ["quant.uaq_scale=1.0"])
-    with pytest.raises(
-        ConfigError, match=r"\(quant.uaq_scale 1.5 -> 1.0\); undo .*, or set .* to begin again$"
-    ):
-        claim(run, folded)
 
 
 @pytest.mark.parametrize(
@@ -289,14 +242,13 @@ def test_scores_are_compared_only_with_scores_measured_alike():
     state = TrainState(step=10, accuracy_before=0.25, accuracy=0.5)
     assert "25.0% before, 50.0% after (+25.0 points)" in state.summary(right_or_wrong=True)
     assert "reward 0.250 before, 0.500 after" in state.summary(right_or_wrong=False)
+    state = replace(state, accuracy_step=9)
     now = state.scored(10, 0.4375)
-    assert scored(state, now, right_or_wrong=True).endswith("43.8% (-6.2 points since the last)")
+    assert scored(state, now, right_or_wrong=True).endswith("43.8% (-6.2 points since step 9)")
     later = replace(now, step=12)
     assert later.summary(right_or_wrong=False).endswith("0.250 before, 0.438 after step 10")
     changed = replace(later, accuracy_before=None, measured_since={"eval": 1})
-    assert "43.8% after step 10, which compares with scores after step 1 alone" in changed.summary(
-        right_or_wrong=True
-    )
+    assert changed.summary(right_or_wrong=True).endswith("held-out accuracy 43.8% after step 10")
     assert after(["reward.kind"], now).accuracy_step is None
 
 

@@ -122,22 +122,6 @@ except NotADirectoryError:
             path.unlink(missing_ok=True)
 
 
-def test_without_its_undertaker_a_process_goes_on(tmp_path):
-    body = """
-bury(sleeper().pid)
-from qurl_megatron.kit import undertaker
-undertaker._own._process.kill()
-undertaker._own._process.wait()
-bury(sleeper().pid)
-sys.exit(5)
-"""
-    code, footprint = run(tmp_path, body)
-    assert code == 5
-    assert len(footprint.processes()) == 2
-    for process in footprint.processes():
-        process.kill()
-
-
 def test_a_forked_child_that_lives_on_hides_nothing(tmp_path):
     """It holds the other end of the undertaker's standard input."""
     body = """

@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 
 from qurl_megatron.engines.embedded import kernels, native
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant.products import has_fp8_hardware
+from qurl_megatron.quant.activations import has_fp8_hardware
 from qurl_megatron.schemes import INTEGER as CODES
 from qurl_megatron.schemes import ROLLOUT as SCHEMES
 from qurl_megatron.tensors.arch import Arch, Llama3Rope

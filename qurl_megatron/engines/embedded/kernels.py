@@ -1,6 +1,6 @@
 """W8A8 matrix products as pure functions, and the float ones they are measured against.
 
-They call ``quant.activations`` and ``quant.products``, which the trainer shares.
+They call ``quant.activations``, which the trainer shares.
 
 Without a GPU, INT8 weights are also kept in the layout that ``decode.cpp`` multiplies by, where it
 runs (``native.Blocks``).
@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.engines.embedded import native
-from qurl_megatron.quant.activations import magnitudes, token_codes, token_scales
-from qurl_megatron.quant.products import scaled_product
+from qurl_megatron.quant.activations import (
+    magnitudes,
+    scaled_product,
+    token_codes,
+    token_scales,
+)
 from qurl_megatron.schemes import SCHEMES
 
 INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
