@@ -18,7 +18,7 @@ from typing import Any, Literal
 from qurl_megatron.bench.environment import environment, load, started
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.filesystem import refusing
-from qurl_megatron.observe.text import NARROW_SPACE, number
+from qurl_megatron.observe.text import NARROW_SPACE, aligned, number
 
 SCHEMA = "qurl-bench/1"
 
@@ -109,20 +109,16 @@ class BenchRecord:
         print(path)
 
     def table(self) -> str:
-        """For a terminal: a line per figure, and the reasons of cases that cannot be compared."""
-        lines: list[tuple[str, ...]] = [HEADS]
+        """For a terminal: a line per figure, and below them why cases cannot be compared."""
+        rows: list[tuple[str, ...]] = [HEADS]
+        reasons = []
         for case in self.cases:
-            first = case.name
+            name = case.name
             for figure in case.figures:
-                lines.append((first, *cells(figure)))
-                first = ""
-            for reason in case.reasons:
-                lines.append((first, case.why(reason)))
-                first = ""
-        full = [line for line in lines if len(line) == len(HEADS)]
-        widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-        widths[0] = max(len(line[0]) for line in lines)
-        return "".join(_line(line, widths) + "\n" for line in lines)
+                rows.append((name, *cells(figure)))
+                name = ""
+            reasons += [f"{case.name}: {case.why(reason)}" for reason in case.reasons]
+        return "\n".join([*aligned(rows, words=WORDS), *reasons]) + "\n"
 
 
 def recorded(
@@ -147,7 +143,7 @@ def recorded(
 
 
 HEADS = ("case", "figure", "median", "unit", "spread", "limit", "share")
-LEFT = ("case", "figure", "unit")
+WORDS = ("case", "figure", "unit")
 
 
 def cells(figure: Figure) -> tuple[str, ...]:
@@ -165,12 +161,3 @@ def cells(figure: Figure) -> tuple[str, ...]:
 def percent(share: float) -> str:
     """0.123 -> "12 %", 0.0123 -> "1.2 %"."""
     return f"{100 * share:.{0 if share >= 0.0995 else 1}f}{NARROW_SPACE}%"
-
-
-def _line(line: tuple[str, ...], widths: list[int]) -> str:
-    if len(line) < len(HEADS):  # a case's reasons take the rest of the line
-        return f"{line[0]:<{widths[0]}}  {line[1]}"
-    columns = []
-    for head, text, width in zip(HEADS, line, widths, strict=True):
-        columns.append(text.ljust(width) if head in LEFT else text.rjust(width))
-    return "  ".join(columns).rstrip()

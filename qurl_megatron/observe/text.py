@@ -1,6 +1,7 @@
 """Numbers as people read them: short, and with their unit."""
 
 import math
+from collections.abc import Collection, Sequence
 
 from qurl_megatron.observe.catalogue import unit
 
@@ -56,6 +57,23 @@ def number(value: float) -> str:
     else:
         text = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
     return text.replace("-", MINUS)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, words: Collection[str]) -> list[str]:
+    """Return the lines of a table: columns of words to the left, numbers to the right.
+
+    Args:
+        rows: the first one has the headings.
+        words: headings of the columns that hold words.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = []
+        for heading, cell, width in zip(rows[0], row, widths, strict=True):
+            cells.append(cell.ljust(width) if heading in words else cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def plus_minus(low: float, high: float, std: float | None) -> str:

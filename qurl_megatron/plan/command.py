@@ -8,6 +8,7 @@ from typing import Any
 
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.observe.text import aligned
 from qurl_megatron.plan.constants import GB, Constants, gpu_of
 from qurl_megatron.plan.layouts import check_backend, overrides
 from qurl_megatron.plan.memory import GIB
@@ -16,6 +17,7 @@ from qurl_megatron.plan.workload import workload
 from qurl_megatron.training.shapes import find_models
 
 HEAD = ("layout", "GiB", "rollout", "train", "publish", "step s", "tokens/s/GPU", "limited by")
+WORDS = ("layout", "best layout", "limited by")
 SCALING_HEAD = ("GPUs", "best layout", "step s", "tokens/s/GPU", "limited by")
 
 
@@ -89,7 +91,7 @@ def render(
         f"{planner.config.quant.scheme} rollouts, "
         f"max_staleness {planner.config.rollout.max_staleness}",
         "",
-        *_table(HEAD, [_cells(row) for row in rows]),
+        *aligned([HEAD, *map(_cells, rows)], words=WORDS),
         "",
         f"{len(layouts)} layouts fit; the best trainer beside each of {len(shown)} sets of engines "
         "is shown (--json: all); * is the recipe's own.",
@@ -98,11 +100,11 @@ def render(
     if not any(layout.own for layout in layouts):
         text.insert(-1, f"The recipe's own layout is not among those of {arguments.gpus} GPUs.")
     if curve:
-        scaling = []
+        scaling = [SCALING_HEAD]
         for best in curve:
             speed = (f"{best.step:.1f}", f"{best.speed:.0f}", best.limit)
             scaling.append((str(best.choice.gpus), best.choice.label(), *speed))
-        text += ["", *_table(SCALING_HEAD, scaling), stop_sentence(curve, planner.constants.worth)]
+        text += ["", *aligned(scaling, words=WORDS), stop_sentence(curve, planner.constants.worth)]
     return "\n".join(text) + "\n"
 
 
@@ -131,19 +133,6 @@ def _cells(row: Prediction) -> list[str]:
         f"{row.speed:.0f}",
         row.limit,
     ]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for row in (head, *rows):
-        cells = []
-        for name, cell, width in zip(head, row, widths, strict=True):
-            is_text = name in ("layout", "best layout", "limited by")
-            cells.append(cell.ljust(width) if is_text else cell.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def as_json(

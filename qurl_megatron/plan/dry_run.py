@@ -1,10 +1,13 @@
 """``qurl show --dry-run``: the memory of each rank of a run, before there is a GPU."""
 
 import os
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.plan import memory
 from qurl_megatron.plan.footprint import NODE, EngineFootprint, Footprint, footprint
 from qurl_megatron.plan.memory import GIB
@@ -42,11 +45,7 @@ def render(run: Footprint) -> str:
         f"GiB per rank, passes of {run.tokens} tokens, activations "
         f"{'recomputed' if config.model.recompute else 'kept'}",
     ]
-    columns = [_column(run, index) for index in range(len(run.stages))]
-    label = max(map(len, columns[0]))
-    for name in columns[0]:
-        cells = [f"{column[name]:>9}" for column in columns]
-        lines.append(f"  {name:{label}}{''.join(cells)}")
+    lines += _table([_column(run, index) for index in range(len(run.stages))])
     lines += ["", *_phase_lines(run)]
     if run.engine:
         lines += ["", *_engine_lines(run, run.engine)]
@@ -56,6 +55,20 @@ def render(run: Footprint) -> str:
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _table(columns: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a table, from the cells of each column by the label of their row."""
+    width = max(map(len, columns[0]))
+    lines = []
+    for label in columns[0]:
+        cells = "".join(f"{column[label]:>9}" for column in columns)
+        lines.append(f"  {label:{width}}{cells}")
+    return lines
 
 
 def _column(run: Footprint, index: int) -> dict[str, str]:
@@ -86,9 +99,9 @@ def _column(run: Footprint, index: int) -> dict[str, str]:
         "pipeline stage": str(index),
         "layers": str(stage.layers),
         "parameters, millions": f"{policy.parameters / 1e6:.0f}",
-        **{name: f"{size / GIB:.2f}" for name, size in held.items()},
+        **{name: _gib(size) for name, size in held.items()},
         "passes under way": str(stage.passes),
-        **{name: f"{size / GIB:.2f}" for name, size in passing.items()},
+        **{name: _gib(size) for name, size in passing.items()},
     }
 
 
@@ -96,18 +109,15 @@ def _phase_lines(run: Footprint) -> list[str]:
     """The fullest rank's GPU and host, phase by phase."""
     stage, _, _ = run.fullest
     phases = run.phases(stage)
-    names = list(dict.fromkeys(name for rows in phases.values() for name in rows))
-    label = max(map(len, names))
-    index = run.stages.index(stage)
-    lines = [
-        f"GiB on a GPU of stage {index}, of {run.gpu / GIB:g}",
-        f"  {'phase':{label}}" + "".join(f"{phase:>9}" for phase in phases),
-    ]
-    for name in names:
-        cells = [rows.get(name, 0) / GIB for rows in phases.values()]
-        lines.append(f"  {name:{label}}" + "".join(f"{cell:9.2f}" for cell in cells))
-    sums = [sum(rows.values()) / GIB for rows in phases.values()]
-    lines.append(f"  {'sum':{label}}" + "".join(f"{cell:9.2f}" for cell in sums))
+    names = list(dict.fromkeys(chain.from_iterable(phases.values())))
+    columns = []
+    for phase, sizes in phases.items():
+        column = {"phase": phase}
+        for name in names:
+            column[name] = _gib(sizes.get(name, 0))
+        columns.append(column | {"sum": _gib(sum(sizes.values()))})
+    lines = [f"GiB on a GPU of stage {run.stages.index(stage)}, of {run.gpu / GIB:g}"]
+    lines += _table(columns)
     host = memory.host(stage.policy)
     ranks = min(NODE, run.config.parallel.world_size)
     lines.append(
@@ -120,11 +130,10 @@ def _phase_lines(run: Footprint) -> list[str]:
 
 def _engine_lines(run: Footprint, engine: EngineFootprint) -> list[str]:
     rollout = run.config.rollout
-    count = rollout.engines
     placement = "beside a trainer at rest" if engine.colocated else "none of them the trainer's"
     lines = [
-        f"{count} SGLang engine{'s' if count > 1 else ''} of {rollout.engine_tensor} "
-        f"GPU{'s' if rollout.engine_tensor > 1 else ''} each, {placement}: "
+        f"{how_many(rollout.engines, 'SGLang engine')} of "
+        f"{how_many(rollout.engine_tensor, 'GPU')} each, {placement}: "
         f"{engine.room / GIB:.1f} GiB a GPU for weights and cache, "
         f"{engine.token / 1024:g} KiB a token of cache"
     ]

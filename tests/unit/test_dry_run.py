@@ -74,18 +74,14 @@ def test_recomputation_keeps_the_input_of_every_layer():
     assert memory.stage_activations(ARCH, 4, whole, recompute=True) == 4 * 10 * 2 * 64
 
 
-def test_logits_of_several_rows_are_there_twice():
+def test_logits_are_there_twice_for_several_rows_and_in_fp32_keep_what_they_were_made_from():
     one = Pass(tokens=10, tensor=2, sequence=True, itemsize=2, transposed=False)
     scratch = 2 * 4 * 10 * 50
     assert memory.logits(ARCH, one) == 10 * 50 * 2 + scratch
-    rows = Pass(tokens=10, tensor=2, sequence=True, itemsize=2, transposed=True)
-    assert memory.logits(ARCH, rows) == 2 * 10 * 50 * 2 + scratch
-
-
-def test_logits_in_fp32_keep_what_they_were_made_from():
-    passed = Pass(10, tensor=2, sequence=True, itemsize=2, transposed=False, fp32_output=True)
-    scratch, weight, hidden = 2 * 4 * 10 * 50, 4 * 50 * 64, 4 * 10 * 64
-    assert memory.logits(ARCH, passed) == 4 * 10 * 50 + weight + hidden + scratch
+    assert memory.logits(ARCH, replace(one, transposed=True)) == 2 * 10 * 50 * 2 + scratch
+    weight, hidden = 4 * 50 * 64, 4 * 10 * 64
+    in_fp32 = 4 * 10 * 50 + weight + hidden + scratch
+    assert memory.logits(ARCH, replace(one, fp32_output=True)) == in_fp32
 
 
 def test_an_engine_rank_holds_codes_scales_and_what_is_not_quantized():

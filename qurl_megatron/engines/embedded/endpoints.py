@@ -199,10 +199,8 @@ class _Handlers:
                 "context_length": decoder.arch.max_position,
                 "num_running_reqs": len(engine.running),
                 "num_waiting_reqs": len(engine.waiting),
-                "num_used_tokens": engine.cached_tokens,
                 "max_total_num_tokens": engine.cache.capacity,
                 "num_generated_tokens": engine.generated,
-                "num_retractions": engine.retractions,
                 "is_paused": self.worker.paused,
             }
 

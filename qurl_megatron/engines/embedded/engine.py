@@ -58,7 +58,6 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)  # name, first token beyond it
-    retractions: int = 0
     finish_reason: dict | None = None
 
     @property
@@ -162,7 +161,6 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.generated = 0
-        self.retractions = 0
         self._recomputed = False  # by the latest step
         self._batch = Rows(max_rows, decoder.device)
 
@@ -181,11 +179,6 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the running sequences, whose keys and values the cache holds."""
-        return int(self._batch.length[: len(self.running)].sum())
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -217,9 +210,6 @@ class Engine:
         longest are done.
         """
         retracted = [self._remove(row) for row in reversed(range(len(self.running)))]
-        self.retractions += len(retracted)
-        for sequence in retracted:
-            sequence.retractions += 1
         self.waiting.extendleft(sorted(retracted, key=_prefix_length, reverse=True))
 
     def rename(self, version: str) -> None:

@@ -158,7 +158,6 @@ def _answer(sequence: Sequence, log_probs: bool) -> dict:
         "prompt_tokens": len(sequence.prompt),
         "completion_tokens": len(ids),
         "cached_tokens": 0,
-        "num_retractions": sequence.retractions,
         "weight_version": versions[-1][0] if versions else None,
         "weight_versions": [
             {"version": version, "start": start, "end": end}
