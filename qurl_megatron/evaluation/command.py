@@ -5,7 +5,7 @@ import json
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -19,10 +19,10 @@ from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, tally_of
 from qurl_megatron.evaluation.ask import Evaluator, describe_engines
 from qurl_megatron.evaluation.benchmarks import (
     ProblemSet,
-    as_prompts,
     check_lengths,
     fingerprint,
     read_benchmarks,
+    with_prompts,
 )
 from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plans
 from qurl_megatron.evaluation.options import Defaults
@@ -37,56 +37,38 @@ from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
 from qurl_megatron.schemes import ROLLOUT, simulation
 from qurl_megatron.tensors.arch import read_config
-from qurl_megatron.types import Prompt
 
 PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # on which results may depend
 
 
 @dataclass
-class Asked:
-    """The prompts and answers of one plan and benchmark."""
-
-    benchmark: ProblemSet
-    prompts: list[Prompt]
-    file: AnswerFile | None = None  # until the plan's settings are known
-
-    @property
-    def answers(self) -> AnswerFile:
-        assert self.file is not None
-        return self.file
-
-
-@dataclass
 class Evaluation:
-    """One model's."""
+    """One model's benchmarks, with its prompts, and the answers to each."""
 
     plan: EvaluationPlan
     tokenizer: Tokenizer
-    asked: list[Asked]
+    benchmarks: list[ProblemSet]
+    files: list[AnswerFile] = field(default_factory=list)  # once the plan's settings are known
 
     @staticmethod
     def of(plan: EvaluationPlan, benchmarks: Sequence[ProblemSet]) -> "Evaluation":
         tokenizer = _tokenizer(plan, benchmarks[0])
-        asked = []
+        prompted = []
         for benchmark in benchmarks:
-            prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
-            asked.append(Asked(benchmark, prompts))
-        return Evaluation(plan, tokenizer, asked)
+            prompted.append(with_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix))
+        return Evaluation(plan, tokenizer, prompted)
 
     @property
     def room(self) -> float:
         """Tokens that the model's context leaves beside the longest prompt."""
-        longest = 0
-        for asked in self.asked:
-            longest = max(longest, *(len(prompt.input_ids) for prompt in asked.prompts))
-        return self.plan.context - longest
+        return self.plan.context - max(benchmark.longest for benchmark in self.benchmarks)
 
     def open(self, settings: dict[str, Any]) -> None:
         """Raise ``ConfigError`` where there are answers made with other settings."""
-        for asked in self.asked:
-            depends = {"problems": fingerprint(asked.prompts), **settings}
-            path = self.plan.out / f"{asked.benchmark.name}.samples.jsonl"
-            asked.file = AnswerFile(path, depends, self.plan.responses)
+        for benchmark in self.benchmarks:
+            depends = {"problems": fingerprint(benchmark.prompts), **settings}
+            path = self.plan.out / f"{benchmark.name}.samples.jsonl"
+            self.files.append(AnswerFile(path, depends, self.plan.responses))
 
 
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
@@ -187,7 +169,7 @@ def _run(evaluation: Evaluation) -> list[results.Scores]:
 
 def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores]:
     """Answer benchmark after benchmark, writing the results so far after each."""
-    plan, asked = evaluation.plan, evaluation.asked
+    plan = evaluation.plan
     settings = plan.settings
     engines = describe_engines(evaluator.fleet, plan.context)
     if plan.rollout.urls:
@@ -195,9 +177,8 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
         settings["served"] = sorted(served)
         evaluation.open(settings)
     if limits := [engine["max_tokens"] for engine in engines if "max_tokens" in engine]:
-        for of_benchmark in asked:
-            length = plan.rollout.max_new_tokens
-            check_lengths(of_benchmark.benchmark, of_benchmark.prompts, length, min(limits))
+        for benchmark in evaluation.benchmarks:
+            check_lengths(benchmark, plan.rollout.max_new_tokens, min(limits))
     versions = {"qurl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         versions[package] = metadata.version(package)
@@ -211,9 +192,8 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
     lines: list[results.Line] = []
     scores: list[results.Scores] = []
     every: list[GradedAnswer] = []
-    for of_benchmark in asked:
-        benchmark, file = of_benchmark.benchmark, of_benchmark.answers
-        _answer_benchmark(plan, evaluator, of_benchmark)
+    for benchmark, file in zip(evaluation.benchmarks, evaluation.files, strict=True):
+        _answer_benchmark(plan, evaluator, benchmark, file)
         every += file.every
         score = results.score(benchmark, file.answers, file.responses, plan.seed)
         scores.append(score)
@@ -230,7 +210,7 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
             "left_out": sum(answer.left_out for answer in file.every),
             "rows": results.rows(benchmark, file.answers),
         }
-        if len(lines) == len(asked) > 1:
+        if len(lines) == len(evaluation.benchmarks) > 1:
             average = results.mean(scores)
             document["mean"] = results.as_json(average)
             lines.append(("mean", None, average, None))
@@ -242,14 +222,15 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
     return scores
 
 
-def _answer_benchmark(plan: EvaluationPlan, evaluator: Evaluator, asked: Asked) -> None:
+def _answer_benchmark(
+    plan: EvaluationPlan, evaluator: Evaluator, benchmark: ProblemSet, file: AnswerFile
+) -> None:
     """Complete the answers to one benchmark.
 
     New answers without a single score would be an accuracy of 0: they are refused, and not kept.
     """
-    file = asked.answers
     before = file.counts
-    evaluator.answer(asked.benchmark, asked.prompts, file)
+    evaluator.answer(benchmark, file)
     new = [answer for answer in file.every if answer.sample >= before.get(answer.key, 0)]
     scorer = plan.reward.setting
     if plan.reward_key.startswith("--"):
@@ -283,10 +264,10 @@ def _compare(evaluations: Sequence[Evaluation], scores: Sequence[Sequence[result
     before, after = [evaluation.plan for evaluation in evaluations]
     lines: list[tuple[str, int, results.Pairs]] = []
     benchmarks = {}
-    for asked, first, second in zip(evaluations[1].asked, *scores, strict=True):
-        name = asked.benchmark.name
+    for benchmark, first, second in zip(evaluations[1].benchmarks, *scores, strict=True):
+        name = benchmark.name
         pairs = results.pairs(name, first, second, after.seed)
-        lines.append((name, len(asked.prompts), pairs))
+        lines.append((name, len(benchmark.prompts), pairs))
         benchmarks[name] = results.as_json(pairs)
     document = {
         "before": str(before.model),

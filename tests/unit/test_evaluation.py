@@ -23,9 +23,9 @@ from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer
 from qurl_megatron.evaluation.benchmarks import (
     Problem,
     ProblemSet,
-    as_prompts,
     fingerprint,
     read_benchmarks,
+    with_prompts,
 )
 from qurl_megatron.evaluation.command import evaluate
 from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plans
@@ -213,7 +213,8 @@ def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "1 + 1"}]
     rows = [{"prompt": prompt, "answer": 2, "level": 1} for prompt in ("1 + 1", turns)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    text, chat = as_prompts(*read_benchmarks([path]), Shown(), chat=False, suffix="Think.")
+    [benchmark] = read_benchmarks([path])
+    text, chat = with_prompts(benchmark, Shown(), chat=False, suffix="Think.").prompts
     assert json.loads(text.input_ids[0]) == text.text == "1 + 1\nThink."
     ended = {"role": "user", "content": "1 + 1\nThink."}
     assert json.loads(chat.input_ids[0]) == [turns[0], ended]
@@ -592,7 +593,7 @@ def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model
     _, after = make_plans(arguments, theirs)
     after.out.mkdir(parents=True)
     [benchmark] = read_benchmarks([bench])
-    problems = fingerprint(as_prompts(benchmark, Words(model), chat=False, suffix=""))
+    problems = fingerprint(with_prompts(benchmark, Words(model), chat=False, suffix="").prompts)
     for settings, change in (
         ({"problems": "", **after.settings}, r"problems:  there, \w+ here"),
         ({"problems": problems, **after.settings, "dtype": "x"}, "dtype: x there, bfloat16 here"),
