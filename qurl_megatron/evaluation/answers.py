@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.rewards.pool import Tally
 
 COUNT = "k"  # the number of responses asked for, on which no answer depends
@@ -149,15 +150,12 @@ class AnswerFile:
     def _write(
         self, path: Path, mode: str, answers: Iterable[GradedAnswer], header: str = ""
     ) -> None:
-        try:
-            with path.open(mode) as file:
-                file.write(header.encode())
-                for answer in answers:
-                    file.write(msgspec.json.encode(answer) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        with refusing(path, key="--out"), path.open(mode) as file:
+            file.write(header.encode())
+            for answer in answers:
+                file.write(msgspec.json.encode(answer) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def tally_of(answers: Iterable[GradedAnswer]) -> Tally:

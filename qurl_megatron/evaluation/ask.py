@@ -78,25 +78,30 @@ class Evaluator:
         self.in_batches = all(engine.kind.repeats for engine in engines)
         self.batch = BATCH * len(engines)  # responses
 
-    def answer(self, benchmark: ProblemSet, prompts: Sequence[Prompt], file: AnswerFile) -> None:
+    def answer(self, benchmark: ProblemSet, file: AnswerFile) -> None:
         """Add the missing answers to the file.
 
         Raises:
             EngineError: no engine is left, or none can answer; earlier answers are in the file.
         """
         for mode in self.plan.responses:
-            _Round(self, benchmark, file, mode).answer(prompts)
+            _Round(self, benchmark, file, mode).answer(benchmark.prompts)
 
 
+@dataclass
 class _Round:
     """All problems of a benchmark in one mode."""
 
-    def __init__(
-        self, evaluator: Evaluator, benchmark: ProblemSet, file: AnswerFile, mode: str
-    ) -> None:
-        self.evaluator, self.benchmark, self.file, self.mode = evaluator, benchmark, file, mode
-        self.responses = evaluator.plan.responses[mode]  # of each problem
-        self.last_progress = 0.0
+    evaluator: Evaluator
+    benchmark: ProblemSet
+    file: AnswerFile
+    mode: str
+    last_progress: float = 0.0
+
+    @property
+    def responses(self) -> int:
+        """Of each problem."""
+        return self.evaluator.plan.responses[self.mode]
 
     def answer(self, prompts: Sequence[Prompt]) -> None:
         if not self.evaluator.in_batches:

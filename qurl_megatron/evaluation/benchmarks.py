@@ -31,6 +31,12 @@ class ProblemSet:
     path: Path
     problems: tuple[Problem, ...]
     summary: str = ""  # columns and counts, for a person
+    prompts: tuple[Prompt, ...] = ()  # of one model's tokenizer
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.input_ids) for prompt in self.prompts)
 
 
 def read_benchmarks(
@@ -76,10 +82,10 @@ def _problems(file: DataFile) -> tuple[Problem, ...]:
     return tuple(Problem(name, question) for name, question in questions.items())
 
 
-def as_prompts(
+def with_prompts(
     benchmark: ProblemSet, tokenizer: Tokenizer, *, chat: bool, suffix: str
-) -> list[Prompt]:
-    """Prompts in the order of the file.
+) -> ProblemSet:
+    """Return the benchmark with its prompts, in the order of the file.
 
     Args:
         suffix: a line of its own at the end of each problem; of a chat, of its last turn.
@@ -93,7 +99,7 @@ def as_prompts(
         asked = replace(question, text=question.text + end, turns=turns)
         ids = ids_of(asked, tokenizer, chat=chat)
         prompts.append(Prompt(index, ids, asked.text, asked.answer, asked.metadata, turns))
-    return prompts
+    return replace(benchmark, prompts=tuple(prompts))
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -103,17 +109,15 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def check_lengths(
-    benchmark: ProblemSet, prompts: Sequence[Prompt], max_new_tokens: int, limit: float
-) -> None:
+def check_lengths(benchmark: ProblemSet, max_new_tokens: int, limit: float) -> None:
     """Raise ``ConfigError`` where the longest prompt and its response exceed ``limit`` tokens."""
-    lengths = [len(prompt.input_ids) for prompt in prompts]
-    longest = max(lengths)
+    longest = benchmark.longest
     if longest + max_new_tokens <= limit:
         return
     fix = "leave it out, or take an engine with a longer context"
     if longest < limit:
         fix = f"give at most {limit - longest:.0f}"
+    lengths = [len(prompt.input_ids) for prompt in benchmark.prompts]
     place = benchmark.problems[lengths.index(longest)].question.place
     raise ConfigError(
         f"{place}: the longest prompt, {longest} tokens, and --max-new-tokens {max_new_tokens} "

@@ -5,7 +5,6 @@ import json
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -19,10 +18,10 @@ from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer, tally_of
 from qurl_megatron.evaluation.ask import Evaluator, describe_engines
 from qurl_megatron.evaluation.benchmarks import (
     ProblemSet,
-    as_prompts,
     check_lengths,
     fingerprint,
     read_benchmarks,
+    with_prompts,
 )
 from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plans
 from qurl_megatron.evaluation.options import Defaults
@@ -37,56 +36,8 @@ from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
 from qurl_megatron.schemes import ROLLOUT, simulation
 from qurl_megatron.tensors.arch import read_config
-from qurl_megatron.types import Prompt
 
 PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # on which results may depend
-
-
-@dataclass
-class Asked:
-    """The prompts and answers of one plan and benchmark."""
-
-    benchmark: ProblemSet
-    prompts: list[Prompt]
-    file: AnswerFile | None = None  # until the plan's settings are known
-
-    @property
-    def answers(self) -> AnswerFile:
-        assert self.file is not None
-        return self.file
-
-
-@dataclass
-class Evaluation:
-    """One model's."""
-
-    plan: EvaluationPlan
-    tokenizer: Tokenizer
-    asked: list[Asked]
-
-    @staticmethod
-    def of(plan: EvaluationPlan, benchmarks: Sequence[ProblemSet]) -> "Evaluation":
-        tokenizer = _tokenizer(plan, benchmarks[0])
-        asked = []
-        for benchmark in benchmarks:
-            prompts = as_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix)
-            asked.append(Asked(benchmark, prompts))
-        return Evaluation(plan, tokenizer, asked)
-
-    @property
-    def room(self) -> float:
-        """Tokens that the model's context leaves beside the longest prompt."""
-        longest = 0
-        for asked in self.asked:
-            longest = max(longest, *(len(prompt.input_ids) for prompt in asked.prompts))
-        return self.plan.context - longest
-
-    def open(self, settings: dict[str, Any]) -> None:
-        """Raise ``ConfigError`` where there are answers made with other settings."""
-        for asked in self.asked:
-            depends = {"problems": fingerprint(asked.prompts), **settings}
-            path = self.plan.out / f"{asked.benchmark.name}.samples.jsonl"
-            asked.file = AnswerFile(path, depends, self.plan.responses)
 
 
 def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
@@ -111,26 +62,82 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     )
     for benchmark in benchmarks:
         print(benchmark.summary, flush=True)
-    evaluations = [Evaluation.of(plan, benchmarks) for plan in plans]
-    room = min(evaluation.room for evaluation in evaluations)
-    if arguments.max_new_tokens is None and 1 <= room < last.rollout.max_new_tokens:
+    fitted = arguments.max_new_tokens is None
+    scores = [_evaluate(plan, benchmarks, fitted=fitted) for plan in plans]
+    if arguments.before:
+        _compare(plans, benchmarks, scores)
+    return 0
+
+
+def _evaluate(
+    plan: EvaluationPlan, benchmarks: Sequence[ProblemSet], *, fitted: bool
+) -> list[results.Scores]:
+    """Have one plan's engines answer, write the results and print them.
+
+    Args:
+        fitted: responses end where the model's context does, if it is shorter than the plan's.
+
+    Returns:
+        The scores of each benchmark.
+
+    Raises:
+        ConfigError: an engine cannot be reached or fails for good; no response has a score; there
+            are answers made with other settings.
+    """
+    tokenizer = _tokenizer(plan, benchmarks[0])
+    prompted = []
+    for benchmark in benchmarks:
+        prompted.append(with_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix))
+    room = plan.context - max(benchmark.longest for benchmark in prompted)
+    if fitted and 1 <= room < plan.rollout.max_new_tokens:
         print(
             f"responses end at {room} tokens, which the model's context leaves beside the longest "
             "prompt (--max-new-tokens sets another limit)",
             flush=True,
         )
-        for evaluation in evaluations:
-            evaluation.plan = evaluation.plan.shortened(int(room))
-    with ExitStack() as folders:
-        for evaluation in evaluations:
-            plan = evaluation.plan
-            folders.enter_context(claimed(plan.out, "an evaluation"))
-            if not plan.rollout.urls:  # else the engines must say first which weights they serve
-                evaluation.open(plan.settings)
-        scores = [_run(evaluation) for evaluation in evaluations]
-        if arguments.before:
-            _compare(evaluations, scores)
-    return 0
+        plan = plan.shortened(int(room))
+    with ExitStack() as stack:
+        stack.enter_context(claimed(plan.out, "an evaluation"))
+        if not plan.rollout.urls:  # else the engines must say first which weights they serve
+            _answer_files(plan, prompted, plan.settings)
+        print(f"evaluating {plan.model} by {plan.reward.setting}", flush=True)
+        fleet = Fleet(
+            plan.rollout,
+            plan.model,
+            scheme=plan.scheme,
+            dtype=plan.dtype,
+            log_dir=plan.out / "logs",
+            # A model that only its engines understand may say it elsewhere; tokens are but decoded.
+            vocabulary=read_config(description_of(plan.model)).get("vocab_size", 2**31),
+            fixed=True,
+        )
+        try:
+            rewards = stack.enter_context(RewardPool(plan.reward, plan.reward_key))
+            turns = None
+            if plan.rollout.environment:
+                pool = stack.enter_context(EnvironmentPool(plan.rollout))
+                turns = Turns(pool, tokenizer, chat=plan.chat)
+            stack.enter_context(fleet)
+            scores = _answer(Evaluator(plan, fleet, rewards, tokenizer, turns), prompted)
+        except (EngineError, RewardDown) as error:
+            kept = any(plan.out.glob("*.samples.jsonl"))
+            advice = "; the answers so far are kept, and the same command goes on" if kept else ""
+            raise ConfigError(f"{error}{advice}") from error
+    print((plan.out / "results.md").read_text(encoding="utf-8"), end="")
+    print(f"results: {plan.out / 'results.json'}", flush=True)
+    return scores
+
+
+def _answer_files(
+    plan: EvaluationPlan, benchmarks: Sequence[ProblemSet], settings: dict[str, Any]
+) -> list[AnswerFile]:
+    """Raise ``ConfigError`` where there are answers made with other settings."""
+    files = []
+    for benchmark in benchmarks:
+        depends = {"problems": fingerprint(benchmark.prompts), **settings}
+        path = plan.out / f"{benchmark.name}.samples.jsonl"
+        files.append(AnswerFile(path, depends, plan.responses))
+    return files
 
 
 def _tokenizer(plan: EvaluationPlan, first: ProblemSet) -> Tokenizer:
@@ -142,59 +149,18 @@ def _tokenizer(plan: EvaluationPlan, first: ProblemSet) -> Tokenizer:
     return tokenizer
 
 
-def _run(evaluation: Evaluation) -> list[results.Scores]:
-    """Have one plan's engines answer, write the results and print them.
-
-    Returns:
-        The scores of each benchmark.
-
-    Raises:
-        ConfigError: an engine cannot be reached or fails for good; no response has a score.
-    """
-    plan, tokenizer = evaluation.plan, evaluation.tokenizer
-    print(f"evaluating {plan.model} by {plan.reward.setting}", flush=True)
-    fleet = Fleet(
-        plan.rollout,
-        plan.model,
-        scheme=plan.scheme,
-        dtype=plan.dtype,
-        log_dir=plan.out / "logs",
-        # A model that only its engines understand may say it elsewhere; tokens are but decoded.
-        vocabulary=read_config(description_of(plan.model)).get("vocab_size", 2**31),
-        fixed=True,
-    )
-    try:
-        with ExitStack() as stack:
-            rewards = stack.enter_context(RewardPool(plan.reward, plan.reward_key))
-            turns = None
-            if plan.rollout.environment:
-                pool = stack.enter_context(EnvironmentPool(plan.rollout))
-                turns = Turns(pool, tokenizer, chat=plan.chat)
-            stack.enter_context(fleet)
-            evaluator = Evaluator(plan, fleet, rewards, tokenizer, turns)
-            scores = _answer(evaluation, evaluator)
-    except (EngineError, RewardDown) as error:
-        kept = any(plan.out.glob("*.samples.jsonl"))
-        advice = "; the answers so far are kept, and the same command goes on" if kept else ""
-        raise ConfigError(f"{error}{advice}") from error
-    print((plan.out / "results.md").read_text(encoding="utf-8"), end="")
-    print(f"results: {plan.out / 'results.json'}", flush=True)
-    return scores
-
-
-def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores]:
+def _answer(evaluator: Evaluator, benchmarks: Sequence[ProblemSet]) -> list[results.Scores]:
     """Answer benchmark after benchmark, writing the results so far after each."""
-    plan, asked = evaluation.plan, evaluation.asked
+    plan = evaluator.plan
     settings = plan.settings
     engines = describe_engines(evaluator.fleet, plan.context)
     if plan.rollout.urls:
         served = {f"{engine['model']} @ {engine['weight_version']}" for engine in engines}
         settings["served"] = sorted(served)
-        evaluation.open(settings)
+    files = _answer_files(plan, benchmarks, settings)
     if limits := [engine["max_tokens"] for engine in engines if "max_tokens" in engine]:
-        for of_benchmark in asked:
-            length = plan.rollout.max_new_tokens
-            check_lengths(of_benchmark.benchmark, of_benchmark.prompts, length, min(limits))
+        for benchmark in benchmarks:
+            check_lengths(benchmark, plan.rollout.max_new_tokens, min(limits))
     versions = {"qurl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         versions[package] = metadata.version(package)
@@ -208,9 +174,8 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
     lines: list[results.Line] = []
     scores: list[results.Scores] = []
     every: list[GradedAnswer] = []
-    for of_benchmark in asked:
-        benchmark, file = of_benchmark.benchmark, of_benchmark.answers
-        _answer_benchmark(plan, evaluator, of_benchmark)
+    for benchmark, file in zip(benchmarks, files, strict=True):
+        _answer_benchmark(evaluator, benchmark, file)
         every += file.every
         score = results.score(benchmark, file.answers, file.responses, plan.seed)
         scores.append(score)
@@ -227,7 +192,7 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
             "left_out": sum(answer.left_out for answer in file.every),
             "rows": results.rows(benchmark, file.answers),
         }
-        if len(lines) == len(asked) > 1:
+        if len(lines) == len(benchmarks) > 1:
             average = results.mean(scores)
             document["mean"] = results.as_json(average)
             lines.append(("mean", None, average, None))
@@ -239,14 +204,13 @@ def _answer(evaluation: Evaluation, evaluator: Evaluator) -> list[results.Scores
     return scores
 
 
-def _answer_benchmark(plan: EvaluationPlan, evaluator: Evaluator, asked: Asked) -> None:
+def _answer_benchmark(evaluator: Evaluator, benchmark: ProblemSet, file: AnswerFile) -> None:
     """Complete the answers to one benchmark.
 
     New answers without a single score would be an accuracy of 0: they are refused, and not kept.
     """
-    file = asked.answers
-    before = file.counts
-    evaluator.answer(asked.benchmark, asked.prompts, file)
+    plan, before = evaluator.plan, file.counts
+    evaluator.answer(benchmark, file)
     new = [answer for answer in file.every if answer.sample >= before.get(answer.key, 0)]
     scorer = plan.reward.setting
     if plan.reward_key.startswith("--"):
@@ -275,21 +239,24 @@ def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
     return notes
 
 
-def _compare(evaluations: Sequence[Evaluation], scores: Sequence[Sequence[results.Scores]]) -> None:
+def _compare(
+    plans: Sequence[EvaluationPlan],
+    benchmarks: Sequence[ProblemSet],
+    scores: Sequence[Sequence[results.Scores]],
+) -> None:
     """Print how two models differ on the same problems, and write it beside their results."""
-    before, after = [evaluation.plan for evaluation in evaluations]
+    before, after = plans
     lines: list[tuple[str, int, results.Pairs]] = []
-    benchmarks = {}
-    for asked, first, second in zip(evaluations[1].asked, *scores, strict=True):
-        name = asked.benchmark.name
+    changes = {}
+    for benchmark, first, second in zip(benchmarks, *scores, strict=True):
+        name = benchmark.name
         pairs = results.pairs(name, first, second, after.seed)
-        lines.append((name, len(asked.prompts), pairs))
-        benchmarks[name] = results.as_json(pairs)
+        lines.append((name, len(benchmark.problems), pairs))
+        changes[name] = results.as_json(pairs)
     document = {
         "before": str(before.model),
         "after": str(after.model),
-        "settings": after.settings,
-        "benchmarks": benchmarks,
+        "benchmarks": changes,
     }
     path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
     write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")

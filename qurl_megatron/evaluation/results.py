@@ -23,7 +23,6 @@ from qurl_megatron.evaluation.benchmarks import ProblemSet
 
 DRAWS = 10_000
 LEVEL = 0.95
-INDICES_AT_ONCE = 1 << 22  # of the bootstrap: 32 MB
 PERCENT = ", %"  # after the name of a column
 DIGITS = 6  # written; finer than a few thousand rewards of 0 or 1 can resolve
 
@@ -36,14 +35,8 @@ def resampled_means(mean_P: np.ndarray, seed: Sequence[int], draws: int = DRAWS)
     Args:
         seed: whole numbers of 0 or more; another one gives independent draws.
     """
-    generator = np.random.default_rng(seed)
-    count = len(mean_P)
-    rows = max(1, INDICES_AT_ONCE // count)
-    means = []
-    for start in range(0, draws, rows):
-        indices = generator.integers(count, size=(min(rows, draws - start), count))
-        means.append(mean_P[indices].mean(axis=1))
-    return np.concatenate(means)
+    indices = np.random.default_rng(seed).integers(len(mean_P), size=(draws, len(mean_P)))
+    return mean_P[indices].mean(axis=1)
 
 
 def interval(resampled_D: np.ndarray, level: float = LEVEL) -> tuple[float, float] | None:

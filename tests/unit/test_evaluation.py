@@ -23,9 +23,9 @@ from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer
 from qurl_megatron.evaluation.benchmarks import (
     Problem,
     ProblemSet,
-    as_prompts,
     fingerprint,
     read_benchmarks,
+    with_prompts,
 )
 from qurl_megatron.evaluation.command import evaluate
 from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plans
@@ -213,7 +213,8 @@ def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "1 + 1"}]
     rows = [{"prompt": prompt, "answer": 2, "level": 1} for prompt in ("1 + 1", turns)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    text, chat = as_prompts(*read_benchmarks([path]), Shown(), chat=False, suffix="Think.")
+    [benchmark] = read_benchmarks([path])
+    text, chat = with_prompts(benchmark, Shown(), chat=False, suffix="Think.").prompts
     assert json.loads(text.input_ids[0]) == text.text == "1 + 1\nThink."
     ended = {"role": "user", "content": "1 + 1\nThink."}
     assert json.loads(chat.input_ids[0]) == [turns[0], ended]
@@ -589,22 +590,21 @@ def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model
     shutil.copytree(model, tmp_path / "step_000004")
     theirs = Defaults(run=tmp_path, model=tmp_path / "step_000004", start=model)
     arguments = parsed([str(bench), "--before", "--max-new-tokens", "4", "--k", "2"])
-    _, after = make_plans(arguments, theirs)
-    after.out.mkdir(parents=True)
+    before, _ = make_plans(arguments, theirs)
+    before.out.mkdir(parents=True)
     [benchmark] = read_benchmarks([bench])
-    problems = fingerprint(as_prompts(benchmark, Words(model), chat=False, suffix=""))
+    problems = fingerprint(with_prompts(benchmark, Words(model), chat=False, suffix="").prompts)
     for settings, change in (
-        ({"problems": "", **after.settings}, r"problems:  there, \w+ here"),
-        ({"problems": problems, **after.settings, "dtype": "x"}, "dtype: x there, bfloat16 here"),
+        ({"problems": "", **before.settings}, r"problems:  there, \w+ here"),
+        ({"problems": problems, **before.settings, "dtype": "x"}, "dtype: x there, bfloat16 here"),
     ):
         settings.pop("k")
-        path = after.out / "ladder.samples.jsonl"
+        path = before.out / "ladder.samples.jsonl"
         path.write_text(json.dumps({"settings": settings}) + "\n")
-        message = rf"step_000004/ladder.* other settings \({change}.*delete that"
+        message = rf"start/ladder.* other settings \({change}.*delete that"
         with pytest.raises(ConfigError, match=message):
             evaluate(arguments, theirs)
     assert "evaluating" not in capsys.readouterr().out
-    assert not [*tmp_path.glob("eval/start*/*.jsonl")]
 
 
 def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
