@@ -124,22 +124,14 @@ def evaluated(run_dir: Path, state: TrainState) -> None:
         ConfigError: it cannot be written.
     """
     folder = run_dir / "checkpoints" / f"step_{state.step:06d}"
-    aside = folder.with_name(f".{folder.name}-{STATE}")
-    try:
-        with refusing(folder / STATE, key="train.run_dir"):
-            aside.mkdir(exist_ok=True)
-            state.write(aside)
-            to_disk(aside / STATE)
-            record = read_record(folder)
-            if record is not None:
-                # Without one a checkpoint is taken as it is: one that is cut off here is whole.
-                (folder / RECORD).unlink()
-            (aside / STATE).rename(folder / STATE)
-            if record is not None:
-                record.pop(STATE)
-                write_record(folder, record)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with refusing(folder / STATE, key="train.run_dir"):
+        record = read_record(folder)
+        # Without a record a checkpoint is taken as it is: one that is cut off here is whole.
+        (folder / RECORD).unlink(missing_ok=True)
+        state.write(folder)
+        if record is not None:
+            record.pop(STATE)
+            write_record(folder, record)
 
 
 def _write_reference(folder: Path, policy: Policy) -> dict[str, FileSum]:

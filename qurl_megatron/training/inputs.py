@@ -14,7 +14,6 @@ from qurl_megatron.data.questions import data_files, held_out_questions, trainin
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import Arch, arch_of
 from qurl_megatron.training.state import TrainState
 
@@ -54,45 +53,33 @@ def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]
     path = Path(config.model.path)
     if not config.warmstart.steps or path.exists():
         return
-    lacks = f"the small model that warmstart.steps makes at model.path={path} has no chat template"
-    model = "set model.path to an instruction-tuned model"
+    questions = [question for file in files.values() for question in file.questions]
+    chat = next((question.place for question in questions if question.turns), None)
     if config.data.chat:
-        raise ConfigError(f"data.chat=true, but {lacks}; set data.chat=false, or {model}")
-    for file in files.values():
-        if chat := next((question for question in file.questions if question.turns), None):
-            text = f"{file.prompt_key}.{len(chat.turns) - 1}.content"
-            raise ConfigError(
-                f"{chat.place}: the prompt is a chat, but {lacks}; take the text of one turn alone "
-                f"(data.prompt_key={text}), or {model}"
-            )
+        chat = "data.chat=true"
+    if chat:
+        raise ConfigError(
+            f"{chat}: a chat needs a chat template, which the small model that warmstart.steps "
+            f"makes at model.path={path} does not have; set model.path to an instruction-tuned "
+            "model, or "
+            "ask plain text (data.chat=false, and data.prompt_key=prompt.0.content for one turn)"
+        )
 
 
 def doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
     """Return doubts about data that is valid, but probably not intended, a sentence each."""
-    data, eval_prompts, remarks = config.data, config.train.eval_prompts, []
     training, held_out = files.get("data.path"), files.get("data.eval_path")
-    source = training.name if training else f"data.task_size={data.task_size}"
-    count = len(training.questions) if training else data.task_size
-    if count < data.prompts_per_step:
-        remarks.append(
-            f"{source}: {how_many(count, 'prompt')}, fewer than data.prompts_per_step="
-            f"{data.prompts_per_step}, so one step asks them again and again; lower that, or add "
-            "prompts"
-        )
-    if training and held_out:
-        questions = held_out.questions[:eval_prompts]
-        if len(questions) < eval_prompts:
-            remarks.append(
-                f"{held_out.name}: {how_many(len(questions), 'prompt')}, fewer than "
-                f"train.eval_prompts={eval_prompts}; evaluations ask these {len(questions)}"
-            )
-        training_texts = {question.text for question in training.questions}
-        if same := sum(question.text in training_texts for question in questions):
-            remarks.append(
-                f"held-out prompts that are in {training.name}, too: {same} of {len(questions)}; a "
-                "run trains on them, so take them out of one of the two files"
-            )
-    return remarks
+    if not (training and held_out):
+        return []
+    questions = held_out.questions[: config.train.eval_prompts]
+    training_texts = {question.text for question in training.questions}
+    same = sum(question.text in training_texts for question in questions)
+    if not same:
+        return []
+    return [
+        f"held-out prompts that are in {training.name}, too: {same} of {len(questions)}; a run "
+        "trains on them, so take them out of one of the two files"
+    ]
 
 
 def read_prompts(
@@ -177,25 +164,6 @@ def longest_prompt(rollout: RolloutConfig, arch: Arch) -> int | None:
     """Return the longest prompt that leaves room for its response; None: engines know better."""
     limit = room(rollout, arch)
     return None if limit is None else limit - rollout.max_new_tokens
-
-
-def no_room_for_the_environment(rollout: RolloutConfig, arch: Arch, longest: int) -> str:
-    """Return the reason why conversations ended before the environment's next words, and advice.
-
-    Args:
-        longest: tokens of the longest prompt.
-    """
-    limit = longest_prompt(rollout, arch)
-    fix = "raise it, or have the environment say less"
-    if limit is not None and longest >= limit:
-        fix = (
-            f"the model takes no more than {arch.max_position} tokens with the prompt: have the "
-            "environment say less, or leave out long prompts (data.max_prompt_tokens) and raise it"
-        )
-    return (
-        "what the environment said next did not fit into rollout.max_new_tokens="
-        f"{rollout.max_new_tokens}, which all turns and its words share; {fix}"
-    )
 
 
 def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:

@@ -83,8 +83,13 @@ class Journal:
             stack.callback(self.examples.close)
             self.views = self._views(stack, resume)
             self.sinks: list[Sink] = [metrics, *self.views]
-            if missing := _missing(metrics.last_step or 0, state.step):
-                print(f"{path} {missing}", flush=True)
+            last = metrics.last_step or 0
+            if last < state.step:
+                print(
+                    f"{path} ends with step {last}, and the checkpoint is of step {state.step}: "
+                    "the steps between are missing there and in the report",
+                    flush=True,
+                )
             self.timeline = Timeline(self.run_dir / "timeline.jsonl", resume_step=resume)
             stack.callback(self.timeline.close)
             for change in remarks:
@@ -281,16 +286,3 @@ class Journal:
         """Return the step after which the group's metrics are measured as now, if any."""
         key = f"{group}/measured_since"
         return {key: self._measured_since[key]} if key in self._measured_since else {}
-
-
-def _missing(last: int, step: int) -> str:
-    """Return a sentence on the steps that metrics.jsonl lacks, or "" where it lacks none.
-
-    Args:
-        last: the last step in the file.
-        step: the steps that the run has done.
-    """
-    if last >= step:
-        return ""
-    lost = f"step {step} is" if last + 1 == step else f"steps {last + 1} to {step} are"
-    return f"ends with step {last}: {lost} in the checkpoint, but missing there and in the report"

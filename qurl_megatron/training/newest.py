@@ -16,7 +16,6 @@ from pathlib import Path
 from qurl_megatron.actor.megatron import Ranks, everywhere, on_lead
 from qurl_megatron.checkpoints.integrity import (
     FIX,
-    RECORD,
     FileSum,
     damaged,
     read_record,
@@ -47,11 +46,10 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
             broken.append((folder, str(error)))
             continue
         wait_until_seen(folder / STATE, "rank 0 resumes from it", key="train.run_dir")
-        if damage := find_damage(folder, record or {}, ranks, key="train.run_dir"):
+        if damage := find_damage(folder, record, ranks, key="train.run_dir"):
             broken.append((folder, damage))
             continue
-        tell = partial(_set_aside, broken, folder, recorded=record is not None)
-        on_lead(tell, ranks, waiting_for=str(folder))
+        on_lead(partial(_set_aside, broken, folder), ranks, waiting_for=str(folder))
         return folder, state
     if broken:
         raise ConfigError(
@@ -61,32 +59,25 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     return None
 
 
-def _look(folder: Path) -> tuple[TrainState, dict[str, FileSum] | None]:
+def _look(folder: Path) -> tuple[TrainState, dict[str, FileSum]]:
     """Return the state and the record of a checkpoint.
 
     Raises:
         Unreadable: the system cannot read it, or another version wrote it.
         ConfigError: it is damaged, by names and sizes, or by the state's bytes.
     """
-    record = read_record(folder)
-    sums = record or {}
-    if reason := wrong_size(folder, sums) or damaged(folder, sums, {STATE} & sums.keys()):
+    record = read_record(folder) or {}
+    if reason := wrong_size(folder, record) or damaged(folder, record, {STATE} & record.keys()):
         raise ConfigError(reason)
     return TrainState.read(folder), record
 
 
-def _set_aside(broken: list[tuple[Path, str]], newest: Path, *, recorded: bool) -> None:
+def _set_aside(broken: list[tuple[Path, str]], newest: Path) -> None:
     for path, reason in broken:
         kept = set_aside(path)
         print(
             f"{reason}: {path.name} is set aside as {kept.name}, and the run goes on from "
             f"{newest.name}, the newest whole checkpoint",
-            flush=True,
-        )
-    if not recorded:
-        print(
-            f"{newest} has no {RECORD}, as it was written without checksums: its files are taken "
-            "as they are",
             flush=True,
         )
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError, Unscored, reading
 from qurl_megatron.types import Prompt, Sample
 
@@ -63,16 +64,11 @@ def write_rollouts(path: Path, samples: Sequence[Sample], proximal: Proximal) ->
         samples: of one step, [R].
     """
     path.parent.mkdir(exist_ok=True)  # not a run's folder that was renamed meanwhile
-    aside = path.with_suffix(".tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            for index, sample in enumerate(samples):
-                # A table's metadata may hold types that JSON lacks, such as dates.
-                file.write(json.dumps(_record(sample, proximal.get(index)), default=str) + "\n")
-        aside.rename(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    lines = []
+    for index, sample in enumerate(samples):
+        # A table's metadata may hold types that JSON lacks, such as dates.
+        lines.append(json.dumps(_record(sample, proximal.get(index)), default=str) + "\n")
+    write_whole(path, "".join(lines))
 
 
 def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
@@ -29,7 +28,6 @@ from qurl_megatron.observe.timeline import Span
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.line_pool import Abandoned
 from qurl_megatron.rewards.pool import Tally, graded, refuse_none_scored
-from qurl_megatron.tensors.arch import arch_of
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.groups import (
     Draft,
@@ -41,7 +39,6 @@ from qurl_megatron.training.groups import (
     sample_metrics,
     useful,
 )
-from qurl_megatron.training.inputs import no_room_for_the_environment
 from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Prompt, Sample
@@ -219,11 +216,15 @@ class RolloutSource:
         if not count or "left_out" in self._remarked:
             return
         self._remarked.add("left_out")
-        longest = min(self.prompts.longest, self.config.data.max_prompt_tokens)
-        ended = f"{count} of {how_many(len(samples), 'conversation')} ended early"
-        arch = arch_of(description_of(self.config.model.path))
-        reason = no_room_for_the_environment(self.config.rollout, arch, longest)
-        self.journal.alarm("rollout", f"{ended}: {reason}", step)
+        self.journal.alarm(
+            "rollout",
+            f"{count} of {how_many(len(samples), 'conversation')} ended early: what the "
+            "environment said next did not fit into rollout.max_new_tokens="
+            f"{self.config.rollout.max_new_tokens}, which all turns and its words share, or into "
+            "the model's context; raise it, have the environment say less, or leave out long "
+            "prompts (data.max_prompt_tokens)",
+            step,
+        )
 
     def _measured(self, step: int, draft: Draft, samples: list[Sample]) -> dict[str, Metric]:
         config, rollout, reward = self.config, self.config.rollout, self.config.reward

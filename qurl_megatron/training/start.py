@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.config.env import prepare_cuda, use_transformer_engine
-from qurl_megatron.data.questions import training_questions
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.engines.starting import given_key, refuse_not_installed
 from qurl_megatron.kit.errors import ConfigError, printable
@@ -62,8 +61,10 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         config = replace(config, train=replace(config.train, run_dir=str(fork)))
     path = Path(config.model.path)
     if not placed:  # else rank 0 looks for all, once they have met: none waits for one that refuses
-        if source is None and _already_done(config, _changes(config)):
-            return 0
+        if source is None:
+            changed = refuse_other_run(Path(config.train.run_dir), config)
+            if _already_done(config, changed):
+                return 0
         _check(config)
     if not path.exists() and (placed or not config.warmstart.steps):
         raise ConfigError(_missing(config))
@@ -196,21 +197,6 @@ def _lost(run_dir: Path, death: str) -> str:
         saved_step = int(newest.name.removeprefix("step_"))
         saved = f"the newest checkpoint is of step {saved_step}"
     return f"{death} in step {step}{cause}; {saved}: start the same command again"
-
-
-def _changes(config: RunConfig) -> list[Change]:
-    """Return the changes of ``refuse_other_run``; if it refuses, name an invalid value first."""
-    try:
-        return refuse_other_run(Path(config.train.run_dir), config)
-    except ConfigError:
-        check_files(config)
-        if config.data.task:
-            training_questions(config.data)
-        for check in _own_checks(config):
-            check()
-        if not Path(config.model.path).exists() and not config.warmstart.steps:
-            raise ConfigError(_missing(config)) from None
-        raise
 
 
 def _already_done(config: RunConfig, changed: Sequence[Change]) -> bool:

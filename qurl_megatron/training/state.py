@@ -90,7 +90,7 @@ class TrainState:
         return state
 
     def write(self, checkpoint: Path) -> None:
-        (checkpoint / STATE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        write_whole(checkpoint / STATE, json.dumps(asdict(self), indent=1), sync=True)
 
     def finished(self, steps: int) -> bool:
         """Return whether a run of so many steps has nothing left to do."""

@@ -266,7 +266,7 @@ def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(rec
     assert f"resuming {run_dir} after step 2\n" in done.stdout
     assert "settings changed: train.steps 4 -> 5" in done.stdout
     assert "\nsteps = 5\n" in (run_dir / "config.toml").read_text()  # since it has a checkpoint
-    assert "metrics.jsonl ends with step 1: step 2 is in the checkpoint, but missing" in done.stdout
+    assert "metrics.jsonl ends with step 1, and the checkpoint is of step 2" in done.stdout
     seen, expected = metrics(run_dir), metrics(uninterrupted)
     assert list(seen) == [0, 1, 3, 4, 5] and seen[3] == expected[3]
     assert seen[4] == {k: v for k, v in expected[4].items() if k != "eval/accuracy"}

@@ -80,7 +80,7 @@ def test_a_run_leaves_metrics_examples_and_events_and_goes_on_where_it_was(confi
     assert "held-out accuracy 100.0%\n" in capsys.readouterr().out
     with opened(config, run_dir, TrainState(step=4)):
         pass
-    said = f"{run_dir}/metrics.jsonl ends with step 2: steps 3 to 4 are in the checkpoint, but"
+    said = f"{run_dir}/metrics.jsonl ends with step 2, and the checkpoint is of step 4"
     assert said in capsys.readouterr().out
 
 
