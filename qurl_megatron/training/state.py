@@ -18,6 +18,7 @@ from typing import Annotated, Any, TextIO
 import msgspec
 
 from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_toml
+from qurl_megatron.data.rows import changed_files
 from qurl_megatron.kit.disk import lock, write_whole
 from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
 from qurl_megatron.kit.filesystem import refusing
@@ -227,6 +228,8 @@ def tell_done(
             f"not used, as no step was left to do: {', '.join(unused)}; set train.steps above "
             f"{state.step} to go on with this, or train.run_dir to a new folder to begin again"
         )
+    for file in changed_files(config.data, (state.cursor or {}).get("files", {})).values():
+        print(f"{file} has changed since this run read it, and nothing was trained on it as it is")
     print(f"report: {run_dir / 'report.html'}", flush=True)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config import load
+from qurl_megatron.config import DataConfig, load
+from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.inputs import sources
@@ -74,6 +75,19 @@ def test_a_recipe_is_replaced_whole_or_stays_as_it_was(config, tmp_path):
             claim(disk, config)
         assert (disk / RECIPE).read_text() == before
         assert {path.name for path in disk.iterdir()} == {"filler", ".lock", RECIPE}
+
+
+def test_a_finished_run_tells_that_its_data_has_changed_since(config, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}\n')
+    run_dir, data = tmp_path / "run", DataConfig(path=str(path))
+    config = replace(config, data=data, train=replace(config.train, run_dir=str(run_dir), steps=2))
+    state = TrainState(step=2, cursor={"files": {"data.path": checksum_of(path)}})
+    state.write(checkpoint(run_dir, 2))
+    assert _already_done(config, []) and "changed" not in capsys.readouterr().out
+    path.write_text('{"prompt": "a", "answer": "2"}\n')
+    assert _already_done(config, [])
+    assert f"data.path={path} has changed since this run read it" in capsys.readouterr().out
 
 
 def test_a_finished_run_tells_what_was_not_used(begun, tmp_path, capsys):
