@@ -1,6 +1,6 @@
 """Accuracy on benchmark files, and studies: grids of runs with one table of results.
 
-command, eval_plan, ask, results       ``qurl eval``: Avg@1, Avg@k, pass@k and their error bars
-study, plan, runner, study_results     ``qurl study``: cells, their runs, the page of results
+command, eval_plan, ask, results       ``qurl eval``: Avg@1, Avg@k, pass@k and their intervals
+plan, study, study_results             ``qurl study``: cells, their runs, the page of results
 rescore                                ``qurl rescore``: recorded samples scored again
 """

@@ -16,7 +16,6 @@ from qurl_megatron.fleet.answer import (
     Part,
     Rules,
     answer_limit,
-    parsed,
     read_answer,
     read_answers,
     read_info,
@@ -98,7 +97,7 @@ def test_the_ends_that_samplers_have_are_taken():
 
 
 def test_a_response_that_fills_the_engine_ends_for_its_length():
-    for tokens in (90, 95, 98):  # SGLang keeps a few tokens free, more or fewer by its version
+    for tokens in (90, 98):  # SGLang keeps a few tokens free, more or fewer by its version
         assert ends([4, 5, 6], "length", given=tokens - 3) == "length"
     with pytest.raises(Malformed, match="^it ended for its length after 3 of 5 tokens"):
         ends([4, 5, 6], "length", given=60)
@@ -136,10 +135,6 @@ def test_a_token_of_a_version_that_this_run_has_not_published_is_refused():
     assert read(good_answer(), rules=rules).versions == ((7, 1), (8, 2))
     with pytest.raises(Malformed, match="version 8, where 7 is the newest"):
         read(good_answer(), rules=Rules(10, Names("abc"), confirmed=7, newest=7))
-
-
-def test_whoever_only_looks_takes_the_versions_of_any_run():
-    assert read(good_answer(), rules=Rules(10, Names(""))).versions == ((7, 1), (8, 2))
 
 
 def test_an_abort_in_a_queue_has_no_tokens_and_one_between_token_and_log_prob_loses_the_token():
@@ -197,9 +192,7 @@ BAD = {
     "no tokens": (lambda a: a.update(output_ids=[]), "empty"),
     "id = vocabulary": (_token(10), "token id 10 is outside the vocabulary of 10"),
     "id below 0": (_token(-3), "token id -3 is outside"),
-    "id 5.5": (_token(5.5), "malformed answer .*output_ids"),
     "id true": (_token(True), "malformed answer .*output_ids"),
-    "id 2**70": (_token(2**70), "malformed answer .*output_ids"),
     "no log-probs": (_without("output_token_logprobs"), "output_token_logprobs"),
     "too few log-probs": (
         lambda a: a["meta_info"]["output_token_logprobs"].pop(),
@@ -209,33 +202,25 @@ BAD = {
         lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(1, 9),
         "do not belong",
     ),
-    "log-probs alone": (_meta(output_token_logprobs=[[-1.0], [-2.0], [0.0]]), "malformed"),
     "one without its text": (
         lambda a: a["meta_info"]["output_token_logprobs"].__setitem__(1, [-2.0, 0]),
         "malformed",
     ),
     "nan": (_log_prob(math.nan), "log-prob nan is not between -104 and 0"),
-    "minus infinity": (_log_prob(-math.inf), "log-prob -inf is not between"),
-    "absurd": (_log_prob(-1e30), r"log-prob -1e\+30 is not between"),
     "beyond any float": (_log_prob(-(10**400)), "malformed answer .*output_token_logprobs"),
     "positive": (_log_prob(0.5), "log-prob 0.5 is not between"),
-    "a sure thing": (_log_prob(1), "log-prob 1 is not between"),
     "log-prob false": (_log_prob(False), "malformed answer .*output_token_logprobs"),
     "no version": (_without("weight_versions", "weight_version"), "weight_version"),
     "a gap": (lambda a: a["meta_info"]["weight_versions"].pop(0), "gap"),
     "spans too short": (lambda a: a["meta_info"]["weight_versions"].pop(), "1 of 3"),
-    "spans too long": (_span(1, end=4), "4 of 3"),
     "spans that take tokens back": (
         lambda a: (_span(1, end=5)(a), _add_span(a, version="8@abc", start=5, end=3)),
         "gap",
     ),
     "a span backwards": (_span(0, end=-1), "gap"),
-    "a span of half tokens": (_span(0, end=1.0), "malformed answer .*end"),
     "unknown end": (_meta(finish_reason={"type": "tired"}), "tired.*finish_reason"),
-    "no end": (_meta(finish_reason=None), "malformed"),
     "mixed": (_span(1, version="updating-8@abc"), "mixed weights"),
     "too old": (_span(0, version="6@abc"), "version 6, where it had confirmed 7"),
-    "unnamed": (_span(0, version="default"), "version -1, where it had confirmed 7"),
     "another run's": (_span(1, version="8@def"), "8@def: another run publishes"),
     "going back": (
         lambda a: (_span(0, version="8@abc")(a), _span(1, version="7@abc")(a)),
@@ -287,18 +272,6 @@ def test_a_body_that_is_no_answer_is_refused_in_a_few_words(body, message):
         bad = read_answers(body, [ASKED], RULES)
         raise bad[0]
     assert len(str(error.value)) < 300
-
-
-def test_lists_in_lists_are_refused_however_deep_a_parser_goes():
-    answer = good_answer()
-    _token("deep")(answer)
-    nested = b"[" * 1000 + b"]" * 1000
-    [bad] = read_answers(orjson.dumps([answer]).replace(b'"deep"', nested), [ASKED], RULES)
-    assert isinstance(bad, Malformed)
-
-
-def test_a_nan_is_read_to_be_named():
-    assert str(parsed(b"[NaN, null, -0.1]")) == "[nan, None, -0.1]"
 
 
 def test_the_bound_of_a_body_is_far_above_what_tokens_need():
@@ -372,18 +345,12 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
-PATHS = [
-    (),
-    ("output_ids",),
-    ("output_ids", 1),
-    ("meta_info",),
-    *(("meta_info", key) for key in good_answer()["meta_info"]),
-    ("meta_info", "finish_reason", "type"),
-    ("meta_info", "output_token_logprobs", 1),
-    *(("meta_info", "output_token_logprobs", 1, place) for place in range(3)),
-    ("meta_info", "weight_versions", 0),
-    *(("meta_info", "weight_versions", 0, key) for key in ("version", "start", "end")),
-]
+META = good_answer()["meta_info"]
+PATHS: list[tuple] = [(), ("output_ids",), ("output_ids", 1), ("meta_info",)]
+PATHS += [("meta_info", key) for key in META]
+PATHS += [("meta_info", "finish_reason", "type"), ("meta_info", "output_token_logprobs", 1)]
+PATHS += [("meta_info", "output_token_logprobs", 1, place) for place in range(3)]
+PATHS += [("meta_info", "weight_versions", 0, key) for key in ("version", "start", "end")]
 
 
 def check(found: Part | Malformed) -> None:

@@ -143,14 +143,11 @@ WRONG_ENGINE, WRONG_ACTOR = ((-1, -2, -3), (-1, -2)), (None, (-1.5, 9))
     ids=["engine", "actor", "both, and nan"],
 )
 def test_a_record_that_is_not_confirmed_says_whose(recorded, proximal, expected):
-    _, sentence = judged(recorded=recorded, proximal=proximal)
+    gaps, sentence = judged(recorded=recorded, proximal=proximal)
+    if recorded is WRONG_ENGINE:  # the second token of the second response
+        assert gaps[0].places[gaps[0].worst].tolist() == [1, 1] and gaps[0].largest == 1.75
     assert all(part in sentence for part in expected)
     assert sentence.count("differ by") == len(expected) and "confirmed" not in sentence
-
-
-def test_the_worst_token_is_counted_over_all_responses():
-    gaps, _ = judged(recorded=WRONG_ENGINE)
-    assert gaps[0].places[gaps[0].worst].tolist() == [1, 1] and gaps[0].largest == 1.75
 
 
 def test_what_was_not_scored_or_not_recorded_is_left_out():
@@ -163,5 +160,3 @@ def test_without_a_fresh_engine_the_one_that_sampled_is_compared_with_the_actor(
     gaps, sentence = judged(engine=(None, None))
     assert [len(gap.sizes) for gap in gaps] == [0, 2, 5, 2]
     assert sentence.startswith("the record is confirmed by the actor, to 1 nats; ")
-    _, sentence = judged(engine=(None, None), proximal=WRONG_ACTOR)
-    assert "the actor differ by more than 1 nats at 1 of 2" in sentence
