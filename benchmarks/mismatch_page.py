@@ -15,6 +15,7 @@ one row for each method and scheme, in the order of the study file:
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -26,7 +27,7 @@ from qurl_megatron.evaluation.plan import MISMATCH
 from qurl_megatron.evaluation.study_results import NOTHING
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.text import number, percent, plus_minus
+from qurl_megatron.observe.text import MINUS, number, percent
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "mismatch.md"
@@ -315,6 +316,22 @@ def main(arguments: Sequence[str]) -> int:
     write_whole(PAGE, text)
     print(PAGE.relative_to(DOCS.parent))
     return 0
+
+
+def plus_minus(low: float, high: float, std: float | None) -> str:
+    """1.0092, 1.0092, 0.067 -> "1.01 ± 0.07"; 0.98, 1.02, 0.067 -> "0.98 to 1.02 ± 0.07".
+
+    The spread has one significant digit, two where the first is a 1 ("0.5 ± 1.1"): one would move
+    it by up to a half. The means end where it does: further digits are noise.
+    """
+    if std is None or not math.isfinite(std):
+        decimals, spread = 3, ""
+    else:
+        first, exponent = f"{std:.1e}".split("e")
+        decimals = max(0, (first < "2") - int(exponent)) if std else 3
+        spread = f" ± {std:.{decimals}f}" if std else " ± 0"
+    lowest, highest = (f"{value:.{decimals}f}".replace("-", MINUS) for value in (low, high))
+    return f"{lowest if lowest == highest else f'{lowest} to {highest}'}{spread}"
 
 
 if __name__ == "__main__":

@@ -359,10 +359,28 @@ def _rescore_options(command: argparse.ArgumentParser) -> None:
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:
-    from qurl_megatron.plan.options import add_options
-
     _recipe_options(command)
-    add_options(command)
+    command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
+    command.add_argument("--gpu", default="h100", help="kind: a100-80, h100, h200 or b200")
+    command.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
+    command.add_argument(
+        "--network-gbps", type=float, metavar="GB", help="GB/s of the network per GPU, one way"
+    )
+    command.add_argument(
+        "--mean-tokens", type=float, metavar="N", help="mean length of a response, in tokens"
+    )
+    command.add_argument("--mean-prompt-tokens", type=float, metavar="N", help="and of a prompt")
+    command.add_argument(
+        "--config",
+        type=Path,
+        metavar="DIR",
+        help="the model's config.json, or its folder; default: where model.path is",
+    )
+    command.add_argument("--top", type=int, default=12, metavar="N", help="rows of the table")
+    command.add_argument(
+        "--up-to", type=int, default=1024, metavar="N", help="GPUs to simulate; 0: only --gpus"
+    )
+    command.add_argument("--json", action="store_true", help="every layout, and all numbers")
 
 
 def _study_options(command: argparse.ArgumentParser) -> None:

@@ -76,22 +76,6 @@ def aligned(rows: Sequence[Sequence[str]], *, words: Collection[str]) -> list[st
     return lines
 
 
-def plus_minus(low: float, high: float, std: float | None) -> str:
-    """1.0092, 1.0092, 0.067 -> "1.01 ± 0.07"; 0.98, 1.02, 0.067 -> "0.98 to 1.02 ± 0.07".
-
-    The spread has one significant digit, two where the first is a 1 ("0.5 ± 1.1"): one would move
-    it by up to a half. The means end where it does: further digits are noise.
-    """
-    if std is None or not math.isfinite(std):
-        decimals, spread = 3, ""
-    else:
-        first, exponent = f"{std:.1e}".split("e")
-        decimals = max(0, (first < "2") - int(exponent)) if std else 3
-        spread = f" ± {std:.{decimals}f}" if std else " ± 0"
-    lowest, highest = (f"{value:.{decimals}f}".replace("-", MINUS) for value in (low, high))
-    return f"{lowest if lowest == highest else f'{lowest} to {highest}'}{spread}"
-
-
 def how_many(count: int, noun: str) -> str:
     """1, "answer" -> "1 answer"; 2, "answer" -> "2 answers"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

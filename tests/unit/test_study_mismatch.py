@@ -8,14 +8,23 @@ from typing import get_args, get_type_hints
 import pytest
 
 from benchmarks import mismatch_page
-from benchmarks.mismatch_page import BEGIN, END, LOSS, PAGE, kept, page, record, rendered
+from benchmarks.mismatch_page import (
+    BEGIN,
+    END,
+    LOSS,
+    PAGE,
+    kept,
+    page,
+    plus_minus,
+    record,
+    rendered,
+)
 from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
 from qurl_megatron.evaluation.plan import read_study
 from qurl_megatron.evaluation.study_results import read_results, run_dir, to_json
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.text import plus_minus
 
 STUDIES = Path(__file__).parents[2] / "launch/studies"
 MACHINE = {"cpu": "some CPU", "cores": 2, "commit": "abc"}
