@@ -289,14 +289,6 @@ def test_a_body_that_is_no_answer_is_refused_in_a_few_words(body, message):
     assert len(str(error.value)) < 300
 
 
-def test_lists_in_lists_are_refused_however_deep_a_parser_goes():
-    answer = good_answer()
-    _token("deep")(answer)
-    nested = b"[" * 1000 + b"]" * 1000
-    [bad] = read_answers(orjson.dumps([answer]).replace(b'"deep"', nested), [ASKED], RULES)
-    assert isinstance(bad, Malformed)
-
-
 def test_a_nan_is_read_to_be_named():
     assert str(parsed(b"[NaN, null, -0.1]")) == "[nan, None, -0.1]"
 
