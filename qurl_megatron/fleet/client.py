@@ -116,7 +116,7 @@ class EngineClient:
 
     def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
         """Ask the engine's own loop, paused or not: an answer proves that it runs."""
-        return self._first(("/server_info", "/get_server_info"), timeout_s)
+        return self.get("/server_info", timeout_s)
 
     def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
         """Return the checked fields of ``server_info``."""
@@ -127,8 +127,7 @@ class EngineClient:
 
     def weight_version(self) -> str:
         # Not from server_info, where SGLang reports the model of its start.
-        info = self._first(("/model_info", "/get_model_info"), CONTROL_TIMEOUT_S)
-        version = info.get("weight_version")
+        version = self.get("/model_info").get("weight_version")
         if version is None:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
         return shortened(str(version))
@@ -143,7 +142,7 @@ class EngineClient:
         try:
             if info.get("internal_states") is None:
                 return read_load(info)
-            loads = self._first(("/v1/loads",), CONTROL_TIMEOUT_S)
+            loads = self.get("/v1/loads")
             return read_load(info, version=self.weight_version(), loads=loads)
         except Malformed as error:
             raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
@@ -275,16 +274,6 @@ class EngineClient:
         """Take the device memory back; its contents have to be written again."""
         self._request("POST", "/resume_memory_occupation", {})
 
-    def _first(self, endpoints: Sequence[str], timeout_s: float) -> dict:
-        """Ask the first endpoint that exists: SGLang renames them between releases."""
-        for endpoint in endpoints[:-1]:
-            try:
-                return self._object("GET", endpoint, None, timeout_s)
-            except EngineError as error:
-                if error.status != 404:
-                    raise
-        return self._object("GET", endpoints[-1], None, timeout_s)
-
     def _succeed(self, endpoint: str, body: dict) -> None:
         answer = self._object("POST", endpoint, body)
         if not answer.get("success"):
@@ -328,11 +317,11 @@ class EngineClient:
             raise EngineError(f"{self.url}{endpoint} was not asked: the engine has left")
         content = None if body is None else orjson.dumps(body)
 
-        async def ask() -> _Body:
+        async def ask() -> bytes:
             async with httpx.AsyncClient(**self._options) as http:
                 return await self._exchange(http, method, endpoint, content, timeout, limit)
 
-        return event_loop.run(ask()).whole()
+        return event_loop.run(ask())
 
     async def _exchange(
         self,
@@ -342,18 +331,31 @@ class EngineClient:
         content: bytes | None,
         timeout_s: float,
         limit: int,
-    ) -> "_Body":
-        """Return an answer, whole within ``timeout_s``, connection and headers included."""
+    ) -> bytes:
+        """Return the body of an answer with status 200.
+
+        It is whole within ``timeout_s``, connection and headers included.
+        """
+        where, chunks, size = self.url + endpoint, [], 0
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 http.stream(method, endpoint, content=content) as response,
             ):
-                answer = _Body(self, endpoint, response, limit)
                 async for chunk in response.aiter_raw():
-                    answer.take(chunk)
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > limit:  # more than any true answer has
+                        raise EngineError(
+                            f"{where} answered with more than {limit} bytes", faulty=True
+                        )
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
             raise self._silent(endpoint, error, timeout_s) from error
+        answer, status = b"".join(chunks), response.status_code
+        if status != 200:
+            raise EngineError(
+                f"{where} answered {status}: {shortened(_message(answer))}", status=status
+            )
         return answer
 
     def _silent(self, endpoint: str, error: Exception, timeout_s: float) -> EngineError:
@@ -361,58 +363,6 @@ class EngineClient:
             limit = f"{timeout_s:.0f}" if timeout_s >= 10 else f"{timeout_s:.2g}"
             return EngineError(f"{self.url}{endpoint} did not answer within {limit} s")
         return EngineError(f"{self.url}{endpoint} did not answer: {shortened(_why(error))}")
-
-
-class _Body:
-    """The body of an answer, up to a limit."""
-
-    def __init__(
-        self, client: EngineClient, endpoint: str, response: httpx.Response, limit: int
-    ) -> None:
-        self._where, self._response, self._limit = client.url + endpoint, response, limit
-        self._chunks: list[bytes] = []
-        self._size = 0
-
-    def take(self, chunk: bytes) -> None:
-        """
-        Raises:
-            EngineError: it is more than any true answer has.
-        """
-        self._chunks.append(chunk)
-        self._size += len(chunk)
-        if self._size > self._limit:
-            raise EngineError(
-                f"{self._where} answered with more than {self._limit} bytes", faulty=True
-            )
-
-    def whole(self) -> bytes:
-        """
-        Raises:
-            EngineError: it was refused.
-        """
-        content, status = b"".join(self._chunks), self._response.status_code
-        if status != 200:
-            raise EngineError(
-                f"{self._where} answered {status}: {shortened(_message(content))}", status=status
-            )
-        return content
-
-    def of_json(self) -> bytes:
-        """Return the body, where its headers say JSON.
-
-        Raises:
-            EngineError: it was refused, or is something else.
-        """
-        content = self.whole()
-        for header, meant in (("content-type", "application/json"), ("content-encoding", "")):
-            content_type = self._response.headers.get(header, "")
-            if content_type.partition(";")[0].strip().lower() != meant:
-                raise EngineError(
-                    f"{self._where} answered with {header} {shortened(content_type)!r}: "
-                    f"{shortened(content)}",
-                    faulty=True,
-                )
-        return content
 
 
 class Session:
@@ -447,16 +397,15 @@ class Session:
         )
         with uncollected():
             try:
-                return read(answer.of_json())
+                return read(answer)
             except Malformed as error:
                 raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
 
     async def get(self, endpoint: str) -> bytes:
         client = self._client
-        answer = await client._exchange(
+        return await client._exchange(
             self._http, "GET", endpoint, None, CONTROL_TIMEOUT_S, CONTROL_BYTES
         )
-        return answer.whole()
 
 
 def _generation(

@@ -144,10 +144,6 @@ FAULTS: dict[str, Fault] = {
     "hung up": _body(b"", "did not answer", raw=True),
     "no http": _body(b"\x16\x03\x01 220 ready\r\n\r\n", "did not answer", raw=True),
     "huge": _body(b" " * HUGE, r"answered with more than \d+ bytes"),
-    "packed": Fault(
-        lambda a: sent(a, headers={"content-type": "application/json", "content-encoding": "gzip"}),
-        "content-encoding 'gzip'",
-    ),
     # The protocol.
     "400": _status(400),
     "404": _status(404),
@@ -156,7 +152,7 @@ FAULTS: dict[str, Fault] = {
     "503": _status(503),
     "204": _body(b"", "answered 204", status=204),
     "302": _body(b"", "answered 302", status=302, headers={"location": "http://127.0.0.1:9/"}),
-    "a page": _body(b"<html>", "content-type 'text/html'", headers={"content-type": "text/html"}),
+    "a page": _body(b"<html>", "answer is not JSON", headers={"content-type": "text/html"}),
     "nothing": _body(b"", "not JSON"),
     "ok": _body(b"OK", "not JSON: OK"),
     "half": Fault(lambda a: Reply(json.dumps(a).encode()[:-2]), "not JSON"),

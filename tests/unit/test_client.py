@@ -79,14 +79,6 @@ def test_the_version_is_asked_where_sglang_tells_the_present_one(engine):
     assert client.weight_version() == "5"
 
 
-def test_older_releases_are_asked_under_their_own_names(engine):
-    known = {"/get_server_info": {"tp_size": 2}, "/get_model_info": {"weight_version": "3"}}
-    engine.get = lambda path: (200, known[path]) if path in known else (404, {})
-    client = EngineClient(engine.url)
-    assert client.server_info() == {"tp_size": 2}
-    assert client.weight_version() == "3"
-
-
 def test_to_score_an_engine_needs_room_for_one_more_token(engine):
     info, client = {}, EngineClient(engine.url)
     engine.server_info = lambda: info

@@ -12,7 +12,6 @@ from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.types import Prompt
 from tests.support.engine_models import LiveServer, published_tensors, random_tensors, write_model
 from tests.support.publishing import publish_tensors
@@ -83,11 +82,6 @@ def test_every_run_has_a_key_of_its_own_that_nobody_sees(fleet):
         assert refused.status_code == 401
         assert httpx.get(f"{engine.url}/health", trust_env=False).status_code == 200
     assert engine.client.server_info()["scheme"] == "int8"
-
-
-def test_an_engine_without_an_address_fails_what_is_asked_of_it_as_one_that_is_silent():
-    with pytest.raises(EngineError, match="engine-7 has no address"):
-        EngineRecord("engine-7").api.server_info()
 
 
 def test_collect_repeats_bit_for_bit_and_keeps_the_order(fleet):
