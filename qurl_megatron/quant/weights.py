@@ -54,6 +54,7 @@ def quantize(
     *,
     input_group: dist.ProcessGroup | None = None,
     rounding: Rounding | None = None,
+    out: Tensor | None = None,
 ) -> QuantizedWeight:
     """The point of the scheme's grid that is nearest to a weight, or one of the two beside it.
 
@@ -63,6 +64,7 @@ def quantize(
         input_group: group over which the input dimension is split (row-parallel layers); its ranks
             agree on one scale per channel. None for whole and column-parallel weights.
         rounding: the draws that choose between the codes beside a weight; None: the nearest one.
+        out: where the codes are written, [O, I] in the scheme's format; None: memory of their own.
 
     For fp8_block a shard must start and end on a multiple of 128, or the squares of the shards are
     not the squares of the whole.
@@ -80,7 +82,7 @@ def quantize(
     if rules.block is None and has_kernels_for(weight):
         values, scale = _quantize_fused(weight, rules, input_group, rounding)
         _refuse_inf_and_nan(scale, weight)
-        return QuantizedWeight(values, scale)
+        return QuantizedWeight(values if out is None else out.copy_(values), scale)
     shared = None
     if input_group is not None and dist.get_world_size(input_group) > 1:
         if rules.block is None:
@@ -90,16 +92,17 @@ def quantize(
                 f"{scheme} cannot split the input dimension into shards of {weight.shape[1]} "
                 f"columns: not a multiple of {rules.block}; use fp8, or fewer tensor-parallel ranks"
             )
-    values = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
+    if out is None:
+        out = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
     scale = torch.ones(scale_grid(weight.shape, rules.block), device=weight.device)
     scratch = _scratch(weight, rules.block)
     round_ = _rounder(rounding, rules, scratch, weight.shape[1])
     for rows, squares, run in _runs(weight, rules.block):
         amax = _amax(run) if shared is None else shared[squares]
         scale[squares] = scale_of(amax, rules)
-        _encode(run, scale[squares], values[rows], scratch, round_, rows.start)
+        _encode(run, scale[squares], out[rows], scratch, round_, rows.start)
     _refuse_inf_and_nan(scale, weight)
-    return QuantizedWeight(values, scale, rules.block)
+    return QuantizedWeight(out, scale, rules.block)
 
 
 def dequantize(quantized: QuantizedWeight) -> Tensor:
