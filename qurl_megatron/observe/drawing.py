@@ -128,21 +128,6 @@ def _draw_measured(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str
     axes.fill_between(steps[starts], low, high, color=color, alpha=0.16, linewidth=0, zorder=2)
 
 
-def sparkline(values: np.ndarray, width: int = 96, height: int = 20) -> str:
-    """Points of an SVG polyline that shows the course of ``values``, or "" for less than two."""
-    if len(values) < 2:
-        return ""
-    x, y = thin(np.arange(len(values)), smooth(values))
-    low, high = y.min(), y.max()
-    # What smoothing leaves of a constant is rounding noise, not a course.
-    flat = high - low <= 1e-9 * max(abs(low), abs(high))
-    level = np.full(len(y), 0.5) if flat else (y - low) / (high - low)
-    x = 1 + (width - 2) * x / x.max()
-    return " ".join(
-        f"{a:.1f},{b:.1f}" for a, b in zip(x, 2 + (height - 4) * (1 - level), strict=True)
-    )
-
-
 def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
     """Gaussian average over neighbouring points: it does not lag behind, as a running one does.
 

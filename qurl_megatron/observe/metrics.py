@@ -9,11 +9,22 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Sums:
+    """A metric that is computed from sums over the samples."""
+
+    def merged(self, other: Self) -> Self:
+        """Return the metric of both parts together."""
+        names = [field.name for field in fields(self)]
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(Sums):
     """A total, e.g. tokens generated."""
 
     total: float
@@ -22,12 +33,9 @@ class Sum:
     def value(self) -> float:
         return self.total
 
-    def merged(self, other: "Sum") -> "Sum":
-        return Sum(self.total + other.total)
-
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(Sums):
     """A weighted average as its parts: for a mean over tokens, their sum and their number."""
 
     total: float
@@ -37,9 +45,6 @@ class Mean:
     def value(self) -> float:
         """NaN where nothing was averaged."""
         return self.total / self.weight if self.weight else math.nan
-
-    def merged(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.weight + other.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Min:
 
 
 @dataclass(frozen=True, slots=True)
-class EffectiveSampleSize:
+class EffectiveSampleSize(Sums):
     """Share of the samples that importance weights leave effective: (sum w)^2 / (n sum w^2).
 
     1 where all weights are equal, 1/n where one sample has all the weight.
@@ -80,14 +85,9 @@ class EffectiveSampleSize:
     def value(self) -> float:
         return self.total**2 / (self.squares * self.count) if self.squares else math.nan
 
-    def merged(self, other: "EffectiveSampleSize") -> "EffectiveSampleSize":
-        return EffectiveSampleSize(
-            self.total + other.total, self.squares + other.squares, self.count + other.count
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class StdDev:
+class StdDev(Sums):
     """Sample deviation (n - 1) as its sums; NaN below two samples."""
 
     total: float
@@ -100,14 +100,9 @@ class StdDev:
             return math.nan
         return math.sqrt(max(self.squares - self.total**2 / self.count, 0.0) / (self.count - 1))
 
-    def merged(self, other: "StdDev") -> "StdDev":
-        return StdDev(
-            self.total + other.total, self.squares + other.squares, self.count + other.count
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class Correlation:
+class Correlation(Sums):
     """Pearson correlation of pairs (x, y) as its sums; NaN where x or y does not vary.
 
     Sums of squares lose the digits that mean and spread differ by: for values of like size, such as
@@ -132,19 +127,9 @@ class Correlation:
         together = self.xy - self.x * self.y / self.count
         return min(max(together / math.sqrt(spread_x * spread_y), -1.0), 1.0)
 
-    def merged(self, other: "Correlation") -> "Correlation":
-        return Correlation(
-            self.x + other.x,
-            self.y + other.y,
-            self.xx + other.xx,
-            self.yy + other.yy,
-            self.xy + other.xy,
-            self.count + other.count,
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class Cosine:
+class Cosine(Sums):
     """Cosine of the angle between two vectors, as the sums of their products and their squares.
 
     0 where one of them is zero: it goes nowhere.
@@ -159,14 +144,9 @@ class Cosine:
         lengths = math.sqrt(self.first) * math.sqrt(self.second)
         return min(max(self.together / lengths, -1.0), 1.0) if lengths else 0.0
 
-    def merged(self, other: "Cosine") -> "Cosine":
-        return Cosine(
-            self.together + other.together, self.first + other.first, self.second + other.second
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class ExplainedVariance:
+class ExplainedVariance(Sums):
     """How much of a target's variance a prediction explains: 1 - Var(target - prediction) /
     Var(target), as its sums.
 
@@ -189,15 +169,6 @@ class ExplainedVariance:
         if spread <= 1e-12 * self.target_squares:
             return math.nan
         return 1.0 - missed / spread
-
-    def merged(self, other: "ExplainedVariance") -> "ExplainedVariance":
-        return ExplainedVariance(
-            self.target + other.target,
-            self.target_squares + other.target_squares,
-            self.error + other.error,
-            self.error_squares + other.error_squares,
-            self.count + other.count,
-        )
 
 
 Metric = (

@@ -65,10 +65,6 @@ class Picture:
             return False
         return not self.log or bool((history.series(line.metric)[1] > 0).any())
 
-    def zero(self, history: History) -> bool:
-        """True where all of its lines are 0 at every step, and there is nothing to look at."""
-        return not any(history.series(line.metric)[1].any() for line in self.present(history))
-
 
 SECTIONS: dict[str, tuple[Picture, ...]] = {
     "Learning": (

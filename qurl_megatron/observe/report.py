@@ -15,7 +15,6 @@ from qurl_megatron.observe import drawing, panels
 from qurl_megatron.observe.catalogue import GROUPS, known
 from qurl_megatron.observe.history import History, unscored, what_acted
 from qurl_megatron.observe.panels import Picture
-from qurl_megatron.observe.predicted import compared
 from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples, visible
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
 from qurl_megatron.observe.text import duration, how_many, number, percent, reading
@@ -58,14 +57,6 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class PictureSection:
-    """Pictures under one heading."""
-
-    drawings: list[Drawing]
-    zero: list[str]  # pictures that are zero throughout, in words
-
-
-@dataclass(frozen=True)
 class MetricRow:
     """One metric in the table."""
 
@@ -75,7 +66,6 @@ class MetricRow:
     last: str
     low: str
     high: str
-    points: str  # of its sparkline
 
 
 @dataclass(frozen=True)
@@ -109,13 +99,12 @@ def write_report(run_dir: Path | str) -> Path:
         figures=list(_key_figures(history, _tables(recipe))),
         acted=what_acted(history, _tables(recipe).get("algo", {})),
         sections={
-            title: _section(chosen, history) for title, chosen in panels.pictures(history).items()
+            title: _drawings(chosen, history) for title, chosen in panels.pictures(history).items()
         },
         quotes=_quotes(read_samples(run_dir)),
         events=_events(spans),
         banners=list(_banners(spans, history.last_step)),
         non_finite=history.non_finite,
-        compared=compared(run_dir, history),
         groups=_groups(history),
         last_step=history.last_step,
         recipe=recipe,
@@ -252,25 +241,12 @@ def _events(spans: Sequence[Span]) -> list[tuple[int, str, str]]:
 
 
 def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]:
-    """(what the guard did, why), for the head of the page; warnings are among the events alone."""
+    """(that the guard halted the run, why), for the head of the page."""
     for span in spans:
-        if span.lane != "guard":
-            continue
         action, _, reason = span.name.partition(": ")
-        if action == HALTED:
+        if span.lane == "guard" and action == HALTED:
             again = ", and started again" if last_step > span.step else ""
             yield f"Halted at step {span.step}{again}", reason
-
-
-def _section(chosen: Sequence[Picture], history: History) -> PictureSection:
-    zero = [picture for picture in chosen if picture.zero(history)]
-    return PictureSection(
-        _drawings([picture for picture in chosen if picture not in zero], history),
-        [
-            f"{picture.title} ({', '.join(line.label for line in picture.present(history))})"
-            for picture in zero
-        ],
-    )
 
 
 def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
@@ -333,7 +309,6 @@ def _groups(history: History) -> dict[str, list[MetricRow]]:
                 last=reading(name, values[-1]),
                 low=reading(name, values.min()),
                 high=reading(name, values.max()),
-                points=drawing.sparkline(values),
             )
         )
     return groups

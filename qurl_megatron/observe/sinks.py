@@ -1,5 +1,5 @@
-"""Where metrics go. The JSONL file is the truth; TensorBoard and W&B are views of it, and show
-examples of responses, too.
+"""Where metrics go. The JSONL file is the truth; TensorBoard and W&B are views of it, and
+W&B shows examples of responses, too.
 
 One object a line: ``{"step": 12, "time": 1735689600.5, "metrics": {"reward/mean": 0.41}}``.
 JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-Infinity", which
@@ -20,7 +20,7 @@ from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.lines import Growing, keep_lines, read_lines
-from qurl_megatron.observe.samples import Example, as_text, visible
+from qurl_megatron.observe.samples import Example, visible
 
 METRICS_FILE = "metrics.jsonl"  # in a run's folder
 
@@ -29,12 +29,6 @@ class Sink(Protocol):
     """Takes the metrics of one step; several calls for one step add to each other."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-
-class View(Sink, Protocol):
-    """A sink that shows examples, too."""
-
-    def show(self, step: int, examples: Sequence[Example]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +120,10 @@ class TensorBoardSink:
 
     def __init__(self, dir: Path | str, resume_step: int | None = None) -> None:
         # A second to import.
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._proto, self._summary = event_pb2, summary_pb2
-        self._tensor, self._string = tensor_pb2.TensorProto, types_pb2.DT_STRING
         folder = Path(dir)
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
@@ -145,25 +138,6 @@ class TensorBoardSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         value = self._summary.Summary.Value
         values = [value(tag=name, simple_value=float(v)) for name, v in metrics.items()]
-        self._write(step=step, summary=self._summary.Summary(value=values))
-
-    def show(self, step: int, examples: Sequence[Example]) -> None:
-        """Write a text for each kind of examples, indented: else it is taken for Markdown."""
-        values = []
-        for tag, tagged in _by_tag(examples):
-            lines = "\n\n".join(map(as_text, tagged)).split("\n")
-            text = "\n".join(f"    {line}" for line in lines)
-            values.append(
-                self._summary.Summary.Value(
-                    tag=tag,
-                    metadata=self._summary.SummaryMetadata(plugin_data={"plugin_name": "text"}),
-                    tensor=self._tensor(
-                        dtype=self._string,
-                        string_val=[text.encode()],
-                        tensor_shape={"dim": [{"size": 1}]},
-                    ),
-                )
-            )
         self._write(step=step, summary=self._summary.Summary(value=values))
 
     def close(self) -> None:
@@ -229,14 +203,15 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def show(self, step: int, examples: Sequence[Example]) -> None:
-        """Log a table for each kind of examples."""
+        """Log a table for each kind of examples, lowest rewards first."""
         names = ["prompt", "response", "answer", "reward", "advantage", "tokens", "finish"]
-        for tag, tagged in _by_tag(examples):
-            rows = []
-            for example in tagged:
-                cells = [getattr(example, name) for name in names]
-                rows.append([visible(cell) if isinstance(cell, str) else cell for cell in cells])
-            self._run.log({tag: self._wandb.Table(columns=names, data=rows)}, step=step)
+        rows: dict[str, list[list[Any]]] = {}
+        for example in sorted(examples, key=lambda example: example.reward):
+            cells = [getattr(example, name) for name in names]
+            shown = [visible(cell) if isinstance(cell, str) else cell for cell in cells]
+            rows.setdefault(f"samples/{example.of}", []).append(shown)
+        for tag, data in rows.items():
+            self._run.log({tag: self._wandb.Table(columns=names, data=data)}, step=step)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the run, as failed where an exception ends the block."""
@@ -250,11 +225,3 @@ def _wandb_id(run_dir: Path, *, fresh: bool) -> str:
     new_id = secrets.token_hex(4)
     write_whole(path, new_id + "\n")
     return new_id
-
-
-def _by_tag(examples: Sequence[Example]) -> list[tuple[str, list[Example]]]:
-    """Group examples by the name they have in views, lowest rewards first."""
-    by_tag: dict[str, list[Example]] = {}
-    for example in sorted(examples, key=lambda example: example.reward):
-        by_tag.setdefault(f"samples/{example.of}", []).append(example)
-    return list(by_tag.items())

@@ -32,7 +32,6 @@ from qurl_megatron.observe.sinks import (
     JsonlSink,
     Sink,
     TensorBoardSink,
-    View,
     WandbSink,
     read_metrics,
 )
@@ -45,7 +44,7 @@ from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stop
 from qurl_megatron.types import Sample
 
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
-VIEWED = 10  # steps between two whose examples TensorBoard and W&B get, beside all evaluations
+VIEWED = 10  # steps between two whose examples W&B gets, beside all evaluations
 
 
 class Journal:
@@ -81,8 +80,16 @@ class Journal:
                 self.run_dir / SAMPLES_FILE, resume_step=resume, evaluates=evaluates
             )
             stack.callback(self.examples.close)
-            self.views = self._views(stack, resume)
-            self.sinks: list[Sink] = [metrics, *self.views]
+            board = TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)
+            stack.callback(board.close)
+            self.sinks: list[Sink] = [metrics, board]
+            self.wandb: WandbSink | None = None
+            if project := self.config.observe.wandb_project:
+                self.wandb = WandbSink(
+                    project, self.run_dir, asdict(self.config), resume_step=resume
+                )
+                stack.push(self.wandb.__exit__)
+                self.sinks.append(self.wandb)
             last = metrics.last_step or 0
             if last < state.step:
                 print(
@@ -108,15 +115,6 @@ class Journal:
         trace: TracebackType | None,
     ) -> None:
         self._stack.__exit__(kind, error, trace)
-
-    def _views(self, stack: ExitStack, resume: int) -> list[View]:
-        board = TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)
-        stack.callback(board.close)
-        if not (project := self.config.observe.wandb_project):
-            return [board]
-        wandb = WandbSink(project, self.run_dir, asdict(self.config), resume_step=resume)
-        stack.push(wandb.__exit__)
-        return [board, wandb]
 
     @property
     def refused(self) -> ConfigError | None:
@@ -270,8 +268,8 @@ class Journal:
 
         def write() -> None:
             self.examples.write(examples)
-            for view_of_samples in self.views if view else ():
-                view_of_samples.show(step, examples)
+            if view and self.wandb is not None:
+                self.wandb.show(step, examples)
 
         self._keep(self.run_dir / SAMPLES_FILE, write)
 

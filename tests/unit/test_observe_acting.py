@@ -78,7 +78,7 @@ def test_nothing_is_said_of_policies_that_nothing_compared():
     assert said("acr", {"acr/active_fraction": 0.0}) == ""
 
 
-def test_the_report_says_it_below_the_key_figures_and_folds_what_was_zero_throughout(tmp_path):
+def test_the_report_says_it_below_the_key_figures(tmp_path):
     run_dir = write_fake_run(tmp_path, 12)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines[1:]:
@@ -87,6 +87,3 @@ def test_the_report_says_it_below_the_key_figures_and_folds_what_was_zero_throug
     page = write_report(run_dir).read_text()
     assert "ACR never acted: no importance weight above C\u00a0=\u00a02 (largest 1.27)." in page
     assert page.index("ACR never acted") < page.index("<h2")
-    assert '<figure id="acr"' not in page and '<figure id="truncated_weights"' not in page
-    assert "Zero throughout: Adaptive clip range (active, rescued)." in page
-    assert '<figure id="dropped"' in page  # one of its lines is zero, the other is not

@@ -163,7 +163,7 @@ def test_importing_observe_loads_no_heavy_package():
 
 
 def test_what_only_reads_a_run_loads_no_matplotlib():
-    readers = ("observe.panels", "observe.predicted", "evaluation.study_results", "bench.step")
+    readers = ("observe.panels", "evaluation.study_results", "bench.step")
     code = "import sys\n" + "".join(f"import qurl_megatron.{reader}\n" for reader in readers)
     code += "assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -202,18 +202,6 @@ def test_null_and_non_finite_values_are_left_out_and_reported(tmp_path):
     assert _pictures(page) == KEYS
 
 
-def test_pictures_that_are_zero_throughout_fold_into_a_line_and_have_none_on_a_log_scale(tmp_path):
-    run_dir = write_fake_run(tmp_path, 2)
-    zero = {"policy/clip_fraction": 0.0, "quant/weight_update": 0.0, "rollout/rho_max": 0.0}
-    lines = [json.dumps({"step": n, "time": 1, "metrics": zero}) + "\n" for n in (1, 2)]
-    (run_dir / "metrics.jsonl").write_text("".join(lines))
-    page = write_report(run_dir).read_text()
-    assert not _pictures(page)
-    assert re.findall("Zero throughout: .*", page) == [
-        "Zero throughout: Clipped tokens (clip fraction).</p>"
-    ]
-
-
 def _text(html):
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
 
@@ -286,30 +274,6 @@ def test_the_recipe_is_shown_verbatim_even_where_it_is_not_toml(tmp_path):
     run_dir = write_fake_run(tmp_path, 1)
     (run_dir / "config.toml").write_text("not [ toml")
     assert "<pre>not [ toml</pre>" in write_report(run_dir).read_text()
-
-
-def test_a_prediction_in_the_folder_stands_beside_what_was_measured(tmp_path, page):
-    assert "Predicted and measured" not in page
-    run_dir = write_fake_run(tmp_path, 12)
-    trained = sorted(r.metrics["time/train"] for r in read_metrics(run_dir / "metrics.jsonl")[1:])
-    metrics = {"time/train": 0.5, "time/never": 1.0}
-    (run_dir / "plan.json").write_text(json.dumps({"own": {"metrics": metrics}}))
-    row = re.search(r'<tr><th scope="row">train</th>(.*)</tr>', write_report(run_dir).read_text())
-    cells = re.findall(r"<td>(.*?)</td>", row[1])
-    middle = trained[len(trained) // 2]
-    assert cells == ["0.50", f"{middle:.2f}", f"{middle / 0.5:.2f}"]
-    (run_dir / "plan.json").write_text(json.dumps({"own": None}))
-    assert "Predicted and measured" not in write_report(run_dir).read_text()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"own": {}}', '{"own": {"metrics": {"time/step": "x"}}}']
-)
-def test_a_damaged_prediction_is_named(tmp_path, text):
-    run_dir = write_fake_run(tmp_path, 2)
-    (run_dir / "plan.json").write_text(text)
-    with pytest.raises(ConfigError, match="plan.json is not what `qurl plan --json` writes"):
-        write_report(run_dir)
 
 
 def test_the_same_run_gives_the_same_page(tmp_path):

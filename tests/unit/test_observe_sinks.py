@@ -181,25 +181,6 @@ def test_a_resumed_file_knows_its_last_step(tmp_path):
     assert JsonlSink(tmp_path / "m.jsonl", resume_step=0).last_step is None
 
 
-def test_tensorboard_shows_examples_as_they_are(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoardSink(tmp_path)
-    said = [example(response="# 15 <b>"), example(response="16\n\n\x1b[2J", reward=0.5)]
-    sink.show(4, [*said, example(of="held-out")])
-    sink.close()
-    found = EventAccumulator(str(tmp_path)).Reload()
-    assert found.summary_metadata["samples/train"].plugin_data.plugin_name == "text"
-    assert found.Tags()["tensors"] == ["samples/train", "samples/held-out"]
-    (event,) = found.Tensors("samples/train")
-    (text,) = event.tensor_proto.string_val
-    lines = text.decode().split("\n")
-    # All of it is one block of code in Markdown, lowest rewards first.
-    assert event.step == 4 and all(line.startswith("    ") for line in lines)
-    assert [line.split()[-1] for line in lines if "response" in line] == ["16", "<b>"]
-    assert lines[4].endswith(" ␛[2J")
-
-
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
     """A stand-in for the package; returns what was called."""
