@@ -163,7 +163,8 @@ class Publisher:
             ConfigError: a weight cannot be quantized, or there is no room for the bucket.
         """
         start = time.perf_counter()
-        shards = self._shards.quantized(index, version, self._drift)
+        memory = self.sender.room(index, self._shards.most_bytes)
+        shards = self._shards.quantized(index, version, memory, self._drift)
         quantized = time.perf_counter()
         blobs: Blobs = {}
         if not self.sender.cut:

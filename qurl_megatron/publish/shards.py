@@ -9,15 +9,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import QuantConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.drift import Drift
 from qurl_megatron.quant import quantize, rounding_of
+from qurl_megatron.quant.rounding import scheme_named
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.tensors.table import HfTensor, hf_tensor, is_quantized, is_vocabulary
+from qurl_megatron.wire.message import ALIGNMENT, Room
 
 VOCABULARY_STEP = 64  # SGLang pads the vocabulary to a multiple of it before it splits
 
@@ -53,26 +57,41 @@ class RankShards:
         self._policy, self._ranks = policy, policy.ranks
         self._rounding, self._scheme, self._seed = quant.rounding, scheme, seed
         self._dtype = next(policy.gpt.parameters()).dtype
+        layout = policy.hf_layout()
         portions, sizes = [], []
-        for parameter, shards in enumerate(policy.hf_layout()):
+        for parameter, shards in enumerate(layout):
             size = sum(self._sent_bytes(shard) for shard in shards)
             parts = self._parts(shards, size, limit)
             for part in range(parts):
                 portions.append(_Portion(parameter, part, parts))
                 sizes.append(size // parts)
         self._buckets: list[list[_Portion]] = []
+        self.most_bytes = 0
         for run in buckets(sizes, limit):
-            self._buckets.append(portions[run.start : run.stop])
+            bucket = [portions[i] for i in run]
+            self._buckets.append(bucket)
+            size = sum(sizes[i] for i in run)
+            for portion in bucket:
+                size += sum(self._extra_bytes(shard) for shard in layout[portion.parameter])
+            self.most_bytes = max(self.most_bytes, size)
         counts: list = [None] * self._ranks.world_size
         dist.all_gather_object(counts, len(self._buckets))
         self.rounds = -(-max(counts) // self._ranks.copies.size)
 
-    def quantized(self, index: int, version: int, drift: Drift) -> list[Shard]:
+    def quantized(
+        self, index: int, version: int, memory: Tensor | None, drift: Drift
+    ) -> list[Shard]:
         """Return this rank's tensors of one round: codes, scales and high-precision tensors.
+
+        Args:
+            memory: ``Sender.room``; the shards are made there if it is on the ranks' device.
 
         Raises:
             ConfigError: a weight cannot be quantized.
         """
+        # A GPU's shards are copied to the host in one go, by ``put``, and not piece by piece.
+        on_device = memory is not None and memory.device.type == self._ranks.device.type
+        room = Room(memory if on_device else None)
         shards: list[Shard] = []
         mistake: ConfigError | None = None
         copies = self._ranks.copies.size
@@ -81,7 +100,7 @@ class RankShards:
             for portion in bucket:
                 for shard in self._policy.master_shards(portion.parameter, owner=replica):
                     try:
-                        shards += self._export(portion.of(shard), version, drift)
+                        shards += self._export(portion.of(shard), version, room, drift)
                     except ConfigError as error:  # the others count on this rank to the end
                         mistake = mistake or error
         if mistake:
@@ -101,15 +120,18 @@ class RankShards:
         """True unless another rank sends it, or it is padding of the vocabulary alone."""
         return math.prod(shape) > 0 and (split_dim is not None or self._ranks.tensor.rank == 0)
 
-    def _export(self, shard: Shard, version: int, drift: Drift) -> list[Shard]:
-        """Return codes and scale, or one high-precision tensor."""
+    def _export(self, shard: Shard, version: int, room: Room, drift: Drift) -> list[Shard]:
+        """Return codes and scale, or one high-precision tensor; made in the room if it is sent."""
         name, dim = shard.name, shard.dim
         quantized = is_quantized(name)
         if not quantized or self._scheme == "none":
             if quantized:
                 drift.observe(name, shard.value, None, version)
-            return [replace(shard, value=shard.value.to(self._dtype))]
+            return [replace(shard, value=self._made(room, shard.value, self._dtype, dim))]
         row_parallel = dim == 1
+        out = None
+        if self._sends(shard.value.shape, dim):
+            out = room.place(shard.value.shape, scheme_named(self._scheme).dtype)
         try:
             codes = quantize(
                 shard.value,
@@ -124,16 +146,26 @@ class RankShards:
                     split_dim=dim,
                     offset=shard.start,
                 ),
+                out=out,
             )
         except ConfigError as error:
             raise ConfigError(f"tensor {name}: {error}") from error
         drift.observe(name, shard.value, codes, version)
         scale = hf_tensor(self._policy.arch, f"{name}_scale")
+        value = self._made(room, codes.scale, codes.scale.dtype, scale.split_dim)
         start = 0 if scale.split_dim is None else shard.start
         return [
             replace(shard, value=codes.values),
-            Shard(scale.name, codes.scale, scale.shape, scale.split_dim, start),
+            Shard(scale.name, value, scale.shape, scale.split_dim, start),
         ]
+
+    def _made(self, room: Room, value: Tensor, dtype: torch.dtype, split_dim: int | None) -> Tensor:
+        """Return ``value`` as ``dtype``, in the room if this rank sends it."""
+        if self._sends(value.shape, split_dim):
+            place = room.place(value.shape, dtype)
+            if place is not None:
+                return place.copy_(value)
+        return value.to(dtype)
 
     def _parts(self, shards: Sequence[Shard], size: int, limit: int) -> int:
         """Return into how many a parameter's rows are divided to keep a bucket within its limit.
@@ -152,6 +184,16 @@ class RankShards:
         if is_quantized(shard.name) and self._scheme != "none":
             return (elements + 4 * shard.shape[0]) // split
         return elements * self._dtype.itemsize // split
+
+    def _extra_bytes(self, shard: Shard) -> int:
+        """Room for the bytes that ``_sent_bytes`` leaves out: alignment, and row-parallel scales,
+        which are whole on the rank that sends them.
+
+        Padded rows of a vocabulary may exceed it; tensors without room are then copied.
+        """
+        if is_quantized(shard.name) and self._scheme != "none":
+            return 2 * ALIGNMENT + 4 * shard.shape[0]
+        return 2 * ALIGNMENT
 
 
 def buckets(sizes: Sequence[int], limit: int) -> list[range]:

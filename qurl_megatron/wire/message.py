@@ -183,16 +183,43 @@ def lay_out(parts: Iterable[Shard]) -> tuple[list[Piece], int]:
     for part in parts:
         piece = piece_at(part, offset)
         pieces.append(piece)
-        offset = -(-(offset + piece.bytes) // ALIGNMENT) * ALIGNMENT
+        offset = _aligned(offset + piece.bytes)
     return pieces, offset
 
 
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+class Room:
+    """A blob's bytes, handed out in the order of ``lay_out``, so that ``fill`` need not copy."""
+
+    def __init__(self, memory: Tensor | None) -> None:
+        """
+        Args:
+            memory: uint8, 1-D; None where blobs are not made in place.
+        """
+        self._memory, self._end = memory, 0
+
+    def place(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Memory for the blob's next tensor; None where there is no room for it."""
+        start, size = self._end, math.prod(shape) * dtype.itemsize
+        if self._memory is None or start + size > len(self._memory):
+            return None
+        self._end = _aligned(start + size)
+        return self._memory[start : start + size].view(dtype).view(shape)
+
+
 def fill(blob: Tensor, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> tuple[Piece, ...]:
-    """Copy tensors to their places in a blob (uint8, 1-D); return the pieces with checksums."""
+    """Copy tensors to their places in a blob (uint8, 1-D); return the pieces with checksums.
+
+    A tensor that was made in a ``Room`` over the same bytes lies in its place already.
+    """
     filled = []
     for piece, tensor in zip(pieces, tensors, strict=True):
         place = piece_of(blob, piece)
-        place.copy_(tensor)
+        if tensor.data_ptr() != place.data_ptr():
+            place.copy_(tensor)
         filled.append(msgspec.structs.replace(piece, checksum=checksum(place)))
     if blob.is_cuda:
         # Other processes, and other streams of this one, do not wait for this stream.

@@ -94,6 +94,12 @@ class MemorySender(Sender):
             "facts": self._facts,
         }
 
+    def room(self, index: int, size: int) -> Tensor | None:
+        try:
+            return self._slots[index % SLOTS].of(size)
+        except ConfigError:  # raised again by ``put``, when no rank waits for this one's scales
+            return None
+
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         planned, size = lay_out(parts)
         slot = self._slots[index % SLOTS]

@@ -11,6 +11,7 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
 
     begin(version)
     connect(engines)            while L calls every engine with "connect"
+    room(i, size)               where the parts of bucket i may be made
     put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
     ...                         the ranks make bucket i + 1 meanwhile
     settle()                    L awaits the calls
@@ -95,6 +96,14 @@ class Sender:
         while these handle "connect".
         """
         return {}
+
+    def room(self, index: int, size: int) -> Tensor | None:
+        """Return memory for a bucket of up to ``size`` bytes, uint8, 1-D, that ``put`` will send.
+
+        Parts that are made there in their order (``message.Room``) need not be copied. None: there
+        is no such memory, or not enough; ``put`` then raises.
+        """
+        return None
 
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         """Copy a bucket's parts to where engines can fetch them.

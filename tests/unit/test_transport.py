@@ -18,7 +18,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import facts
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.manifest import manifest_of
-from qurl_megatron.wire.message import Message, Receipt, checksum, piece_of, word_sum
+from qurl_megatron.wire.message import Message, Receipt, Room, checksum, piece_of, word_sum
 from qurl_megatron.wire.receipts import collect, leave
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.shared_memory import MemorySender
@@ -75,6 +75,43 @@ def over_the_wire(sender, blob):
     return Message.from_json(message.to_json())
 
 
+def test_what_is_made_in_its_room_is_sent_from_there(tmp_path):
+    sender, sent = make_sender("memory", tmp_path), parts(0)
+    room = Room(sender.room(0, 4096))
+    made = []
+    for part in sent:
+        place = room.place(part.value.shape, part.value.dtype)
+        made.append(dataclasses.replace(part, value=place.copy_(part.value)))
+    addresses = [part.value.data_ptr() for part in made]
+    blob = sender.put(0, made)
+    receiver = open_receiver(sender.describe("http://a:1"), 0)
+    check(receiver.fetch(blob), blob, sent)
+    memory = sender.room(0, 1)
+    assert [piece_of(memory, piece).data_ptr() for piece in blob.pieces] == addresses
+    receiver.close()
+    sender.close()
+
+
+@pytest.mark.parametrize("kept", [(0, 2, 3), (1, 3, 5)])
+def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kept, tmp_path):
+    sender, drawn = make_sender("memory", tmp_path), parts(0)
+    room = Room(sender.room(0, 200))
+    made = []
+    for part in drawn:
+        place = room.place(part.value.shape, part.value.dtype)
+        value = part.value if place is None else place.copy_(part.value)
+        made.append(dataclasses.replace(part, value=value))
+    assert room.place((1 << 20,), torch.int8) is None
+    # More than the room holds goes with them, so that the memory grows.
+    more = shard("more", torch.arange(1 << 20))
+    sent = [*(made[i] for i in kept), more]
+    blob = sender.put(0, sent)
+    receiver = open_receiver(sender.describe("http://a:1"), 0)
+    check(receiver.fetch(blob), blob, [*(drawn[i] for i in kept), more])
+    receiver.close()
+    sender.close()
+
+
 def test_no_room_for_a_bucket_is_said_by_put(tmp_path, monkeypatch):
     sender = make_sender("memory", tmp_path)
 
@@ -82,6 +119,7 @@ def test_no_room_for_a_bucket_is_said_by_put(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+    assert sender.room(0, 4096) is None
     with pytest.raises(ConfigError, match="set sync.transport=files and sync.dir to"):
         sender.put(0, parts(0))
     sender.close()
