@@ -260,7 +260,7 @@ def look_for_checkpoints(device, run_dir) -> None:
         newest.folders = lambda run_dir: []
     with megatron_runtime(ParallelConfig(tensor=2)) as ranks:
         path, state = newest.newest_whole(run_dir, ranks)
-    assert (path.name, state) == ("step_000004", TrainState(step=4, notice="n"))
+    assert (path.name, state) == ("step_000004", TrainState(step=4, accuracy=0.5))
 
 
 def test_rank_0_decides_where_all_resume(tmp_path):
@@ -269,7 +269,7 @@ def test_rank_0_decides_where_all_resume(tmp_path):
     for step in (2, 4):
         folder = tmp_path / f"run/checkpoints/step_{step:06d}"
         folder.mkdir(parents=True)
-        TrainState(step=step, notice="n").write(folder)
+        TrainState(step=step, accuracy=0.5).write(folder)
     run_on_ranks(look_for_checkpoints, 2, "gloo", tmp_path, tmp_path / "run")
 
 
