@@ -8,30 +8,14 @@ import pytest
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import (
     AlgoConfig,
-    DataConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
-    RolloutConfig,
     RunConfig,
-    TrainConfig,
 )
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.plan.dry_run import dry_run
+from tests.support.meta_ranks import small_recipe
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
-
-
-def recipe(folder: Path, *, dtype="bfloat16", optimizer=None, algo=None, **parallel) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(path=str(folder), dtype=dtype),
-        data=DataConfig(task="chain_sum", prompts_per_step=8),
-        rollout=RolloutConfig(samples_per_prompt=2),
-        parallel=ParallelConfig(**parallel),
-        optimizer=optimizer or OptimizerConfig(),
-        algo=algo or AlgoConfig(),
-        train=TrainConfig(micro_batch=2),
-    )
 
 
 def what_is_held(model) -> dict[str, int]:
@@ -97,7 +81,7 @@ def test_a_dry_run_counts_what_a_real_run_holds(case, backend, tmp_path):
     options = dict(CASES[case])
     # 131 tokens do not divide over two ranks: padding counts as well.
     sizes = dict(vocab_size=131, tie_word_embeddings=options.pop("tied", False))
-    config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2", **sizes), **options)
+    config = small_recipe(tiny_checkpoint(tmp_path / "model", "qwen2", **sizes), **options)
     run_on_ranks(
         train_once_and_count, config.parallel.world_size, backend, tmp_path, config, tmp_path
     )

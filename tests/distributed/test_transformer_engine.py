@@ -12,7 +12,6 @@ import torch
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import ModelConfig, ParallelConfig, TrainConfig
 from qurl_megatron.tensors.arch import read_arch, read_config
-from tests.distributed import test_publish
 from tests.support import critics
 from tests.support.cases import all_but
 from tests.support.logits import check_logits, hf_logits
@@ -29,6 +28,7 @@ from tests.support.policies import (
     save_then_go_on,
     train_twice,
 )
+from tests.support.published import assert_published, publish
 from tests.support.ranks import run_on_ranks, run_with_stand_in
 
 ATTENTION = {
@@ -217,5 +217,5 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=131)
     config = recipe(folder, dict(tensor=2, pipeline=2), dtype="bfloat16")
     out = tmp_path / "out"
-    run_with_stand_in(test_publish.publish, 4, backend, tmp_path, config, "int8", out, 0)
-    test_publish.assert_published(out / "0", folder, "int8")
+    run_with_stand_in(publish, 4, backend, tmp_path, config, "int8", out, 0)
+    assert_published(out / "0", folder, "int8")

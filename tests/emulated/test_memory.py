@@ -19,8 +19,8 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan import memory
 from qurl_megatron.plan.dry_run import dry_run
 from qurl_megatron.training.state import TrainState
-from tests.distributed.test_dry_run import recipe
-from tests.emulated.test_phases import SLACK, Phases, _build, _save_and_load, _train_and_publish
+from tests.emulated.phases import SLACK, Phases, build, save_and_load, train_and_publish
+from tests.support.meta_ranks import small_recipe
 from tests.support.models import tiny_checkpoint
 from tests.support.ranks import RankError, run_on_ranks
 
@@ -61,11 +61,11 @@ def count_all(device, config, out: Path) -> None:
 
     with megatron_runtime(config.parallel) as ranks:
         phase = Phases()
-        policy, critic = _build(phase, config, ranks)
-        _train_and_publish(phase, config, policy, critic, out)
+        policy, critic = build(phase, config, ranks)
+        train_and_publish(phase, config, policy, critic, out)
         with Staged().watch() as staged:
             checkpoint.save(out, policy, TrainState(step=2), keep=1)
-        _save_and_load(phase, policy, critic, out)
+        save_and_load(phase, policy, critic, out)
         found = {**vars(phase), "staged": staged.most}
         (out / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
 
@@ -74,7 +74,7 @@ def test_what_a_phase_takes_is_what_the_formulas_say(nccl, tmp_path):
     """The formulas are bounds: what they say is enough, and no more than a few times too much."""
     folder = tiny_checkpoint(tmp_path / "model", "qwen2", **SIZES)
     config = replace(
-        recipe(folder, tensor=2, data=2),
+        small_recipe(folder, tensor=2, data=2),
         quant=QuantConfig(scheme="int8"),
         sync=SyncConfig(bucket_mb=0.25, keep=1, dir=str(tmp_path / "versions")),
     )
@@ -105,7 +105,7 @@ def resume_until_engines_start(device, config) -> None:
     from qurl_megatron.training import checkpoint, train
 
     with megatron_runtime(config.parallel) as ranks:
-        policy, _ = _build(Phases(), config, ranks)
+        policy, _ = build(Phases(), config, ranks)
         checkpoint.save(Path(config.train.run_dir), policy, TrainState(step=1), keep=1)
     prompts = mock.patch.object(train, "read_prompts")  # of a model without a tokenizer
     with mock.patch.object(train, "leading", engines_are_started), prompts as read:
@@ -119,7 +119,7 @@ def test_engines_find_what_the_trainer_does_not_hold(nccl, tmp_path):
     Tensors above 10 MiB have segments of their own; two of smaller ones share 20 MiB.
     """
     sizes = dict(hidden_size=256, intermediate_size=512, vocab_size=48000)
-    config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2", **sizes), data=2)
+    config = small_recipe(tiny_checkpoint(tmp_path / "model", "qwen2", **sizes), data=2)
     config = replace(config, train=replace(config.train, run_dir=str(tmp_path / "run")))
     with pytest.raises(RankError, match="idle: ") as told:
         run_on_ranks(resume_until_engines_start, 2, nccl, tmp_path, config)

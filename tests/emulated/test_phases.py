@@ -4,50 +4,22 @@ Memory is what the dry run says, nothing of it is read before it is written (it 
 only tensors travel over NCCL.
 """
 
-import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import AlgoConfig, OptimizerConfig, QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.plan.dry_run import dry_run
-from qurl_megatron.training.state import TrainState, latest
-from tests.distributed.test_dry_run import recipe
+from tests.emulated.phases import SLACK, Phases, build, save_and_load, train_and_publish
 from tests.support.cases import all_but
+from tests.support.meta_ranks import small_recipe
 from tests.support.models import random_samples, tiny_checkpoint
-from tests.support.publishing import KeepsVersions
 from tests.support.ranks import run_on_ranks
-
-KIB = 1 << 10
-SLACK = 64 * KIB
-"""Random states, flags and norms, beside models of some MiB."""
-
-
-class Phases:
-    """Bytes after each phase, and at most in it, beyond what was there before all; as they were
-    asked for, without what the allocator rounds them up to."""
-
-    def __init__(self) -> None:
-        self.after: dict[str, int] = {}
-        self.most: dict[str, int] = {}
-        self._begun, _ = self._asked_for()
-
-    @contextlib.contextmanager
-    def __call__(self, name: str):
-        torch.cuda.reset_peak_memory_stats()
-        yield
-        now, most = self._asked_for()
-        self.after[name], self.most[name] = now - self._begun, most - self._begun
-
-    def _asked_for(self) -> tuple[int, int]:
-        found = torch.cuda.memory_stats()
-        return tuple(found[f"requested_bytes.all.{which}"] for which in ("current", "peak"))
 
 
 def go_through_all(device, config, out: Path) -> None:
@@ -55,51 +27,12 @@ def go_through_all(device, config, out: Path) -> None:
 
     with megatron_runtime(config.parallel) as ranks:
         phase = Phases()
-        policy, critic = _build(phase, config, ranks)
-        _train_and_publish(phase, config, policy, critic, out)
-        _save_and_load(phase, policy, critic, out)
+        policy, critic = build(phase, config, ranks)
+        train_and_publish(phase, config, policy, critic, out)
+        save_and_load(phase, policy, critic, out)
         assert not object_collectives()
         if ranks.tensor.rank == ranks.data.rank == ranks.context.rank == 0:
             (out / f"stage-{ranks.pipeline.rank}.json").write_text(json.dumps(vars(phase)))
-
-
-def _build(phase, config, ranks):
-    from qurl_megatron.actor.critic import Critic
-    from qurl_megatron.actor.policy import Policy
-
-    with phase("build"):
-        policy = Policy.build(config.model, config.parallel, config.optimizer, ranks)
-        critic = None
-        if config.algo.advantage == "gae":
-            critic = Critic.build(
-                config.model, config.parallel, config.critic, config.optimizer, ranks
-            )
-    return policy, critic
-
-
-def _train_and_publish(phase, config, policy, critic, out) -> None:
-    from qurl_megatron.publish.publisher import Publisher
-    from qurl_megatron.publish.senders import make_sender
-    from qurl_megatron.training.step import improve
-
-    fleet = KeepsVersions(out) if policy.ranks.leads else None
-    sender = make_sender(config.sync, config.rollout, policy, out)
-    with Publisher(policy, fleet, config.quant, config.sync, sender) as publisher:
-        for step in (1, 2):
-            with phase(f"step {step}"):
-                samples = Responses.of(random_samples(16))
-                improve(policy, samples, config, step=step, timer=Timer(), critic=critic)
-            with phase(f"publish {step}"):
-                publisher.publish(step)
-
-
-def _save_and_load(phase, policy, critic, out) -> None:
-    from qurl_megatron.training import checkpoint
-
-    with phase("save"):
-        checkpoint.save(out, policy, TrainState(step=2), keep=1, critic=critic)
-    with phase("load"):
-        checkpoint.load(latest(out), policy, critic)
 
 
 CASES = {
@@ -117,7 +50,7 @@ def test_each_phase_takes_the_memory_that_the_dry_run_says(case, nccl, tmp_path)
     sizes = dict(hidden_size=128, intermediate_size=512, vocab_size=2051)
     folder = tiny_checkpoint(tmp_path / "model", "qwen2", **sizes)
     config = replace(
-        recipe(folder, **CASES[case]),
+        small_recipe(folder, **CASES[case]),
         quant=QuantConfig(scheme="int8"),
         sync=SyncConfig(bucket_mb=0.25, keep=1, dir=str(tmp_path / "versions")),
     )
@@ -159,7 +92,7 @@ def test_the_host_waits_for_the_gpu_once_in_a_while_and_not_in_every_layer(nccl,
     found = {}
     for layers in (2, 4):
         folder = tiny_checkpoint(tmp_path / f"layers{layers}", "qwen2", num_hidden_layers=layers)
-        run_on_ranks(count_waits, 2, nccl, tmp_path, recipe(folder, tensor=2), tmp_path)
+        run_on_ranks(count_waits, 2, nccl, tmp_path, small_recipe(folder, tensor=2), tmp_path)
         found[layers] = json.loads((tmp_path / f"layers{layers}-0.json").read_text())
     # Megatron's gradient norm fetches that of each parameter, where neither Transformer Engine nor
     # apex has a better one: 7 in a layer, in both updates.

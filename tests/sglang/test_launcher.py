@@ -6,7 +6,7 @@ from qurl_megatron.engines.sglang.starting_sglang import engine_launch
 from qurl_megatron.fleet.process import EngineProcess, port_file, stop
 from tests.sglang.engines import PYTHON, START_S, Case, start_of
 from tests.support.models import tiny_checkpoint
-from tests.unit.test_children import TORCHRUN
+from tests.support.runs import TORCHRUN
 
 
 def test_an_engine_starts_under_torchrun(tmp_path, monkeypatch):

@@ -11,13 +11,23 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.config import ParallelConfig, RunConfig
+from qurl_megatron.config import (
+    AlgoConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from qurl_megatron.plan.memory import Held
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.shapes import Models
@@ -112,3 +122,18 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes by storage: views of one buffer count once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def small_recipe(
+    folder: Path, *, dtype="bfloat16", optimizer=None, algo=None, **parallel
+) -> RunConfig:
+    """Return a run of 16 responses in passes of two."""
+    return RunConfig(
+        model=ModelConfig(path=str(folder), dtype=dtype),
+        data=DataConfig(task="chain_sum", prompts_per_step=8),
+        rollout=RolloutConfig(samples_per_prompt=2),
+        parallel=ParallelConfig(**parallel),
+        optimizer=optimizer or OptimizerConfig(),
+        algo=algo or AlgoConfig(),
+        train=TrainConfig(micro_batch=2),
+    )

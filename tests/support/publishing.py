@@ -5,20 +5,23 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
 from qurl_megatron.config import SyncConfig
+from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.publish.update import Update
+from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Receipt, message_in
 from qurl_megatron.wire.naming import Names
 from qurl_megatron.wire.receipts import leave
+from tests.support.fake_engine import FakeEngine, token_at
 
 
 def publish(
@@ -41,6 +44,34 @@ def publish(
     ):
         update.connect()
         update.commit(receipts)
+
+
+@contextmanager
+def fleet_of(*engines: FakeEngine, **options):
+    """A fleet that has adopted the engines, and published a version to them."""
+    options = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.2, **options}
+    config = RolloutConfig(**{"urls": tuple(engine.url for engine in engines), **options})
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.close)
+        every = engines[0].stop_every
+        ends = range(every, 51, every) if every else ()
+        stops = frozenset(token_at(end - 1) for end in ends)
+        fleet = stack.enter_context(
+            Fleet(
+                config,
+                "unused",
+                scheme="none",
+                log_dir="unused",
+                vocabulary=96,
+                stops=StopIds(stops, stops),
+            )
+        )
+        publish(fleet, 7)
+        fleet.drain()
+        for engine in engines:
+            engine.calls.clear()
+        yield fleet
 
 
 def publish_tensors(fleet: Fleet, version: int, tensors: Mapping[str, Tensor]) -> None:

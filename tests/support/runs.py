@@ -20,6 +20,20 @@ from tests.support.leftovers import Footprint
 from tests.support.waiting import NEVER_S
 
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
+TORCHRUN = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "8",
+    "GROUP_RANK": "0",
+    "ROLE_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "PET_NPROC_PER_NODE": "8",
+}
+"""Variables of torchrun, as a rank has them."""
 SAMPLES = 64  # of one step
 TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 

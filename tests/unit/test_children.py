@@ -12,20 +12,8 @@ from qurl_megatron.fleet.process import EngineProcess
 from qurl_megatron.kit.children import expandable_segments, job_cores, without_launcher
 from qurl_megatron.kit.place import ranks_here
 from qurl_megatron.rewards import RewardPool
+from tests.support.runs import TORCHRUN
 
-TORCHRUN = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "8",
-    "GROUP_RANK": "0",
-    "ROLE_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    "PET_NPROC_PER_NODE": "8",
-}
 OTHERS = {
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",

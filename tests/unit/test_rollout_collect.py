@@ -3,51 +3,19 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
 
-from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import collect, greedy, sample_seed
-from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import Prompt
 from tests.support.fake_engine import FakeEngine, token_at
-from tests.support.publishing import publish
+from tests.support.publishing import fleet_of
 from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
-
-
-@contextmanager
-def fleet_of(*engines: FakeEngine, **options):
-    """A fleet that has adopted the engines, and published a version to them."""
-    options = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.2, **options}
-    config = RolloutConfig(**{"urls": tuple(engine.url for engine in engines), **options})
-    with ExitStack() as stack:
-        for engine in engines:
-            stack.callback(engine.close)
-        every = engines[0].stop_every
-        ends = range(every, 51, every) if every else ()
-        stops = frozenset(token_at(end - 1) for end in ends)
-        fleet = stack.enter_context(
-            Fleet(
-                config,
-                "unused",
-                scheme="none",
-                log_dir="unused",
-                vocabulary=96,
-                stops=StopIds(stops, stops),
-            )
-        )
-        publish(fleet, 7)
-        fleet.drain()
-        for engine in engines:
-            engine.calls.clear()
-        yield fleet
 
 
 def gather(fleet, prompts=PROMPTS, **options):

@@ -19,9 +19,8 @@ from qurl_megatron.rewards.environment import EnvironmentPool
 from qurl_megatron.types import Prompt
 from tests.support.environments import write_classes, write_tokenizer
 from tests.support.fake_engine import FakeEngine, token_at
-from tests.support.publishing import publish
+from tests.support.publishing import fleet_of, publish
 from tests.support.waiting import PATIENCE_S, wait_until
-from tests.unit.test_rollout_collect import fleet_of
 
 PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "?", "") for i in range(4)]
 

@@ -1,0 +1,90 @@
+"""Versions that training ranks publish, held against the quantized whole checkpoint."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.checkpoints import fold_uaq
+from qurl_megatron.config import QuantConfig, SyncConfig
+from qurl_megatron.data.responses import Responses
+from qurl_megatron.observe.metrics import Timer, merge, values
+from qurl_megatron.quant import quantize, rounding_of
+from qurl_megatron.tensors.arch import read_config
+from qurl_megatron.tensors.table import is_quantized
+from tests.support.models import random_samples
+from tests.support.policies import build
+from tests.support.publishing import KeepsVersions
+from tests.support.versions import read_version
+
+SEED = 5
+
+
+def trained(policy, config, step):
+    from qurl_megatron.training.step import improve
+
+    improve(policy, Responses.of(random_samples(16)), config, step=step, timer=Timer())
+
+
+def nudged(policy, config, step):
+    """The same update to the last bit, however the weights are split."""
+    for parameter in policy.gpt.parameters():
+        assert parameter.dtype == torch.float32
+        parameter.data.add_(parameter.data.square().mul_(2**-10))
+
+
+def publish(device, config, scheme, out, updates, change=trained):
+
+    from qurl_megatron.publish.publisher import Publisher
+    from qurl_megatron.publish.senders import make_sender
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        fleet = KeepsVersions(out) if ranks.leads else None
+        quant = QuantConfig(scheme=scheme, uaq_scale=1.5)
+        # Small buckets: every version takes many rounds, stages have different numbers of them, and
+        # embeddings come in parts.
+        sync = SyncConfig(transport="files", keep=1, bucket_mb=0.003, dir=str(out / "root"))
+        sender = make_sender(sync, config.rollout, policy, out)
+        with Publisher(policy, fleet, quant, sync, sender) as publisher:
+            first = publisher.publish(0)
+            assert not any(name.startswith("quant/") for name in first)
+            assert first["sync/buffer_mb"].value > 0
+            for version in range(1, updates + 1):
+                change(policy, config, version)
+                gathered: list = [None] * ranks.world_size
+                dist.all_gather_object(gathered, publisher.publish(version))
+                if ranks.leads:
+                    torch.save(values(merge(gathered)), out / f"metrics-{version}.pt")
+        assert not ranks.leads or not list((out / "root").iterdir())
+
+
+def assert_published(published: Path, checkpoint: Path, scheme: str, **drawn) -> None:
+    tensors = read_version(published)
+    assert_whole(tensors, checkpoint, scheme, **drawn)
+
+
+def assert_whole(
+    actual: dict[str, torch.Tensor],
+    checkpoint: Path,
+    scheme: str,
+    kind: str = "nearest",
+    version: int = 0,
+) -> None:
+    """That these are the whole checkpoint, folded by 1.5 and quantized."""
+    expected = {}
+    whole = fold_uaq(load_file(checkpoint / "model.safetensors"), read_config(checkpoint), 1.5)
+    for name, weight in whole.items():
+        if is_quantized(name) and scheme != "none":
+            whole_place = {"shape": weight.shape, "split_dim": None, "offset": 0}
+            drawn = rounding_of(kind, seed=SEED, version=version, name=name, **whole_place)
+            codes = quantize(weight, scheme, rounding=drawn)
+            expected[name], expected[f"{name}_scale"] = codes.values, codes.scale
+        else:
+            expected[name] = weight.bfloat16()
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name].float(), value.float()), name
