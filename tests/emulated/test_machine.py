@@ -14,7 +14,7 @@ UNIT = Path(__file__).parents[1] / "unit"
 # By the number of GPUs: file -> which of its tests.
 CASES = {
     1: {
-        "test_bench_loss": "cases",  # two ranks on the CPU all the same
+        "test_bench_micro": "every_way",  # two ranks on the CPU all the same
         "test_dry_run": "cut or gpus",  # finds the same, and takes none
         "test_engine_server": "test",  # the embedded engine takes the one that it finds
     },
