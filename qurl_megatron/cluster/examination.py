@@ -1,19 +1,23 @@
 """The nodes of an attempt are examined before its ranks start.
 
-Each node measures itself, by a task of ``srun``: its GPUs, their memory, and a matrix product on
-each, compared with the node's other GPUs: how long it should take need not be known.
+Each node measures itself, by a task of ``srun``: GPUs as NVIDIA's driver sees them, a matrix
+product on each, and an all-reduce among them. It is then compared with the others of its own job,
+which have the same GPUs and software: how long a product should take need not be known.
 
 With a bad node the job goes back to the queue, and that node is excluded. Where all nodes are bad,
 others would be bad alike, and a person has to look.
 """
 
+import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
@@ -25,15 +29,20 @@ from qurl_megatron.kit.errors import ConfigError
 
 GIB = 1 << 30
 MOST_USED = 4 * GIB
-"""Memory in use on a GPU before the job starts; CUDA takes less than 1 GiB for itself."""
+"""Memory in use on a GPU before the job starts; a driver takes less than 1 GiB for itself."""
 REPEATS = 20
-SLOWER = 1.25
-"""Times the node's median product. Sound GPUs of a kind differ by a few per cent, by power and
-heat; one that is held back is a third slower or worse, and every other rank waits for it."""
+REDUCE_S = 60.0
+"""Time for the all-reduces, NCCL's start included, before they count as hung."""
 POLL_S = 0.1
 GRACE_S = 10.0
 MOST = 3
 """Attempts of a submitted run that may end for bad nodes: beyond, it is hardly the nodes."""
+
+PRODUCT_SLOWER = 1.25
+"""Times the job's median product. Sound GPUs of a kind differ by a few per cent, by power and heat;
+one that is held back is a third slower or worse, and every other rank waits for it."""
+REDUCE_SLOWER = 1.5
+"""Times the job's median all-reduce: a link with fewer lanes doubles the time."""
 
 
 # ---- a node by itself
@@ -45,14 +54,17 @@ class Report:
 
     node: str
     faults: list[str]  # sentences that make it bad, whatever the others say
-    gpus: int = 0  # that torch can use
+    gpus: int = 0  # that the driver shows
+    devices: int = 0  # GPUs that torch can use
+    product_ms: list[float] = field(default_factory=list)  # of each device
+    reduce_ms: float | None = None  # None: it has no two devices; inf: it hangs or fails
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 def measure_node() -> int:
-    """Measure this node, and print its report. One that hangs in doing so gives none."""
+    """Measure this node, and print its report."""
     name = own_name()
     try:
         report = _measure(name)
@@ -60,47 +72,112 @@ def measure_node() -> int:
         first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
     print(report.as_json(), flush=True)
+    if report.reduce_ms == float("inf"):
+        os._exit(0)  # a thread that hangs in the driver would keep the process from leaving
     return 0
 
 
 def _measure(name: str) -> Report:
+    nvml = _nvml()
+    indices = gpu_indices(nvml, os.environ) if nvml else []
+    faults = []
+    for index in indices:  # before torch takes memory of its own
+        faults += [f"GPU {index} {fault}" for fault in gpu_faults(nvml, index)]
     import torch
 
-    if not torch.cuda.is_available():
-        return Report(name, [])
-    faults, products_ms = [], []
-    for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        free, total = torch.cuda.mem_get_info(device)
-        if total - free > MOST_USED:
-            used = f"{(total - free) / GIB:.1f} GiB in use already"
-            faults.append(f"GPU {index} has {used}: end what holds them, or reset it")
-        products_ms.append(_product_ms(device))
-    return Report(name, [*faults, *slow_gpus(products_ms)], len(products_ms))
+    devices = []
+    if torch.cuda.is_available():
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    product_ms = [_product_ms(device) for device in devices]
+    return Report(name, faults, len(indices), len(devices), product_ms, _reduce_ms(devices))
+
+
+def _nvml() -> Any:
+    """Return nvidia-ml-py; None where it is not installed, as on clusters without GPUs."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+def gpu_indices(nvml: Any, env: Mapping[str, str]) -> list[int]:
+    """Return the driver's numbers of this step's GPUs; none where there is no driver.
+
+    Where Slurm hides no device, CUDA_VISIBLE_DEVICES says which are ours.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no library, or no driver that answers it
+        return []
+    count = nvml.nvmlDeviceGetCount()
+    parts = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = [int(part) for part in parts if part.isdecimal()]
+    return visible if visible and len(visible) < count else list(range(count))
+
+
+def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
+    """Yield the driver's findings against a GPU."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    used = nvml.nvmlDeviceGetMemoryInfo(handle).used
+    if used > MOST_USED:
+        yield f"has {used / GIB:.1f} GiB in use already: end what holds them, or reset it"
+    with contextlib.suppress(nvml.NVMLError_NotSupported):  # some kinds do not count errors
+        uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        if nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, nvml.NVML_VOLATILE_ECC):
+            yield "has uncorrected memory errors: reset it"
+    with contextlib.suppress(nvml.NVMLError_NotSupported):
+        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+        if failed:
+            yield "has no spare rows for bad memory: have it replaced"
+        if pending:
+            yield "waits for a reset to replace a bad row of memory"
 
 
 def _product_ms(device) -> float:
-    """Time the fastest of some products: others may use the device, and a GPU's first is slow."""
     import torch
 
     first, second = (torch.ones(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def product() -> None:
+        torch.mm(first, second)
+        torch.cuda.synchronize(device)
+
+    return _shortest_ms(product)
+
+
+def _reduce_ms(devices: list) -> float | None:
+    """Time an all-reduce among the devices; see ``Report.reduce_ms``."""
+    if len(devices) < 2:
+        return None
+    import torch
+
+    times = []
+
+    def reduce() -> None:
+        torch.cuda.nccl.all_reduce(parts)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def measure() -> None:
+        times.append(_shortest_ms(reduce))
+
+    parts = [torch.ones(1 << 26, device=device) for device in devices]
+    thread = threading.Thread(target=measure, daemon=True)
+    thread.start()
+    thread.join(REDUCE_S)
+    return times[0] if times else float("inf")
+
+
+def _shortest_ms(body: Callable[[], None]) -> float:
+    """Time the fastest of some calls: others may use the device, and a GPU's first is slow."""
+    body()
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()
-        torch.mm(first, second)
-        torch.cuda.synchronize(device)
+        body()
         times.append(time.perf_counter() - began)
     return 1e3 * min(times)
-
-
-def slow_gpus(products_ms: Sequence[float]) -> Iterator[str]:
-    """Yield a sentence for each GPU whose product takes much longer than the median."""
-    usual_ms = median_low(products_ms or [0.0])
-    for index, ms in enumerate(products_ms):
-        if ms > SLOWER * usual_ms:
-            yield (
-                f"a matrix product on GPU {index} takes {ms:.3g} ms, {usual_ms:.3g} on the others"
-            )
 
 
 # ---- beside the others
@@ -151,20 +228,47 @@ def judge(reports: Mapping[str, Report], nodes: Sequence[str], gpus: int) -> dic
 
     Args:
         reports: by node; nodes that did not answer are missing.
-        gpus: that the job has on each of its nodes; asked for only where some node has any, for
-            clusters without GPUs are for trying this out.
+        gpus: that the job has on each of its nodes.
     """
-    some_have_gpus = any(report.gpus for report in reports.values())
+    peers = list(reports.values())
     bad = {}
     for node in nodes:
-        report = reports.get(node)
-        if report is None:
+        if node not in reports:
             bad[node] = "it did not answer within job.examine_s"
-        elif report.faults:
-            bad[node] = "; ".join(report.faults)
-        elif some_have_gpus and report.gpus < gpus:
-            bad[node] = f"{gpus} GPUs were granted, and torch can use {report.gpus}"
+        elif faults := [*reports[node].faults, *_beside(reports[node], peers, gpus)]:
+            bad[node] = "; ".join(faults)
     return bad
+
+
+def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
+    """Yield the faults of a node beside the others of the job, itself included.
+
+    GPUs are asked for only where some node has any: clusters without GPUs are for trying this out.
+    """
+    if own.faults and not own.devices:
+        return  # it could not be measured
+    some_have_gpus = any(peer.gpus or peer.devices for peer in peers)
+    if some_have_gpus and min(own.gpus, own.devices) < gpus:
+        yield (
+            f"{gpus} GPUs were granted, the driver shows {own.gpus} and torch can use {own.devices}"
+        )
+    products = [ms for peer in peers for ms in peer.product_ms]
+    for index, ms in enumerate(own.product_ms):
+        yield from _slow(f"a matrix product on GPU {index}", ms, products, PRODUCT_SLOWER)
+    if own.reduce_ms is not None:
+        alike = [peer.reduce_ms for peer in peers if peer.devices == own.devices]
+        reduces = [ms for ms in alike if ms is not None]
+        name = "an all-reduce among its own devices"
+        yield from _slow(name, own.reduce_ms, reduces, REDUCE_SLOWER)
+
+
+def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Iterator[str]:
+    """Yield a sentence where a time is ``factor`` times the job's median, or infinite."""
+    usual_ms = median_low(job_ms)
+    if ms == float("inf"):
+        yield f"{name} fails, or does not end"
+    elif ms > factor * usual_ms:
+        yield f"{name} takes {ms:.3g} ms, {usual_ms:.3g} on the job's others"
 
 
 # ---- exclusion

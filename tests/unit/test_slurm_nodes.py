@@ -1,43 +1,69 @@
 """Reports of nodes, and their verdict; Slurm and NVIDIA's driver are stand-ins."""
 
 import json
+import os
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from qurl_megatron.cluster import examination, folder
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
-from qurl_megatron.cluster.examination import Report, judge, slow_gpus
+from qurl_megatron.cluster.examination import GIB, Report, judge
 from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.programs import Programs
 
+INFINITE = float("inf")
+
 
 def report(node: str, **changed) -> Report:
-    return replace(Report(node, [], gpus=2), **changed)
+    sound = Report(node, [], gpus=2, devices=2, product_ms=[1.5, 1.52], reduce_ms=0.9)
+    return replace(sound, **changed)
+
+
+def judged(**changed) -> dict[str, str]:
+    """The verdict on three nodes, of which the last reports something else."""
+    names = ("a1", "a2", "a3")
+    reports = {name: report(name) for name in names} | {"a3": report("a3", **changed)}
+    return judge(reports, names, 2)
+
+
+@pytest.mark.parametrize("changed", [{}, {"product_ms": [1.5, 1.7], "reduce_ms": 1.2}])
+def test_sound_nodes_are_not_bad(changed):
+    assert judged(**changed) == {}
 
 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({}, None),
-        ({"faults": ["GPU 1 is ill", "GPU 0 is slow"]}, "GPU 1 is ill; GPU 0 is slow"),
-        ({"gpus": 1}, "2 GPUs were granted, and torch can use 1"),
-        ({"faults": ["it could not be measured"], "gpus": 0}, "it could not be measured"),
+        ({"faults": ["GPU 1 is ill"]}, "GPU 1 is ill"),
+        ({"faults": ["GPU 1 is ill"], "reduce_ms": INFINITE}, "GPU 1 is ill; an all-reduce among"),
+        (
+            {"gpus": 1, "devices": 1, "product_ms": [1.5]},
+            "2 GPUs were granted, the driver shows 1 and torch can use 1",
+        ),
+        (
+            {"gpus": 2, "devices": 0, "product_ms": [], "reduce_ms": None},
+            "2 GPUs were granted, the driver shows 2 and torch can use 0",
+        ),
+        (
+            {"product_ms": [1.5, 2.4]},
+            "a matrix product on GPU 1 takes 2.4 ms, 1.5 on the job's others",
+        ),
+        (
+            {"reduce_ms": 2.0},
+            "an all-reduce among its own devices takes 2 ms, 0.9 on the job's others",
+        ),
+        ({"reduce_ms": INFINITE}, "an all-reduce among its own devices fails, or does not end"),
     ],
 )
-def test_a_node_is_bad_for_what_it_says_or_for_gpus_that_it_lacks(changed, sentence):
-    names = ("a1", "a2", "a3")
-    reports = {name: report(name) for name in names} | {"a3": report("a3", **changed)}
-    assert judge(reports, names, 2) == ({"a3": sentence} if sentence else {})
-
-
-def test_a_gpu_is_slow_beside_the_others_of_its_node():
-    assert list(slow_gpus([])) == [] == list(slow_gpus([1.5, 1.52, 1.7]))
-    expected = ["a matrix product on GPU 2 takes 2.4 ms, 1.52 on the others"]
-    assert list(slow_gpus([1.5, 1.52, 2.4])) == expected
+def test_a_node_is_bad_for_what_it_says_alone_or_beside_the_others(changed, sentence):
+    bad = judged(**changed)
+    assert list(bad) == ["a3"] and bad["a3"].startswith(sentence)
 
 
 def test_a_node_that_does_not_answer_is_bad():
@@ -49,7 +75,82 @@ def test_where_no_node_has_a_driver_gpus_are_not_asked_for():
     assert judge({"a1": Report("a1", []), "a2": Report("a2", [])}, ["a1", "a2"], 8) == {}
 
 
+def test_an_all_reduce_is_compared_among_nodes_with_as_many_devices():
+    counts = {"t1": 8, "r1": 2, "r2": 2}
+    reports = {
+        node: Report(node, [], count, count, [1.5] * count, reduce_ms=0.25 * count)
+        for node, count in counts.items()
+    }
+    assert judge(reports, [*counts], 2) == {}
+
+
 # -- a node's report -------------------------------------------------------------------------------
+
+
+class NvmlError(Exception):
+    pass
+
+
+class NotSupported(NvmlError):
+    pass
+
+
+def nvml(count: int = 2, **answers) -> SimpleNamespace:
+    """Stands in for nvidia-ml-py: the functions, constants and shapes of its 13.615."""
+
+    def remapped(handle):
+        if "remapped" not in answers:
+            raise NotSupported
+        return answers["remapped"]
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        NVMLError_NotSupported=NotSupported,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
+        NVML_VOLATILE_ECC=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: count,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetRemappedRows=remapped,
+        nvmlDeviceGetTotalEccErrors=lambda handle, kind, since: answers.get("ecc", 0),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(
+            total=80 << 30, used=answers.get("used", 600 << 20)
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "faults"),
+    [
+        ({"used": 9 * GIB}, ["has 9.0 GiB in use already: end what holds them, or reset it"]),
+        ({"ecc": 7}, ["has uncorrected memory errors: reset it"]),
+        ({"remapped": (0, 3, 0, 1)}, ["has no spare rows for bad memory: have it replaced"]),
+        ({"remapped": (0, 3, 1, 0)}, ["waits for a reset to replace a bad row of memory"]),
+        ({"remapped": (0, 3, 0, 0)}, []),
+        ({}, []),  # a kind that does not count errors
+    ],
+)
+def test_what_the_driver_says_against_a_gpu_is_a_sentence(answers, faults):
+    assert list(examination.gpu_faults(nvml(1, **answers), 0)) == faults
+
+
+def test_of_a_node_that_hides_no_gpu_only_those_of_the_step_are_asked():
+    env = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert examination.gpu_indices(nvml(8), env) == [4, 5]
+    assert examination.gpu_indices(nvml(2), env) == [0, 1]  # the others are hidden
+
+
+def test_without_a_driver_there_are_no_gpus():
+    def missing() -> None:
+        raise NvmlError("library not found")
+
+    library = SimpleNamespace(NVMLError=NvmlError, nvmlInit=missing)
+    assert examination.gpu_indices(library, {}) == []
+
+
+def test_the_names_that_are_asked_for_are_those_of_the_library():
+    pynvml = pytest.importorskip("pynvml")
+    assert set(vars(nvml())) <= set(dir(pynvml))
 
 
 def own_report(capsys) -> Report:
@@ -68,11 +169,45 @@ def test_a_gpu_that_cannot_be_measured_makes_its_node_bad(capsys, monkeypatch):
         raise RuntimeError("GPU is lost\nCUDA kernel errors might be reported elsewhere")
 
     monkeypatch.setenv("SLURMD_NODENAME", "a1")
-    monkeypatch.setattr("torch.cuda.is_available", lost)
+    library = SimpleNamespace(**vars(nvml()) | {"nvmlDeviceGetCount": lost})
+    monkeypatch.setattr(examination, "_nvml", lambda: library)
     own = own_report(capsys)
     sentence = {"a1": "it could not be measured: RuntimeError: GPU is lost"}
     assert judge({"a1": own}, ["a1"], 2) == sentence
     assert judge({"a1": own, "a2": report("a2")}, ["a1", "a2"], 2) == sentence
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_an_all_reduce_that_hangs_or_fails_takes_for_ever(hangs, monkeypatch):
+    torch = pytest.importorskip("torch")
+    release = threading.Event()
+
+    def all_reduce(parts) -> None:
+        if not hangs:
+            raise RuntimeError("NCCL error")
+        release.wait()
+
+    monkeypatch.setattr(torch.cuda.nccl, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: None)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    monkeypatch.setattr(examination, "REDUCE_S", 0.05)
+    try:
+        assert examination._reduce_ms([torch.device("cpu")] * 2) == INFINITE
+    finally:
+        release.set()
+    assert examination._reduce_ms([torch.device("cpu")]) is None
+
+
+def test_a_node_with_hung_devices_speaks_and_leaves_at_once(capsys, monkeypatch):
+    def leave(code: int) -> None:
+        raise SystemExit(code, capsys.readouterr().out)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(examination, "_measure", lambda name: report(name, reduce_ms=INFINITE))
+    with pytest.raises(SystemExit) as left:
+        examination.measure_node()
+    code, line = left.value.args
+    assert code == 0 and json.loads(line)["reduce_ms"] == INFINITE
 
 
 # -- the supervisor --------------------------------------------------------------------------------
