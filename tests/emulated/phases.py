@@ -18,19 +18,19 @@ class Phases:
     """Bytes after each phase, and at most in it, beyond what was there before all; as they were
     asked for, without what the allocator rounds them up to."""
 
-    def _init__(self) -> None:
+    def __init__(self) -> None:
         self.after: dict[str, int] = {}
         self.most: dict[str, int] = {}
         self._begun, _ = self._asked_for()
 
     @contextlib.contextmanager
-    def _call__(self, name: str):
+    def __call__(self, name: str):
         torch.cuda.reset_peak_memory_stats()
         yield
         now, most = self._asked_for()
         self.after[name], self.most[name] = now - self._begun, most - self._begun
 
-    def asked_for(self) -> tuple[int, int]:
+    def _asked_for(self) -> tuple[int, int]:
         found = torch.cuda.memory_stats()
         return tuple(found[f"requested_bytes.all.{which}"] for which in ("current", "peak"))
 
