@@ -73,7 +73,7 @@ def render_figure(chosen: Sequence[Picture], history: History, *, columns: int =
 
 def picture_url(picture: Picture, history: History) -> str:
     """Return a picture as the ``data:`` URL of an SVG file."""
-    width, height = (1094, 280) if picture.wide else (518, 250)
+    width, height = 518, 250
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor=COLORS["paper"])
         # Equal margins line the frames up in the page; an automatic layout is also half the time.

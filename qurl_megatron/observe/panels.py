@@ -53,8 +53,6 @@ class Picture:
 
     log: bool = False
     from_zero: bool = True
-    wide: bool = False
-    """Spans both columns of the report."""
 
     def present(self, history: History) -> list[Line]:
         """The lines that this run has something to show for."""
@@ -80,7 +78,6 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "prompts; the first one is the model before training. A line ends where other data or "
             "another reward makes a new scale.",
             "Fig. 2 (a)",
-            wide=True,
         ),
         Picture(
             "clip",
