@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qurl_megatron.checkpoints import fold_uaq
-from qurl_megatron.checkpoints.uaq import folded, unfold_uaq
+from qurl_megatron.checkpoints.uaq import fold_uaq, folded, unfold_uaq
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.table import is_quantized, uaq_role

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from qurl_megatron.algo import LossInputs as LossInputs
     from qurl_megatron.algo import objective as objective
     from qurl_megatron.algo import token_log_probs as token_log_probs
-    from qurl_megatron.checkpoints import fold_uaq as fold_uaq
-    from qurl_megatron.checkpoints import unfold_uaq as unfold_uaq
+    from qurl_megatron.checkpoints.uaq import fold_uaq as fold_uaq
+    from qurl_megatron.checkpoints.uaq import unfold_uaq as unfold_uaq
     from qurl_megatron.config import load as load
     from qurl_megatron.kit.errors import ConfigError as ConfigError
     from qurl_megatron.quant import dequantize as dequantize
@@ -45,8 +45,8 @@ _MODULES = {
     "LossInputs": "algo",
     "quantize": "quant",
     "dequantize": "quant",
-    "fold_uaq": "checkpoints",
-    "unfold_uaq": "checkpoints",
+    "fold_uaq": "checkpoints.uaq",
+    "unfold_uaq": "checkpoints.uaq",
     "ConfigError": "kit.errors",
 }
 

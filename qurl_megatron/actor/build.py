@@ -12,8 +12,8 @@ from torch.nn import functional
 from qurl_megatron.actor.aligned import Align, aligned_layers
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.spec import decoder_spec
-from qurl_megatron.checkpoints import CheckpointReader, load_parameter, stage_ops
-from qurl_megatron.checkpoints.ops import Op
+from qurl_megatron.checkpoints.ops import Op, stage_ops
+from qurl_megatron.checkpoints.source import Reader, load_parameter
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
@@ -220,7 +220,7 @@ def load_weights(
     model: GPTModel,
     arch: Arch,
     ranks: Ranks,
-    reader: CheckpointReader,
+    reader: Reader,
     uaq_scale: float,
     *,
     output_layer: bool = True,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from qurl_megatron.actor.build import build_model, load_weights, transformer_config
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.trained import Trained, with_optimizer
-from qurl_megatron.checkpoints import open_checkpoint
+from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.config import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch

@@ -19,7 +19,7 @@ from qurl_megatron.actor.build import build_model, load_weights, parameter_ops, 
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.reference import Reference, WaitingWeights, check_same_shape
 from qurl_megatron.actor.trained import Trained, with_optimizer
-from qurl_megatron.checkpoints import Checkpoint, open_checkpoint
+from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from qurl_megatron.checkpoints import Checkpoint
+from qurl_megatron.checkpoints.source import Checkpoint
 from qurl_megatron.kit.errors import ConfigError
 
 Memory = Literal["device", "host"]

@@ -44,7 +44,7 @@ def add_convert_options(command: argparse.ArgumentParser) -> None:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Convert a Hugging Face checkpoint into a Megatron one, folding UAQ on the way."""
-    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.source import open_checkpoint
     from qurl_megatron.checkpoints.to_megatron import to_megatron
 
     return run_job(
@@ -78,7 +78,7 @@ def add_export_options(command: argparse.ArgumentParser) -> None:
 
 def export(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint of Megatron or of a run into a Hugging Face one."""
-    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.source import open_checkpoint
     from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 
     return run_job(
@@ -118,7 +118,7 @@ def add_quantize_options(command: argparse.ArgumentParser) -> None:
 
 def quantize(arguments: argparse.Namespace) -> int:
     """Quantize a checkpoint into a W8A8 folder that engines load."""
-    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.source import open_checkpoint
     from qurl_megatron.checkpoints.to_huggingface import to_quantized
 
     return run_job(
@@ -146,10 +146,11 @@ def add_inspect_options(command: argparse.ArgumentParser) -> None:
 
 def inspect_checkpoint(arguments: argparse.Namespace) -> int:
     """Describe a checkpoint from its headers alone; --verify hashes every file."""
-    from qurl_megatron.checkpoints.inspect import inspect, open_any, tensor_rows, text
+    from qurl_megatron.checkpoints.inspect import inspect, tensor_rows, text
     from qurl_megatron.checkpoints.integrity import all_damage
+    from qurl_megatron.checkpoints.source import open_checkpoint
 
-    checkpoint = open_any(arguments.dir, arguments.hf)
+    checkpoint = open_checkpoint(arguments.dir, arguments.hf, quantized=True)
     facts = inspect(checkpoint)
     wrong = all_damage(checkpoint.folder) if arguments.verify else []
     if arguments.json:
@@ -169,15 +170,14 @@ def add_diff_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tol", type=float, default=0.0, help="largest ||b-a||/||a|| that is no difference"
     )
-    command.add_argument("--all", action="store_true", help="list the tensors that agree, too")
 
 
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two checkpoints of any kinds, tensor by tensor; exits 1 where they differ."""
     from qurl_megatron.checkpoints.diff import differences, row
-    from qurl_megatron.checkpoints.inspect import open_any
+    from qurl_megatron.checkpoints.source import open_checkpoint
 
-    a, b = open_any(arguments.a), open_any(arguments.b)
+    a, b = (open_checkpoint(folder, quantized=True) for folder in (arguments.a, arguments.b))
     if a.uaq_scale != b.uaq_scale:
         print(f"A has s = {a.uaq_scale:g} folded in, B {b.uaq_scale:g}: compared without")
     count = beyond = 0
@@ -187,7 +187,7 @@ def diff(arguments: argparse.Namespace) -> int:
         count += 1
         far = difference.beyond(arguments.tol)
         beyond += far
-        if far or arguments.all:
+        if far:
             print(row(difference))
         if difference.relative > furthest:
             furthest, worst = difference.relative, row(difference)

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qurl_megatron.checkpoints.inspect import AnyCheckpoint
+from qurl_megatron.checkpoints.huggingface import HEAD
+from qurl_megatron.checkpoints.megatron_reader import MegatronReader
+from qurl_megatron.checkpoints.ops import Op
+from qurl_megatron.checkpoints.source import Checkpoint
 from qurl_megatron.checkpoints.uaq import unfolded
 from qurl_megatron.quant import QuantizedWeight, code_flips, dequantize
-from qurl_megatron.tensors.table import HfTensor
+from qurl_megatron.quant.export import loaded, scale_name
+from qurl_megatron.tensors.table import HfTensor, is_quantized
 
 _CHUNK = 4 << 20  # elements in float64 at once: 32 MB
 
@@ -35,15 +39,15 @@ class Difference:
         return bool(self.only_in or self.shapes or not self.relative <= tolerance)
 
 
-def differences(a: AnyCheckpoint, b: AnyCheckpoint) -> Iterator[Difference]:
+def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
     """Compare all tensors of both, in the order of A's layers; then come B's own."""
     unfold = a.uaq_scale != b.uaq_scale
-    in_b = {tensor.name: (tensor, op) for tensor, op in b.tensors()}
-    for tensor, op in a.tensors():
+    in_b = {tensor.name: (tensor, op) for tensor, op in _tensors(b)}
+    for tensor, op in _tensors(a):
         if tensor.name not in in_b:
             yield Difference(tensor.name, only_in="A")
             continue
-        first, second = a.read(tensor, op), b.read(*in_b.pop(tensor.name))
+        first, second = _read(a, tensor, op), _read(b, *in_b.pop(tensor.name))
         flips = None
         codes = [x.values for x in (first, second) if isinstance(x, QuantizedWeight)]
         if len(codes) == 2 and a.scheme == b.scheme and codes[0].shape == codes[1].shape:
@@ -57,6 +61,43 @@ def differences(a: AnyCheckpoint, b: AnyCheckpoint) -> Iterator[Difference]:
         )
     for name in in_b:
         yield Difference(name, only_in="B")
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[HfTensor, Op | None]]:
+    """Yield the model's tensors with their ops, then all others, without."""
+    reader = checkpoint.reader
+    ops = [(tensor, op) for op in checkpoint.ops() for tensor in op.hf]
+    if isinstance(reader, MegatronReader):
+        yield from ((tensor, op) for tensor, op in ops if reader.holds(op))
+        return
+    unread = reader.names()
+    for tensor, op in ops:
+        if tensor.name in unread:
+            unread -= {tensor.name, _scale_of(checkpoint, tensor.name)}
+            yield tensor, op
+    if checkpoint.arch.tied:
+        unread.discard(HEAD)  # the embedding once more
+    for name in sorted(unread):
+        if not name.endswith(".inv_freq"):
+            yield HfTensor(name, reader.stored()[name][1], quantized=is_quantized(name)), None
+
+
+def _read(checkpoint: Checkpoint, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
+    reader = checkpoint.reader
+    if isinstance(reader, MegatronReader):
+        assert op is not None
+        return reader.shards(op)[tensor.name]
+    if not checkpoint.scheme or not tensor.quantized:
+        return reader.whole(tensor.name)
+    names = {tensor.name, _scale_of(checkpoint, tensor.name)} & reader.names()
+    parts = {name: reader.whole(name) for name in names}
+    return loaded(tensor.name, parts, checkpoint.scheme, checkpoint.fmt)
+
+
+def _scale_of(checkpoint: Checkpoint, name: str) -> str:
+    if not checkpoint.scheme or not name.endswith(".weight"):
+        return ""
+    return scale_name(name, checkpoint.scheme, checkpoint.fmt)
 
 
 def _numbers(stored: Tensor | QuantizedWeight, tensor: HfTensor, scale: float) -> Tensor:

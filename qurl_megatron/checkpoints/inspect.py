@@ -1,105 +1,19 @@
-"""Any checkpoint, to look at: opened whatever its kind, and its facts from headers alone.
-
-Kind, model, formats, UAQ factor and files; ``tensors`` and ``read`` serve comparisons.
-"""
+"""Facts about a checkpoint of any kind, from headers alone: model, formats, UAQ factor, files."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
-from torch import Tensor
-
-from qurl_megatron.checkpoints.huggingface import HEAD, HfReader
 from qurl_megatron.checkpoints.megatron_reader import CRITIC, MegatronReader
-from qurl_megatron.checkpoints.ops import Op, parameter_count
-from qurl_megatron.checkpoints.places import find_torch_dist
-from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
+from qurl_megatron.checkpoints.ops import parameter_count
+from qurl_megatron.checkpoints.source import Checkpoint
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.observe.text import byte_size
-from qurl_megatron.quant import QuantizedWeight
-from qurl_megatron.quant.export import loaded, read_quantization, scale_name
-from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.tensors.table import HfTensor, is_quantized
-
-Kind = Literal["huggingface", "megatron", "quantized"]
 
 
-@dataclass(frozen=True)
-class AnyCheckpoint:
-    """An opened checkpoint of any kind."""
-
-    kind: Kind
-    checkpoint: Checkpoint
-    scheme: str = ""  # of a quantized one
-    fmt: str = ""
-
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
-
-    @property
-    def uaq_scale(self) -> float:
-        return self.checkpoint.uaq_scale
-
-    def tensors(self) -> Iterator[tuple[HfTensor, Op | None]]:
-        """Yield the model's tensors with their ops, then all others, without."""
-        ops = [(tensor, op) for op in self.checkpoint.ops() for tensor in op.hf]
-        reader = self.checkpoint.reader
-        if isinstance(reader, MegatronReader):
-            yield from ((tensor, op) for tensor, op in ops if reader.holds(op))
-            return
-        unread = reader.names()
-        for tensor, op in ops:
-            if tensor.name in unread:
-                unread -= {tensor.name, self._scale_of(tensor.name)}
-                yield tensor, op
-        if self.checkpoint.arch.tied:
-            unread.discard(HEAD)  # the embedding once more
-        for name in sorted(unread):
-            if not name.endswith(".inv_freq"):
-                shape = reader.stored()[name][1]
-                yield HfTensor(name, shape, quantized=is_quantized(name)), None
-
-    def read(self, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:
-        """Return one of ``tensors`` as it is stored."""
-        reader = self.checkpoint.reader
-        if isinstance(reader, MegatronReader):
-            assert op is not None
-            return reader.shards(op)[tensor.name]
-        if self.kind != "quantized" or not tensor.quantized:
-            return reader.whole(tensor.name)
-        names = {tensor.name, self._scale_of(tensor.name)} & reader.names()
-        parts = {name: reader.whole(name) for name in names}
-        return loaded(tensor.name, parts, self.scheme, self.fmt)
-
-    def _scale_of(self, name: str) -> str:
-        if self.kind != "quantized" or not name.endswith(".weight"):
-            return ""
-        return scale_name(name, self.scheme, self.fmt)
-
-
-def open_any(folder: Path, description: Path | None = None) -> AnyCheckpoint:
-    """Open a checkpoint of any kind; nothing but headers is read.
-
-    Raises:
-        ConfigError: there is none, or one that is not understood.
-    """
-    if find_torch_dist(folder):
-        return AnyCheckpoint("megatron", open_checkpoint(folder, description))
-    config = read_config(folder)
-    quantization = read_quantization(config)
-    if quantization is None:
-        return AnyCheckpoint("huggingface", open_checkpoint(folder))
-    dense = {key: value for key, value in config.items() if key != "quantization_config"}
-    checkpoint = Checkpoint(folder, folder, config, read_arch(dense), HfReader(folder))
-    return AnyCheckpoint("quantized", checkpoint, *quantization)
-
-
-def inspect(found: AnyCheckpoint) -> dict[str, Any]:
+def inspect(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return facts about a checkpoint, as JSON."""
-    checkpoint, reader = found.checkpoint, found.checkpoint.reader
+    reader = checkpoint.reader
     files = [path for path in checkpoint.folder.rglob("*") if path.is_file()]
     masters = isinstance(reader, MegatronReader) and reader.masters
     stored = reader.stored()
@@ -112,7 +26,7 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
     )
     facts: dict[str, Any] = {
         "folder": str(checkpoint.folder),
-        "kind": found.kind,
+        "kind": checkpoint.kind,
         "family": checkpoint.arch.family,
         "parameters": parameter_count(checkpoint.arch),
         "uaq_scale": checkpoint.uaq_scale,
@@ -123,8 +37,8 @@ def inspect(found: AnyCheckpoint) -> dict[str, Any]:
         "files": len(files),
         "bytes": sum(path.stat().st_size for path in files),
     }
-    if found.kind == "quantized":
-        facts |= {"scheme": found.scheme, "format": found.fmt}
+    if checkpoint.kind == "quantized":
+        facts |= {"scheme": checkpoint.scheme, "format": checkpoint.fmt}
     state = checkpoint.folder / "state.json"  # of a checkpoint of `qurl train`
     if state.is_file():
         facts["step"] = read_json(state).get("step")
@@ -165,9 +79,9 @@ def text(facts: dict[str, Any]) -> str:
     return "\n".join([facts["folder"], *(f"  {name:<11} {row}" for name, row in rows.items())])
 
 
-def tensor_rows(found: AnyCheckpoint) -> list[str]:
+def tensor_rows(checkpoint: Checkpoint) -> list[str]:
     """Return one line per stored tensor: number format, shape, name."""
     return [
         f"    {str(dtype).removeprefix('torch.'):<14} {list(shape)!s:<22} {name}"
-        for name, (dtype, shape) in found.checkpoint.reader.stored().items()
+        for name, (dtype, shape) in checkpoint.reader.stored().items()
     ]

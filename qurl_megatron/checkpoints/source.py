@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,32 +23,34 @@ from qurl_megatron.checkpoints.ops import Op, ops_on_disk
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist
 from qurl_megatron.checkpoints.uaq import folded, folded_scale, unfolded
 from qurl_megatron.kit.errors import ConfigError, reading
+from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.tensors.arch import Arch, arch_of, read_config
 from qurl_megatron.tensors.table import uaq_role
 
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
-class CheckpointReader(Protocol):
-    """Where the Hugging Face tensors of an op come from."""
-
-    @property
-    def folder(self) -> Path: ...
-
-    def shards(
-        self, op: Op, *, rank: int = 0, size: int = 1, padded_vocab: int | None = None
-    ) -> dict[str, Tensor]: ...
+Reader = HfReader | MegatronReader
+"""Where the Hugging Face tensors of an op come from."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint in high precision; nothing but headers has been read."""
+    """An opened checkpoint; nothing but headers has been read."""
 
     folder: Path
     description: Path  # the folder with config.json and the tokenizer
     config: dict[str, Any]
     arch: Arch
-    reader: HfReader | MegatronReader
+    reader: Reader
+    scheme: str = ""  # of a quantized one
+    fmt: str = ""  # its layout, one of ``quant.export.FORMATS``
+
+    @property
+    def kind(self) -> Literal["huggingface", "megatron", "quantized"]:
+        if isinstance(self.reader, MegatronReader):
+            return "megatron"
+        return "quantized" if self.scheme else "huggingface"
 
     @property
     def uaq_scale(self) -> float:
@@ -77,12 +79,15 @@ class Checkpoint:
         return {**plain, "qurl": record}
 
 
-def open_checkpoint(folder: str | Path, description: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(
+    folder: str | Path, description: str | Path | None = None, *, quantized: bool = False
+) -> Checkpoint:
     """Open a Hugging Face folder, a ``torch_dist`` folder, or a run's newest checkpoint.
 
     Args:
         description: Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint
             that carries none of its own.
+        quantized: its weights may be so, in a layout that this package exports.
 
     Raises:
         ConfigError: there is no checkpoint, or one that is not understood.
@@ -90,7 +95,9 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
     folder = Path(folder)
     megatron = find_torch_dist(folder)
     if megatron is None:
-        return Checkpoint(folder, folder, read_config(folder), arch_of(folder), HfReader(folder))
+        config, arch = read_config(folder), arch_of(folder, quantized=quantized)
+        layout = read_quantization(config) or ("", "")
+        return Checkpoint(folder, folder, config, arch, HfReader(folder), *layout)
     described = Path(description) if description else description_of(folder)
     if wrong := wrong_size(megatron, read_record(megatron) or {}):
         raise ConfigError(f"{wrong}; {FIX}")
@@ -99,7 +106,7 @@ def open_checkpoint(folder: str | Path, description: str | Path | None = None) -
 
 
 def load_parameter(
-    op: Op, reader: CheckpointReader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
+    op: Op, reader: Reader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
 ) -> Tensor:
     """Return a Megatron parameter in FP32: this tensor rank's slices, folded, then fused."""
     slices = reader.shards(op, rank=rank, size=size, padded_vocab=padded_vocab)

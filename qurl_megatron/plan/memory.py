@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from qurl_megatron.checkpoints import stage_ops
+from qurl_megatron.checkpoints.ops import stage_ops
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.tensors.arch import Arch

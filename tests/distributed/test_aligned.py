@@ -484,7 +484,7 @@ def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
 def test_experts_are_not_aligned_in_full(tmp_path):
     from qurl_megatron.actor.aligned import Align
     from qurl_megatron.actor.build import build_model
-    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.source import open_checkpoint
 
     arch = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen3_moe")).arch
     with pytest.raises(ConfigError, match="train.align=full cannot compute experts"):

@@ -159,14 +159,16 @@ def test_a_loaded_critic_takes_the_same_next_step(
 
 
 def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
-    from qurl_megatron.checkpoints import HfReader, job, open_checkpoint
-    from qurl_megatron.checkpoints.inspect import inspect, open_any, text
+    from qurl_megatron.checkpoints import job
+    from qurl_megatron.checkpoints.huggingface import HfReader
+    from qurl_megatron.checkpoints.inspect import inspect, text
+    from qurl_megatron.checkpoints.source import open_checkpoint
     from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 
     config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), dict(tensor=2), dtype="bfloat16")
     run = tmp_path / "run"
     run_on_ranks(save_both_then_go_on, 2, backend, tmp_path, config, run, tmp_path / "a.pt")
-    facts = inspect(open_any(run))
+    facts = inspect(open_checkpoint(run))
     assert facts["critic"] and "a critic, which no conversion takes along" in text(facts)
     job.run(to_huggingface(open_checkpoint(run), tmp_path / "hf"))
     masters, converted = torch.load(run / "saved.pt"), HfReader(tmp_path / "hf")

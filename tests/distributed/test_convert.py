@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.checkpoints import HfReader, open_checkpoint
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.checkpoints.job import run
+from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 from qurl_megatron.checkpoints.to_megatron import to_megatron
 from qurl_megatron.config import ParallelConfig

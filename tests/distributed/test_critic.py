@@ -141,7 +141,7 @@ def test_a_body_of_another_checkpoint_is_exact_in_fp32_and_not_folded(family, ba
 
     from safetensors.torch import load_file, save_file
 
-    from qurl_megatron.checkpoints import fold_uaq
+    from qurl_megatron.checkpoints.uaq import fold_uaq
     from qurl_megatron.tensors.arch import read_config
 
     policy = tiny_checkpoint(tmp_path / "policy", "qwen2")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.checkpoints import HfReader
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch, read_config

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.checkpoints import HfReader
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.tensors.arch import read_arch, read_config

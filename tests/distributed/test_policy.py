@@ -60,7 +60,7 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
 ):
     from safetensors.torch import load_file
 
-    from qurl_megatron.checkpoints import fold_uaq
+    from qurl_megatron.checkpoints.uaq import fold_uaq
     from qurl_megatron.tensors.arch import read_config
 
     folder = tiny_checkpoint(tmp_path / "model", family)

@@ -66,8 +66,8 @@ def check_same_weights(device, config, reference) -> None:
 def test_before_any_update_the_divergence_from_the_same_weights_is_exactly_zero(
     where, backend, tmp_path
 ):
-    from qurl_megatron.checkpoints import open_checkpoint
     from qurl_megatron.checkpoints.job import run
+    from qurl_megatron.checkpoints.source import open_checkpoint
     from qurl_megatron.checkpoints.to_megatron import to_megatron
 
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")

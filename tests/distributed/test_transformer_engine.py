@@ -145,7 +145,7 @@ def test_sequences_that_lie_end_to_end_train_as_padded_ones_do(
 def test_masters_hold_the_exact_folded_checkpoint(family, backend, tmp_path):
     from safetensors.torch import load_file
 
-    from qurl_megatron.checkpoints import fold_uaq
+    from qurl_megatron.checkpoints.uaq import fold_uaq
 
     folder = tiny_checkpoint(tmp_path / "model", family)
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)

@@ -3,7 +3,7 @@ Megatron."""
 
 import pytest
 
-from qurl_megatron.checkpoints import HfReader
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.smollm2 import convert
 from qurl_megatron.data.tokenizer import Tokenizer

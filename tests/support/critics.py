@@ -68,7 +68,7 @@ def minibatch(ranks, number: int, *, packed: bool = False) -> list:
 def named(critic, read=None):
     """A critic's weights by Hugging Face name, its head's by Megatron's; for ``joined``."""
     from qurl_megatron.actor.build import parameter_ops
-    from qurl_megatron.checkpoints import open_checkpoint
+    from qurl_megatron.checkpoints.source import open_checkpoint
     from qurl_megatron.tensors.slice import Shard
 
     ranks = critic.ranks

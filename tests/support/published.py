@@ -7,7 +7,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.checkpoints import fold_uaq
+from qurl_megatron.checkpoints.uaq import fold_uaq
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer, merge, values

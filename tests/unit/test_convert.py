@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qurl_megatron.checkpoints import HfReader, fold_uaq, open_checkpoint
 from qurl_megatron.checkpoints.diff import differences
-from qurl_megatron.checkpoints.inspect import open_any
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.checkpoints.integrity import all_damage
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.ops import hf_shapes, parameter_count
+from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_huggingface, to_quantized
 from qurl_megatron.checkpoints.to_megatron import to_megatron
 from qurl_megatron.checkpoints.torch_dist import TorchDistReader
+from qurl_megatron.checkpoints.uaq import fold_uaq
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_config
@@ -212,7 +213,7 @@ def test_a_difference_is_measured_and_named(tmp_path):
     changed[name][3, 5] += 0.25
     tiny_checkpoint(tmp_path / "b", "qwen2")
     save_file(changed, tmp_path / "b" / "model.safetensors")
-    a, b = open_any(tmp_path / "a"), open_any(tmp_path / "b")
+    a, b = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
     found = {d.name: d for d in differences(a, b)}
     assert found.keys() == changed.keys()
     assert [d.name for d in found.values() if d.beyond(0.0)] == [name]
@@ -222,7 +223,7 @@ def test_a_difference_is_measured_and_named(tmp_path):
 
     changed[name][0, 0] = torch.nan
     save_file(changed, tmp_path / "b" / "model.safetensors")
-    found = {d.name: d for d in differences(a, open_any(tmp_path / "b"))}
+    found = {d.name: d for d in differences(a, open_checkpoint(tmp_path / "b"))}
     assert found[name].beyond(1e9)
 
 
@@ -234,7 +235,8 @@ def test_kinds_are_compared_by_what_the_model_computes_with(tmp_path):
         out = tmp_path / f"q{scale}"
         run(to_quantized(source, out, scheme="int8", fmt="sglang", uaq_scale=scale))
     plain, megatron, quantized, folded = (
-        open_any(tmp_path / name) for name in ("hf", "megatron", "q1.0", "q2.0")
+        open_checkpoint(tmp_path / name, quantized=True)
+        for name in ("hf", "megatron", "q1.0", "q2.0")
     )
     assert not any(d.beyond(0.0) for d in differences(plain, megatron))
     between = list(differences(quantized, folded))
@@ -252,7 +254,7 @@ def test_missing_and_left_over_tensors_are_named(tmp_path):
     save_file(changed, tmp_path / "b" / "model.safetensors")
     found = {
         d.name: d
-        for d in differences(open_any(tmp_path / "a"), open_any(tmp_path / "b"))
+        for d in differences(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"))
         if d.beyond(1e9)
     }
     assert found["model.norm.weight"].only_in == "A" and found["model.norm.bias"].only_in == "B"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qurl_megatron.checkpoints import stage_ops
+from qurl_megatron.checkpoints.ops import stage_ops
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.shards import buckets, engine_part
 from qurl_megatron.tensors.arch import Arch, Experts

@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from qurl_megatron.checkpoints import open_checkpoint
 from qurl_megatron.checkpoints.job import run
+from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_quantized
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens

@@ -16,7 +16,7 @@ from benchmarks.folding import (
     table,
     train,
 )
-from qurl_megatron.checkpoints import fold_uaq
+from qurl_megatron.checkpoints.uaq import fold_uaq
 from qurl_megatron.tensors.table import is_quantized, uaq_role
 
 ROOT = Path(__file__).parents[2]

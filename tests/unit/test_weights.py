@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from qurl_megatron.checkpoints import HfReader, fold_uaq, unfold_uaq
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.checkpoints.ops import FusedQKV, GateUp
+from qurl_megatron.checkpoints.uaq import fold_uaq, unfold_uaq
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import FIXED, read_arch, read_config
 from qurl_megatron.tensors.table import HfTensor
