@@ -152,16 +152,18 @@ def inspect_checkpoint(arguments: argparse.Namespace) -> int:
 
     checkpoint = open_checkpoint(arguments.dir, arguments.hf, quantized=True)
     facts = inspect(checkpoint)
-    wrong = all_damage(checkpoint.folder) if arguments.verify else []
+    wrong: list[str] = []
+    if arguments.verify:
+        wrong = facts["wrong"] = all_damage(checkpoint.folder)
     if arguments.json:
-        print(json.dumps({**facts, "wrong": wrong} if arguments.verify else facts, indent=1))
-        return 1 if wrong else 0
+        print(json.dumps(facts, indent=1))
+        return int(bool(wrong))
     print(text(facts))
     if arguments.tensors:
         print("\n".join(tensor_rows(checkpoint)))
     if arguments.verify:
         print("\n".join(wrong) or "  verified    every file is what was written")
-    return 1 if wrong else 0
+    return int(bool(wrong))
 
 
 def add_diff_options(command: argparse.ArgumentParser) -> None:
@@ -192,7 +194,7 @@ def diff(arguments: argparse.Namespace) -> int:
         if difference.relative > furthest:
             furthest, worst = difference.relative, row(difference)
     print(f"{count} tensors, {beyond} differ beyond {arguments.tol:g}; furthest: {worst}")
-    return 1 if beyond else 0
+    return int(beyond > 0)
 
 
 DTYPES = ("bfloat16", "float32", "float16")

@@ -41,7 +41,9 @@ class Difference:
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
     """Compare all tensors of both, in the order of A's layers; then come B's own."""
-    unfold = a.uaq_scale != b.uaq_scale
+    scales = (a.uaq_scale, b.uaq_scale)
+    if a.uaq_scale == b.uaq_scale:
+        scales = (1.0, 1.0)  # nothing to take out
     in_b = {tensor.name: (tensor, op) for tensor, op in _tensors(b)}
     for tensor, op in _tensors(a):
         if tensor.name not in in_b:
@@ -55,8 +57,8 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
             flips = changed / count
         yield _compare(
             tensor.name,
-            _numbers(first, tensor, a.uaq_scale if unfold else 1.0),
-            _numbers(second, tensor, b.uaq_scale if unfold else 1.0),
+            _numbers(first, tensor, scales[0]),
+            _numbers(second, tensor, scales[1]),
             flips,
         )
     for name in in_b:
@@ -101,10 +103,11 @@ def _scale_of(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _numbers(stored: Tensor | QuantizedWeight, tensor: HfTensor, scale: float) -> Tensor:
-    wide = dequantize(stored) if isinstance(stored, QuantizedWeight) else stored
+    if isinstance(stored, QuantizedWeight):
+        stored = dequantize(stored)
     if scale == 1.0:
-        return wide
-    return unfolded(tensor.name, wide.float(), scale, zero_centred=tensor.zero_centred)
+        return stored
+    return unfolded(tensor.name, stored.float(), scale, zero_centred=tensor.zero_centred)
 
 
 def _compare(name: str, a: Tensor, b: Tensor, flips: float | None) -> Difference:

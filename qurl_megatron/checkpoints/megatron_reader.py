@@ -100,12 +100,11 @@ class MegatronReader:
         Raises:
             ConfigError: one is missing, or is left over, or has another shape or format.
         """
-        experts = arch.experts.count if arch.experts else 0
         expected: set[str] = set()
         for op in ops_on_disk(arch):
             key, index = self._place(op)
             expected.add(key.removeprefix(self.masters))
-            whole = ((arch.num_layers, experts)[: len(index)]) + op.shape
+            whole = arch.stacked[: len(index)] + op.shape
             actual, rows = self.table.shape(key), len(index)
             padding = actual[rows] - whole[rows] if len(actual) == len(whole) else -1
             padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING
@@ -140,7 +139,9 @@ class MegatronReader:
             offsets = [0] * len(shape)
             offsets[split_dim] = number * part + rank * shape[split_dim]
             boxes.append(self._read(key, index, offsets, shape))
-        return boxes[0] if parts == 1 else torch.cat(boxes, split_dim)
+        if parts == 1:
+            return boxes[0]
+        return torch.cat(boxes, split_dim)
 
     def _vocabulary(self, op: Op, start: int, rows: int) -> Tensor:
         key, index = self._place(op)

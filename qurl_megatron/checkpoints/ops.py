@@ -94,14 +94,11 @@ def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> tuple[Op, ...]:
             reads it; where several read it (experts and their router), it stays a layer.
     """
     mg = f"decoder.layers.{layer}."
-    attention_norm = (
-        "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
-    )
-    mlp_norm = (
-        "mlp.linear_fc1.layer_norm_weight"
-        if fused_norms and not arch.experts
-        else "pre_mlp_layernorm.weight"
-    )
+    attention_norm, mlp_norm = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+    if fused_norms:
+        attention_norm = "self_attention.linear_qkv.layer_norm_weight"
+    if fused_norms and not arch.experts:
+        mlp_norm = "mlp.linear_fc1.layer_norm_weight"
 
     def op(megatron: str, name: str) -> Op:
         return Op(f"{mg}{megatron}", tensors(name))

@@ -55,12 +55,12 @@ def find_torch_dist(folder: Path) -> Path | None:
         if not is_torch_dist(inner):
             raise ConfigError(f"{tracker} names {inner}, which is not a torch_dist checkpoint")
         return inner
-    steps = {
-        int(number): path
-        for path in (folder / "checkpoints").glob("step_*")
-        if (number := path.name.removeprefix("step_")).isdecimal() and is_torch_dist(path)
-    }
-    return steps[max(steps)] if steps else None
+    newest_step, newest_folder = -1, None
+    for path in (folder / "checkpoints").glob("step_*"):
+        number = path.name.removeprefix("step_")
+        if number.isdecimal() and int(number) > newest_step and is_torch_dist(path):
+            newest_step, newest_folder = int(number), path
+    return newest_folder
 
 
 def is_torch_dist(folder: Path) -> bool:

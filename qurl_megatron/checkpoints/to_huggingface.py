@@ -160,5 +160,7 @@ def _job(
 
 def _ignored_modules(source: Checkpoint) -> list[str]:
     """Return the linear modules that stay in high precision: output layer and routers."""
-    layers = range(source.arch.num_layers if source.arch.experts else 0)
-    return ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers)]
+    modules = ["lm_head"]
+    if source.arch.experts:
+        modules += [f"model.layers.{layer}.mlp.gate" for layer in range(source.arch.num_layers)]
+    return modules

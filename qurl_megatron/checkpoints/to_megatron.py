@@ -102,7 +102,7 @@ def folds_exactly(op: Op, scale: float, dtype: torch.dtype) -> bool:
 def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
     """Cut a parameter into the chunks that each of ``tensor`` ranks reads, part by part."""
     key, index = disk_key(op.megatron)
-    extents = (arch.num_layers, arch.experts.count if arch.experts else 0)[: len(index)]
+    extents = arch.stacked[: len(index)]
     full_shape = list(op.shape)
     split_dim, stacked = op.hf[0].split_dim, stacked_parts(op)
     if op.hf[0].vocabulary:
@@ -139,20 +139,18 @@ def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple
 
 def _state_file(arch: Arch) -> OutputFile:
     """Return the file of the objects that Megatron's loader wants beside the weights."""
-    modules = ["self_attention.core_attention", "self_attention.linear_proj"]
-    modules.append("self_attention.linear_qkv")
-    fully_connected = ("linear_fc1", "linear_fc2")
+    attention = ["core_attention", "linear_proj", "linear_qkv"]
     objects = []
     for layer in range(arch.num_layers):
-        dense = modules if arch.experts else [*modules, *(f"mlp.{fc}" for fc in fully_connected)]
-        for module in dense:
-            objects.append(_object(module, (layer,), (arch.num_layers,)))
-        if arch.experts is None:
-            continue
-        extents = (arch.num_layers, arch.experts.count)
-        for fc in fully_connected:
+        for module in attention:
+            objects.append(_object(f"self_attention.{module}", (layer,), arch.stacked[:1]))
+        for module in ("linear_fc1", "linear_fc2"):
+            if arch.experts is None:
+                objects.append(_object(f"mlp.{module}", (layer,), arch.stacked))
+                continue
             for expert in range(arch.experts.count):
-                objects.append(_object(f"mlp.experts.experts.{fc}", (layer, expert), extents))
+                name = f"mlp.experts.experts.{module}"
+                objects.append(_object(name, (layer, expert), arch.stacked))
     return OutputFile(
         "__1_0.distcp",
         _STATE_BYTES * len(objects),

@@ -40,9 +40,11 @@ def folded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Te
     role = uaq_role(name)
     if scale == 1.0 or role is None:
         return weight
-    if role == "norm":
-        return (1.0 + weight) * scale - 1.0 if zero_centred else weight * scale
-    return weight / scale
+    if role == "reader":
+        return weight / scale
+    if zero_centred:
+        return (1.0 + weight) * scale - 1.0
+    return weight * scale
 
 
 def unfolded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
@@ -50,9 +52,11 @@ def unfolded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> 
     role = uaq_role(name)
     if scale == 1.0 or role is None:
         return weight
-    if role == "norm":
-        return (1.0 + weight) / scale - 1.0 if zero_centred else weight / scale
-    return weight * scale
+    if role == "reader":
+        return weight * scale
+    if zero_centred:
+        return (1.0 + weight) / scale - 1.0
+    return weight / scale
 
 
 def fold_uaq(

@@ -215,12 +215,25 @@ def scale_grid(shape: Sequence[int], block: int | None) -> tuple[int, int]:
 
 def _scratch(weight_OI: Tensor, block: int | None) -> Tensor:
     """A float32 buffer for some rows of squares, [r, h, C, w]."""
-    _, columns = weight_OI.shape
-    height, width = (block, block) if block else (1, columns)
-    down, across = scale_grid(weight_OI.shape, block)
-    elements = _SCRATCH_CPU if weight_OI.device.type == "cpu" else _SCRATCH
-    step = min(max(elements // max(height * across * width, 1), 1), down)
+    height, width, across = _square(weight_OI.shape, block)
+    step = _rows_of_squares(weight_OI, block, on_cpu=_SCRATCH_CPU, on_gpu=_SCRATCH)
     return torch.empty(step, height, across, width, device=weight_OI.device)
+
+
+def _square(shape: Sequence[int], block: int | None) -> tuple[int, int, int]:
+    """Return height and width of a square, and how many lie across."""
+    rows, columns = shape
+    if block is None:
+        return 1, columns, 1
+    return block, block, scale_grid(shape, block)[1]
+
+
+def _rows_of_squares(weight_OI: Tensor, block: int | None, *, on_cpu: int, on_gpu: int) -> int:
+    """Return how many rows of squares make up so many elements; at least one, at most all."""
+    height, width, across = _square(weight_OI.shape, block)
+    elements = on_cpu if weight_OI.device.type == "cpu" else on_gpu
+    down, _ = scale_grid(weight_OI.shape, block)
+    return min(max(elements // max(height * across * width, 1), 1), down)
 
 
 def _runs(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -233,10 +246,9 @@ def _runs(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, slice, 
     O, I = weight_OI.shape  # noqa: E741
     if weight_OI.numel() == 0:
         return
-    height, width = (block, block) if block else (1, I)
-    down, across = scale_grid(weight_OI.shape, block)
-    elements = _RUN_CPU if weight_OI.device.type == "cpu" else _RUN
-    step = min(max(elements // (height * across * width), 1), down)
+    height, width, across = _square(weight_OI.shape, block)
+    down, _ = scale_grid(weight_OI.shape, block)
+    step = _rows_of_squares(weight_OI, block, on_cpu=_RUN_CPU, on_gpu=_RUN)
     buffer = None
     if weight_OI.dtype != torch.float32 or O % height or I % width:
         buffer = torch.zeros(step * height, across * width, device=weight_OI.device)

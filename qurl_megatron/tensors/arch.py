@@ -125,6 +125,13 @@ class Arch:
     def queries_per_group(self) -> int:
         return self.heads // self.kv_heads
 
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Layers, and the experts of each: leading axes of tensors in a Megatron checkpoint."""
+        if self.experts is None:
+            return (self.num_layers,)
+        return self.num_layers, self.experts.count
+
     def refuse_without_engine(self, key: str = "") -> None:
         """Raise ``ConfigError`` where no engine generates with such a model.
 
@@ -279,8 +286,7 @@ def refuse_unknown_switches(config: dict[str, Any], family: Family) -> None:
         )
     wanted = {**FIXED, "layer_types": "full_attention"}
     found = {**config, **_rope_parameters(config)}
-    kinds = config.get("layer_types") or []
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = _as_list(config.get("layer_types") or [])
     found["layer_types"] = next((kind for kind in kinds if kind != "full_attention"), None)
     if not family.qkv_bias:
         wanted["attention_bias"] = False
@@ -307,9 +313,15 @@ LARGEST_COUNT = 1 << 31
 LARGEST_NUMBER = 1e12
 
 
+def _as_list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
+
+
 def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
     """Return the value of a key, which may be left out or null where there is a default."""
-    value = config[key] if default is None else config.get(key)
+    if default is None:
+        return config[key]
+    value = config.get(key)
     return default if value is None else value
 
 
@@ -376,10 +388,12 @@ def read_stop_ids(folder: str | Path, of_tokenizer: Iterable[int] = ()) -> StopI
 
 def _eos_ids(file: Path) -> tuple[int, ...]:
     """Return the end tokens that a file names, if any."""
-    eos = read_json(file).get("eos_token_id") if file.is_file() else None
+    if not file.is_file():
+        return ()
+    eos = read_json(file).get("eos_token_id")
     if eos is None:
         return ()
-    ids = eos if isinstance(eos, list) else [eos]
+    ids = _as_list(eos)
     if not all(type(token) is int and 0 <= token < LARGEST_COUNT for token in ids):
         raise ConfigError(
             f"{file}: eos_token_id must be a token id or a list of them, got {eos!r:.80}"
