@@ -138,14 +138,6 @@ def samples(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def rescore(arguments: argparse.Namespace) -> int:
-    """Score a step's recorded samples again, by a new engine and by the actor, and say where the
-    log-probs part."""
-    from qurl_megatron.evaluation.rescore import rescore as run
-
-    return run(arguments.run_dir, arguments.step, responses=arguments.responses)
-
-
 def plan(arguments: argparse.Namespace) -> int:
     """Predict memory and step time of every layout of N GPUs, and where more stop helping."""
     from qurl_megatron.plan.command import plan as run
@@ -350,14 +342,6 @@ def _samples_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prompt", metavar="TEXT", help="of prompts that contain this text")
 
 
-def _rescore_options(command: argparse.ArgumentParser) -> None:
-    _report_options(command)
-    command.add_argument("step", type=int, help="the step that trained on the samples")
-    command.add_argument(
-        "--responses", type=int, metavar="N", help="the first N alone; default all of the step"
-    )
-
-
 def _plan_options(command: argparse.ArgumentParser) -> None:
     _recipe_options(command)
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
@@ -462,7 +446,6 @@ COMMANDS = {
     "show": (show, _show_options),
     "report": (report, _report_options),
     "samples": (samples, _samples_options),
-    "rescore": (rescore, _rescore_options),
     "plan": (plan, _plan_options),
     "study": (study, _study_options),
     "eval": (evaluate, _eval_options),

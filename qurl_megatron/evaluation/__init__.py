@@ -2,5 +2,4 @@
 
 command, eval_plan, ask, results       ``qurl eval``: Avg@1, Avg@k, pass@k and their intervals
 plan, study, study_results             ``qurl study``: cells, their runs, the page of results
-rescore                                ``qurl rescore``: recorded samples scored again
 """

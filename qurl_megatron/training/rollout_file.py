@@ -9,7 +9,7 @@ where the policy did not write it.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,11 @@ import torch.distributed as dist
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.kit.disk import write_whole
-from qurl_megatron.kit.errors import ConfigError, Unscored, reading
-from qurl_megatron.types import Prompt, Sample
+from qurl_megatron.types import Sample
 
 Proximal = Mapping[int, np.ndarray]
 """Log-probs of the written tokens, float32, by the response's place in the step; it has no entry
 for a response that was not scored."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One line of the file."""
-
-    sample: Sample
-    proximal: np.ndarray | None  # float32, one per written token
 
 
 def path_of(run_dir: Path, step: int) -> Path:
@@ -93,43 +84,3 @@ def _spread(log_probs: np.ndarray, written: np.ndarray) -> list[float | None]:
     """Return one entry per response token, None where the policy did not write it."""
     theirs = iter(log_probs.tolist())
     return [next(theirs) if is_own else None for is_own in written]
-
-
-def read_rollouts(path: Path) -> list[Recorded]:
-    """Read a file of ``write_rollouts``.
-
-    Raises:
-        ConfigError: the file is not there, or a line does not have its format.
-    """
-    try:
-        with reading(path):
-            lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; train.save_rollouts=true keeps samples") from None
-    return [_recorded(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-
-
-def _recorded(line: bytes, where: str) -> Recorded:
-    try:
-        record = json.loads(line)
-        prompt = {**record["prompt"]}
-        prompt |= {name: tuple(prompt[name]) for name in ("input_ids", "turns")}
-        failure = record.get("failure")
-        written = np.array([version is not None for version in record["versions"]], bool)
-        sample = Sample(
-            Prompt(**prompt),
-            record["response_ids"],
-            record["behaviour_log_probs"],
-            record["finish_reason"],
-            tuple((version, 1) for version in record["versions"] if version is not None),
-            record["text"],
-            record["reward"],
-            written,
-            failure and Unscored(**failure),
-        )
-        proximal = record.get("proximal_log_probs")  # older files have none
-        if proximal is not None:
-            proximal = np.array(proximal, np.float32)[written]
-    except (ValueError, TypeError, KeyError, IndexError, AssertionError) as error:
-        raise ConfigError(f"{where} is damaged ({error!s:.200})") from None
-    return Recorded(sample, proximal)

@@ -1,16 +1,12 @@
 """A calculator as a tool of the policy, from the command line to the checkpoint."""
 
 import json
-import re
-import shutil
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from qurl_megatron.data.tokenizer import Tokenizer
-from qurl_megatron.evaluation.rescore import rescore
-from qurl_megatron.kit.errors import ConfigError
 from tests.support.runs import LEARNING, metrics, qurl
 
 CALCULATOR = Path(__file__).parents[2] / "launch/environments/calculator.py"
@@ -105,56 +101,6 @@ def test_a_run_that_was_interrupted_has_the_conversations_of_one_that_was_not(re
     parts = recipe.parent / "parts"
     assert rollouts(parts, 3) == rollouts(whole[0], 3)
     assert metrics(parts)[3] == metrics(whole[0])[3]
-
-
-def test_rescoring_names_each_token_whose_record_is_wrong(whole):
-    run_dir, _ = whole
-    path, samples = run_dir / "rollouts/step_000003.jsonl", rollouts(run_dir, 3)
-    intact = path.read_text()
-    first = next(i for i, sample in enumerate(samples) if "loss_mask" in sample)
-    second = next(i for i, sample in enumerate(samples) if i > first)
-    last = max(i for i, mine in enumerate(samples[first]["loss_mask"]) if mine)
-    samples[first]["behaviour_log_probs"][last] -= 3
-    samples[second]["proximal_log_probs"][0] += 2
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    done = qurl("rescore", run_dir, 3)
-    path.write_text(intact)
-    assert done.returncode == 0, done.stderr
-    rows = {line.split(":")[0]: line for line in done.stdout.splitlines() if ": " in line}
-    token = samples[first]["response_ids"][last]
-    assert f"| line {first + 1}, token {last + 1}: {token} " in rows["| behaviour"]
-    assert rows["| behaviour"].endswith(" 3 |")
-    token = samples[second]["response_ids"][0]
-    assert f"| line {second + 1}, token 1: {token} " in rows["| proximal"]
-    tokens = sum(version is not None for sample in samples for version in sample["versions"])
-    for whose in ("a fresh engine", "the actor"):
-        said = rf"record and {whose} differ by more than 0\.0\d+ nats at 1 of {tokens} tokens"
-        assert re.search(said, done.stdout), done.stdout
-
-
-@pytest.mark.parametrize(
-    "step, options, message",
-    [
-        (
-            9,
-            {},
-            r"no samples of step 9, only step_000001, .*3 \(train.save_rollouts=true",
-        ),
-        (3, {"responses": 0}, "--responses must be 1 or more, got 0"),
-        (
-            2,
-            {},
-            r"checkpoint of step 1, which .* does not have \(it has those of steps \[2, 3\]\)",
-        ),
-    ],
-)
-def test_what_cannot_be_rescored_is_said(whole, step, options, message, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(whole[0], run_dir, ignore=shutil.ignore_patterns("step_000001"))
-    with pytest.raises(ConfigError, match=message):
-        rescore(run_dir, step, **options)
-    with pytest.raises(ConfigError, match="not the folder of a run; name its train.run_dir"):
-        rescore(tmp_path, step)
 
 
 def test_an_evaluation_of_the_run_has_the_same_tool(recipe, whole):

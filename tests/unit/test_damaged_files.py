@@ -33,7 +33,6 @@ from qurl_megatron.observe.timeline import Timeline, read_timeline
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
-from qurl_megatron.training.rollout_file import read_rollouts
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
 from tests.support.descriptions import QWEN2, RECIPE_TEXT
 from tests.support.fuzz import damaged, damaged_bytes, examples
@@ -184,30 +183,6 @@ def test_metrics(place, content):
     with FIXABLE:
         JsonlSink(path, resume_step=2).close()
         assert path.read_bytes().startswith(line)
-
-
-ROLLOUT = {
-    "prompt": {"index": 4, "input_ids": [5, 6], "text": "q", "answer": "6", "metadata": {}}
-    | {"turns": [{"role": "user", "content": "q"}]},
-    "response_ids": [7, 8],
-    "behaviour_log_probs": [-1.0, -2.0],
-    "proximal_log_probs": [-1.5, None],
-    "finish_reason": "stop",
-    "versions": [1, None],
-    "text": "a",
-    "reward": 0.5,
-}
-
-
-@given(content=damaged(ROLLOUT))
-@examples(300)
-def test_samples_of_a_step(place, content):
-    line = json.dumps(ROLLOUT).encode() + b"\n"
-    path = put(place / "step_000003.jsonl", line)
-    assert len(read_rollouts(path)) == 1
-    put(path, line + content)
-    with FIXABLE:
-        read_rollouts(path)
 
 
 @given(content=damaged({"lane": "engines", "name": "x", "step": 1, "start": 1.0, "end": 2.0}))
