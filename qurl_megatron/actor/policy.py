@@ -1,12 +1,17 @@
 """The policy: one rank's part of a GPTModel, its optimizer, and FP32 truth behind BF16 weights.
 
+The frozen reference policy has weights of the same shape, and there is one model. While the
+reference scores, its weights are in the model and the actor's wait where the reference's did; so it
+costs one copy of the weights in all, on the device or the host.
+
 Shapes: B = responses of a microbatch, S = padded length, v = this tensor rank's part of the
 vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,12 +22,26 @@ from torch import Tensor, nn
 from qurl_megatron.actor.aligned import Align, aligned_layers, plain
 from qurl_megatron.actor.build import build_model, load_weights, parameter_ops, transformer_config
 from qurl_megatron.actor.megatron import Ranks
-from qurl_megatron.actor.reference import Reference, WaitingWeights, check_same_shape
 from qurl_megatron.actor.trained import Trained, with_optimizer
 from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
+
+Memory = Literal["device", "host"]
+
+# Fields of an Arch that do not change the function its weights compute here.
+_NAMES = ("family", "max_position")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Which weights the actor is held against, and where they wait."""
+
+    path: str = ""
+    """Checkpoint, Hugging Face or Megatron; empty: the actor's own, as it is built."""
+
+    memory: Memory = "device"
 
 
 class Policy(Trained):
@@ -46,7 +65,6 @@ class Policy(Trained):
         self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
         self._parameters = list(self.gpt.named_parameters())
         self._reference: WaitingWeights | None = None
-        self.reference_moved = False  # since it was built: a checkpoint has to have it
 
     @staticmethod
     def build(
@@ -113,16 +131,6 @@ class Policy(Trained):
                 yield
         finally:
             self._reference.swap(self.gpt.parameters())
-
-    @property
-    def has_reference(self) -> bool:
-        return self._reference is not None
-
-    def move_reference(self) -> None:
-        """Hold the model against the weights it has now from here on."""
-        assert self._reference is not None, "built without a reference"
-        self._reference.take(self.gpt.parameters())
-        self.reference_moved = True
 
     @property
     def align(self) -> Align | None:
@@ -210,3 +218,48 @@ class Policy(Trained):
         else:
             dist.reduce(full, dist.get_global_rank(copies.group, owner), group=copies.group)
         return None if elsewhere else full.view(parameter.shape)
+
+
+class WaitingWeights:
+    """A second set of a model's weights, in the formats of its parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], memory: Memory) -> None:
+        """Copy the parameters' present values.
+
+        Args:
+            memory: "host" keeps the copies in pinned memory where there is a GPU.
+        """
+        park = _to_host if memory == "host" else torch.clone
+        self.tensors = [park(parameter.detach()) for parameter in parameters]
+
+    @torch.no_grad()
+    def swap(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Exchange them with the parameters' values, in the order they were copied.
+
+        One parameter is held twice at a time, on the device.
+        """
+        for parameter, other in zip(parameters, self.tensors, strict=True):
+            previous = parameter.detach().clone()
+            # Copies to and from pinned memory run in the stream's order; nothing here reads them.
+            parameter.copy_(other, non_blocking=True)
+            other.copy_(previous, non_blocking=True)
+
+
+def check_same_shape(reference: Checkpoint, actor: Checkpoint, key: str) -> None:
+    """Raise ``ConfigError`` unless one model can hold the weights of both, and means the same.
+
+    Args:
+        key: the user's name for the reference.
+    """
+    for field in fields(actor.arch):
+        theirs, ours = getattr(reference.arch, field.name), getattr(actor.arch, field.name)
+        if theirs != ours and field.name not in _NAMES:
+            raise ConfigError(
+                f"{key}={reference.folder} has {field.name}={theirs} where the actor, "
+                f"{actor.folder}, has {ours}; name a checkpoint of the actor's shape"
+            )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    pinned = torch.cuda.is_available()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)

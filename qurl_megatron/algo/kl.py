@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo.ratios import MAX_LOG_RATIO, bounded_exp
+from qurl_megatron.algo.ratios import MAX_LOG_RATIO
 
 EstimatorKind = Literal["k1", "k2", "k3"]
 
@@ -49,12 +49,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2,
 
 
 def kl_penalty(
-    current: Tensor,
-    reference: Tensor,
-    kind: EstimatorKind,
-    *,
-    highest: float = 0.0,
-    sampler: Tensor | None = None,
+    current: Tensor, reference: Tensor, kind: EstimatorKind, *, highest: float = 0.0
 ) -> Tensor:
     """Return each token's penalty for its distance from the reference, to be averaged.
 
@@ -63,12 +58,6 @@ def kl_penalty(
         reference: log-probs of the reference policy.
         highest: where k3 ends, in value and gradient; 0 is off. It alone grows with the ratio: one
             token that the reference finds e^10 times likelier would have a gradient of -22,000.
-        sampler: log-probs of the policy that the tokens were drawn from. The estimate is then
-            multiplied by current / sampler, differentiated with it (DeepSeek-V3.2, Sec. 3.1): k1
-            and k3 have the unbiased gradient of KL(current || reference) whoever sampled. With x
-            the ratio and g the gradient of log current, k3's is x log(current / reference) g.
     """
     estimate = ESTIMATORS[kind](current, reference)
-    if sampler is not None:
-        estimate = bounded_exp(current - sampler.detach()) * estimate
     return estimate.clamp(max=highest) if kind == "k3" and highest else estimate

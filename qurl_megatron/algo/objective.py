@@ -44,10 +44,6 @@ class Limits:
     cap: float = 2.0
     """C, the largest importance weight (tis, acr)."""
 
-    acr_max_bound: float = 0.0
-    """Largest upper bound that acr may raise the clip range to, never below ``1 + clip_high``; 0 is
-    off."""
-
     dual_clip: float = 0.0
     """Where the advantage is negative, the surrogate stays at or above ``dual_clip * advantage``,
     and a token beyond has no gradient (arXiv:1912.09729); 0 is off."""
@@ -236,11 +232,9 @@ def fixed_bound(rho: Tensor, limits: Limits) -> Tensor:
 def adaptive_bound(rho: Tensor, limits: Limits) -> Tensor:
     """(1 + clip_high) / r, r = min(1, C / rho): wider by as much as the weight was truncated.
 
-    Times a weight of the same rho it is (1 + clip_high) rho, without an end but ``acr_max_bound``.
+    Times a weight of the same rho it is (1 + clip_high) rho, without an end.
     """
-    bound = (1 + limits.clip_high) * (rho / limits.cap).clamp(min=1.0)
-    highest = limits.acr_max_bound or float("inf")
-    return bound.clamp(max=max(highest, 1 + limits.clip_high))
+    return (1 + limits.clip_high) * (rho / limits.cap).clamp(min=1.0)
 
 
 def against_proximal(proximal: Tensor, behaviour: Tensor) -> Tensor:

@@ -3,10 +3,15 @@
 A log-ratio is bounded after it has been summed over a response, not before: terms of either sign
 may cancel.
 
+Importance weights correct for wrong sampling probabilities; a response that the other policy would
+hardly have begun, or that went through one impossible token, is better dropped. The criteria are
+those of Liu et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
+
 Shapes: N = response tokens of a microbatch, R = its responses; ``owners`` [N] says which response
 a token belongs to. Where only single tokens are compared, any shape will do.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -100,3 +105,36 @@ RATIOS: dict[str, Ratio] = {
     "token": Ratio(token_log_ratio, level="token"),
     "sequence": Ratio(sequence_log_ratio, level="geometric"),
 }
+
+
+def kept(
+    proximal: Tensor,
+    behaviour: Tensor,
+    owners: Tensor,
+    responses: int,
+    *,
+    low: float = 0.0,
+    high: float = 0.0,
+    veto: float = 0.0,
+) -> Tensor:
+    """Which tokens belong to responses that stay in the loss, [N] bool.
+
+    Args:
+        proximal: log-probs of the full-precision policy before this update, [N].
+        behaviour: log-probs the quantized engine reported while sampling, [N].
+        owners: response of each token, [N] int64.
+        responses: how many there are.
+        low: smallest geometric mean of rho = proximal / behaviour over a response; 0 is off.
+        high: largest; 0 is off.
+        veto: smallest rho of any of its tokens; 0 is off.
+    """
+    # In logarithms, and unbounded: a veto of 1e-10 is beyond where ratios are cut off.
+    log_rho = (proximal - behaviour).detach().double()
+    mean_R = mean_per_response(log_rho, owners, responses)
+    vetoed_R = sum_per_response(log_rho < _log(veto, -math.inf), owners, responses) > 0
+    keep_R = (mean_R >= _log(low, -math.inf)) & (mean_R <= _log(high, math.inf)) & ~vetoed_R
+    return keep_R[owners]
+
+
+def _log(threshold: float, off: float) -> float:
+    return math.log(threshold) if threshold else off

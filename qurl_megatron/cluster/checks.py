@@ -236,9 +236,7 @@ def check_disk(config: RunConfig, arch: Arch) -> str:
 
 
 def checkpoint_bytes(config: RunConfig, arch: Arch) -> int:
-    """Sum up weights, their FP32 masters where they are not FP32 themselves, Adam's two moments,
-    and the reference where it moves."""
+    """Sum up weights, their FP32 masters where they are not FP32 themselves, and Adam's moments."""
     each = 12 if config.model.dtype == "float32" else 14
     models = 2 if config.algo.advantage == "gae" else 1  # about as much again for a critic
-    reference = config.model.itemsize if config.algo.reference_every else 0
-    return (models * each + reference) * parameter_count(arch)
+    return models * each * parameter_count(arch)

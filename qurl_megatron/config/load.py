@@ -23,6 +23,9 @@ VARIANT = "--"  # stands before each override in the name of a run's folder
 LONGEST_NAME = 200  # bytes of ASCII; file systems take 255
 LISTED = 10  # keys of a section that a message names
 REMOVED = {
+    "algo.acr_max_bound": "ACR's bound has no end, as in the paper (Eq. 9); leave the key out",
+    "algo.kl_weighted": "the KL in the loss is the estimator's own; leave the key out",
+    "algo.reference_every": "fork the run with algo.reference=RUN_DIR where it is to move",
     "train.share_prefix": "each response is computed with its prompt; leave the key out",
 }
 """Sections and keys that recipes once had, with advice for each."""
@@ -104,12 +107,11 @@ class RunConfig:
 
     def _check_reference(self) -> None:
         """A reference that nothing is held against."""
-        for key in ("reference", "reference_every"):
-            require(
-                self.algo.kl_coef > 0 or not getattr(self.algo, key),
-                f"algo.{key}={getattr(self.algo, key)} needs a penalty, but algo.kl_coef is 0; set "
-                "both or neither",
-            )
+        require(
+            self.algo.kl_coef > 0 or not self.algo.reference,
+            f"algo.reference={self.algo.reference} needs a penalty, but algo.kl_coef is 0; set "
+            "both or neither",
+        )
 
     def _check_schedule(self) -> None:
         """Learning rates that fall have updates left to fall in."""

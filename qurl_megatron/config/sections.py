@@ -189,9 +189,6 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     cap: float = key(2.0, at_least(1))
     """C: largest importance weight proximal/behaviour that is not truncated (tis, acr)."""
 
-    acr_max_bound: float = 0.0
-    """Largest upper bound that acr may raise the clip range to; 0 leaves it unbounded (Eq. 9)."""
-
     advantage: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"
     ] = "grpo"
@@ -226,16 +223,8 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     """Largest k3 estimate of a token; beyond it the penalty does not grow, and in the loss has no
     gradient. 10 as in verl, slime and NeMo-RL; 0 is off."""
 
-    kl_weighted: bool = False
-    """Multiply each token's estimate by current/behaviour, differentiated, so that k1 and k3 in the
-    loss have the gradient of KL(current, reference) whoever sampled (DeepSeek-V3.2)."""
-
     reference: str = ""
     """Checkpoint of the reference policy, of the actor's shape; empty: the actor as it began."""
-
-    reference_every: int = key(0, at_least(0))
-    """Steps after which the reference becomes the actor as it is then, again and again; 0: never.
-    Checkpoints hold it then, 2 bytes a parameter in BF16."""
 
     reference_memory: Literal["device", "host"] = key("device", on_resume="free")
     """Where the reference weights wait until they are swapped in."""
@@ -277,16 +266,6 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
         require(
             self.dual_clip == 0 or self.dual_clip > 1,
             f"algo.dual_clip must be greater than 1, or 0 to turn it off, got {self.dual_clip}",
-        )
-        require(
-            self.acr_max_bound == 0 or self.acr_max_bound >= 1 + self.clip_high,
-            f"algo.acr_max_bound must be 1 + algo.clip_high = {1 + self.clip_high} or more, or 0 "
-            f"to turn it off, got {self.acr_max_bound}",
-        )
-        require(
-            not self.kl_weighted or (self.kl_in == "loss" and self.kl_estimator in ("k1", "k3")),
-            "algo.kl_weighted needs algo.kl_in=loss and algo.kl_estimator=k1 or k3, got "
-            f"{self.kl_in} and {self.kl_estimator}; set them, or leave it out",
         )
 
 

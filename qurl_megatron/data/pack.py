@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo import owners_of
+from qurl_megatron.algo.segments import owners_of
 from qurl_megatron.data.dealing import round_up
 from qurl_megatron.data.responses import Responses
 

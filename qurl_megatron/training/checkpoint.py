@@ -57,7 +57,6 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import FIXES, free, refusal, refusing
 from qurl_megatron.training.in_place import OneTensorAtATime, in_place
 from qurl_megatron.training.state import (
-    REFERENCE,
     STATE,
     TrainState,
     checkpoints,
@@ -82,22 +81,17 @@ def save(
     final, aside = root / name, root / f".{name}"
     sharded = _sharded_state(policy, critic, loading=False)
     size = _bytes_to_write(sharded)
-    if policy.reference_moved:
-        size += _bytes_to_write(sharded["model"])
     with _together(final, aside, size, policy.ranks):
         if policy.ranks.leads:
             shutil.rmtree(aside, ignore_errors=True)
-            (aside / REFERENCE if policy.reference_moved else aside).mkdir(parents=True)
+            aside.mkdir(parents=True)
             if size > free(aside):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     strategy = OneTensorAtATime("torch_dist", 1)
     with _together(final, aside, size, policy.ranks):
         _write_sharded(sharded, aside, strategy, policy)
-        written = strategy.sums
-        if policy.reference_moved:
-            written = written | _write_reference(aside / REFERENCE, policy)
     sums: dict[str, FileSum] = {}
-    for rank_sums in everywhere(written):
+    for rank_sums in everywhere(strategy.sums):
         sums |= rank_sums
     with _together(final, aside, size, policy.ranks):
         if policy.ranks.leads:
@@ -132,19 +126,6 @@ def evaluated(run_dir: Path, state: TrainState) -> None:
         if record is not None:
             record.pop(STATE)
             write_record(folder, record)
-
-
-def _write_reference(folder: Path, policy: Policy) -> dict[str, FileSum]:
-    """Have Megatron write the reference, which takes the model's place meanwhile.
-
-    Returns:
-        The sums of this rank's files, by their names in the checkpoint.
-    """
-    strategy = OneTensorAtATime("torch_dist", 1)
-    with policy.reference():
-        model = policy.gpt.sharded_state_dict(metadata=_metadata(policy))
-        _write_sharded({"model": model}, folder, strategy, policy)
-    return {f"{folder.name}/{name}": file_sum for name, file_sum in strategy.sums.items()}
 
 
 def _write_sharded(
@@ -222,7 +203,6 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
     """
     try:
         _check_critic(checkpoint, critic)
-        _load_reference(checkpoint / REFERENCE, policy)
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(checkpoint)), policy.ranks.copies.group
         )
@@ -240,22 +220,6 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
     torch.set_rng_state(loaded["rng"]["cpu"])
     if torch.cuda.is_available() and loaded["rng"]["cuda"] is not None:
         torch.cuda.set_rng_state(loaded["rng"]["cuda"])
-
-
-def _load_reference(folder: Path, policy: Policy) -> None:
-    """Load the reference, where it had moved and one is kept."""
-    exists = share(folder.is_dir() if policy.ranks.leads else None, waiting_for=str(folder))
-    if not (exists and policy.has_reference):
-        return
-    strategy = FullyParallelLoadStrategyWrapper(
-        get_default_load_sharded_strategy(str(folder)), policy.ranks.copies.group
-    )
-    with policy.reference():
-        model = policy.gpt.sharded_state_dict(metadata=_metadata(policy))
-        model = {name: value for name, value in model.items() if not _is_fp8_state(name)}
-        loaded = dist_checkpointing.load({"model": model}, str(folder), strategy)
-        _fill(policy, loaded["model"])
-    policy.reference_moved = True
 
 
 _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)

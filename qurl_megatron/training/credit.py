@@ -24,7 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.actor.megatron import Ranks
-from qurl_megatron.algo import Limits, importance_weights, kept, kl_penalty, token_advantages
+from qurl_megatron.algo.advantages import token_advantages
+from qurl_megatron.algo.kl import kl_penalty
+from qurl_megatron.algo.objective import Limits, importance_weights
+from qurl_megatron.algo.ratios import kept
 from qurl_megatron.config import AlgoConfig, CorrectionConfig, RunConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Summary

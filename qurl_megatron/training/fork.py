@@ -20,7 +20,6 @@ from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.training.state import (
-    REFERENCE,
     STATE,
     TrainState,
     after,
@@ -33,7 +32,6 @@ from qurl_megatron.training.state import (
 
 ORDER = ("data.", "train.seed")  # keys that determine which prompt comes when ...
 NOT_ORDER = ("data.prompts_per_step",)  # ... and one that only sets how many
-REFERENCE_KEYS = {"algo.reference", "algo.reference_every", "model.path"}
 UPDATES = ("algo.epochs", "algo.minibatches", "algo.advantage", "critic.ahead_steps")  # of a step
 
 
@@ -77,8 +75,7 @@ def fork(source: Path, config: RunConfig) -> None:
     )
     with claim(run_dir, config), refusing(run_dir, key="--fork"):
         _copy_logs(source, run_dir, state.step, origin)
-        without = [STATE, RECORD, REFERENCE] if keys & REFERENCE_KEYS else [STATE, RECORD]
-        _copy_checkpoint(newest, run_dir / "checkpoints", begins, without)
+        _copy_checkpoint(newest, run_dir / "checkpoints", begins)
     print(f"{run_dir} {origin}", flush=True)
 
 
@@ -129,21 +126,17 @@ def _copy_logs(source: Path, run_dir: Path, step: int, origin: str) -> None:
     timeline.close()
 
 
-def _copy_checkpoint(newest: Path, root: Path, state: TrainState, without: Sequence[str]) -> None:
-    """Copy a checkpoint with another state, whole or not at all.
-
-    Args:
-        without: names in it that are left out.
-    """
+def _copy_checkpoint(newest: Path, root: Path, state: TrainState) -> None:
+    """Copy a checkpoint with another state, whole or not at all."""
     aside = root / f".{newest.name}"
     shutil.rmtree(aside, ignore_errors=True)
     record = read_record(newest)
-    ignored = shutil.ignore_patterns(*without)
+    ignored = shutil.ignore_patterns(STATE, RECORD)
     shutil.copytree(newest, aside, ignore=ignored, copy_function=_link)
     state.write(aside)
     if record is not None:
-        kept = {file: sums for file, sums in record.items() if Path(file).parts[0] not in without}
-        write_record(aside, kept)
+        record.pop(STATE)
+        write_record(aside, record)
     aside.rename(root / newest.name)
     to_disk(root)
 

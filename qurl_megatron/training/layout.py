@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.actor.megatron import Ranks
-from qurl_megatron.algo import token_weights
+from qurl_megatron.algo.aggregate import token_weights
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.dealing import deal, round_up, shuffled
 from qurl_megatron.data.pack import TokenBatch, pack_samples, pad_samples

@@ -110,8 +110,6 @@ class Run:
         if config.rollout.colocate:
             release_memory()  # for engines that take their memory back, or are started again
         self.state = replace(self.state, step=step, cursor=rollout.cursor)
-        if config.algo.reference_every and step % config.algo.reference_every == 0:
-            self.policy.move_reference()
 
         verdict = self._judge(values(merge([measured, rollout.metrics])))
 

@@ -18,15 +18,10 @@ from qurl_megatron.actor.context import ContextPart
 from qurl_megatron.actor.critic import Critic
 from qurl_megatron.actor.megatron import Axis
 from qurl_megatron.actor.policy import Policy
-from qurl_megatron.algo import (
-    Limits,
-    LossInputs,
-    k3,
-    kl_penalty,
-    objective_terms,
-    token_log_probs,
-    value_loss,
-)
+from qurl_megatron.algo import LossInputs, token_log_probs
+from qurl_megatron.algo.advantages import value_loss
+from qurl_megatron.algo.kl import k3, kl_penalty
+from qurl_megatron.algo.objective import Limits, objective_terms
 from qurl_megatron.algo.own_loss import own_objective
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
@@ -95,11 +90,7 @@ class PolicyLoss:
             value = value + algo.entropy_coef * entropy
         if algo.kl_coef and algo.kl_in == "loss":
             divergence = kl_penalty(
-                current,
-                batch.reference,
-                algo.kl_estimator,
-                highest=algo.kl_max,
-                sampler=batch.behaviour if algo.kl_weighted else None,
+                current, batch.reference, algo.kl_estimator, highest=algo.kl_max
             )
             value = value - algo.kl_coef * divergence
             means["reference/kl"] = divergence

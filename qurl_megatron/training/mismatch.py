@@ -12,7 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo import bounded_exp, k1, k3, mean_per_response, sum_per_response
+from qurl_megatron.algo.kl import k1, k3
+from qurl_megatron.algo.ratios import bounded_exp
+from qurl_megatron.algo.segments import mean_per_response, sum_per_response
 from qurl_megatron.observe.metrics import (
     Correlation,
     EffectiveSampleSize,

@@ -5,8 +5,7 @@ import torch
 from qurl_megatron.actor.aligned import Align
 from qurl_megatron.actor.critic import Critic
 from qurl_megatron.actor.megatron import Ranks
-from qurl_megatron.actor.policy import Policy
-from qurl_megatron.actor.reference import Reference
+from qurl_megatron.actor.policy import Policy, Reference
 from qurl_megatron.config import RunConfig
 
 

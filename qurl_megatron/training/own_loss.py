@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from qurl_megatron.algo import Limits
+from qurl_megatron.algo.objective import Limits
 from qurl_megatron.algo.own_loss import LossFunction, LossInputs, own_objective
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.kit.errors import ConfigError

@@ -24,7 +24,6 @@ from qurl_megatron.kit.errors import ConfigError, Unreadable, reading
 from qurl_megatron.kit.filesystem import refusing
 
 STATE = "state.json"
-REFERENCE = "reference"  # folder in a checkpoint, where the reference has moved since the start
 RECIPE = "config.toml"
 SCORES = {
     *("reward.kind", "reward.function", "reward.batched", "reward.url", "reward.mix"),

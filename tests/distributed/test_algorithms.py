@@ -47,7 +47,7 @@ def variants(folder: Path, parallel: dict) -> dict[str, RunConfig]:
 def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
     """Weights and metrics after two steps of each."""
     from qurl_megatron.actor.critic import Critic
-    from qurl_megatron.actor.reference import Reference
+    from qurl_megatron.actor.policy import Reference
     from qurl_megatron.observe.metrics import Timer, merge, values
     from qurl_megatron.training.step import improve
 

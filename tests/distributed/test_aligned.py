@@ -362,7 +362,7 @@ def test_two_trainer_ranks_have_the_log_probs_of_an_engine_of_one_rank_and_of_tw
 def check_the_others(device, config) -> None:
     from qurl_megatron.actor.aligned import aligned_layers, plain
     from qurl_megatron.actor.critic import Critic
-    from qurl_megatron.actor.reference import Reference
+    from qurl_megatron.actor.policy import Reference
     from qurl_megatron.config import CriticConfig
 
     with megatron_runtime(config.parallel) as ranks:

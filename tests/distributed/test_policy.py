@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.actor.reference import Reference
+from qurl_megatron.actor.policy import Reference
 from tests.support.cases import all_but
 from tests.support.models import (
     FAMILIES,

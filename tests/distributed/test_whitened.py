@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.algo import advantages, whitened
+from qurl_megatron.algo import advantages
+from qurl_megatron.algo.advantages import whitened
 from tests.support.ranks import run_on_ranks
 
 

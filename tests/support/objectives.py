@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from qurl_megatron.algo import Limits, ObjectiveTerms, objective_terms
+from qurl_megatron.algo.objective import Limits, ObjectiveTerms, objective_terms
 
 NUMBERS = {field.name for field in fields(Limits)}
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.actor.reference import Reference
+from qurl_megatron.actor.policy import Reference
 from qurl_megatron.checkpoints.integrity import RECORD, read_record
 from qurl_megatron.config import (
     AlgoConfig,

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from qurl_megatron.algo import at_last_token, discounted_returns, gae, group_advantages, whitened
+from qurl_megatron.algo.advantages import (
+    at_last_token,
+    discounted_returns,
+    gae,
+    group_advantages,
+    whitened,
+)
 
 LENGTHS = (3, 0, 5, 1, 0, 9, 2)
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from qurl_megatron.algo import OBJECTIVES, Limits, importance_weights, objective
+from qurl_megatron.algo import objective
+from qurl_megatron.algo.objective import OBJECTIVES, Limits, importance_weights
 from qurl_megatron.config.sections import AlgoConfig, CorrectionConfig
 from tests.support.objectives import terms_of
 
@@ -154,9 +155,9 @@ def test_clipped_tokens_are_exactly_those_without_gradient(kind):
 
 
 def test_every_number_is_a_setting_of_its_name_and_default():
-    algo = AlgoConfig(clip_low=0.1, clip_high=0.3, cap=3.0, acr_max_bound=9.0, dual_clip=4.0)
+    algo = AlgoConfig(clip_low=0.1, clip_high=0.3, cap=3.0, dual_clip=4.0)
     correction = CorrectionConfig(band_low=0.25, band_high=4.0)
-    assert Limits.of(algo, correction) == Limits(0.1, 0.3, 3.0, 9.0, 4.0, 0.25, 4.0)
+    assert Limits.of(algo, correction) == Limits(0.1, 0.3, 3.0, 4.0, 0.25, 4.0)
     assert Limits.of(AlgoConfig(), CorrectionConfig()) == Limits()
     settings = vars(algo).keys() | vars(correction).keys()
     assert vars(Limits()).keys() <= settings
@@ -249,17 +250,6 @@ def test_a_bad_token_far_off_costs_no_more_with_acr_than_with_tis():
         assert gradient.item() == pytest.approx(-10.0)
 
 
-def test_the_cap_on_the_raised_bound_ends_it_and_never_narrows_the_clip_range():
-    # rho = 10, C = 2: the bound would be 6.
-    rows = [(2.9, 10.0, 1.0), (3.1, 10.0, 1.0), (1.19, 10.0, 1.0)]
-    _, gradient = value_and_gradient("acr", *rows, acr_max_bound=3.0)
-    torch.testing.assert_close(gradient, 2 * torch.tensor([2.9, 0.0, 1.19]).double())
-    _, gradient = value_and_gradient("acr", *rows, acr_max_bound=0.5)
-    torch.testing.assert_close(gradient, 2 * torch.tensor([0.0, 0.0, 1.19]).double())
-    _, gradient = value_and_gradient("tis", *rows, acr_max_bound=3.0)
-    assert gradient[0].item() == 0
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weight_scale_multiplies_value_gradient_and_weight(kind):
     inputs = random_tokens()
@@ -337,7 +327,6 @@ def test_extremes_stay_finite_with_every_option_on(kind, surrogate):
         kind=kind,
         surrogate=surrogate,
         dual_clip=3.0,
-        acr_max_bound=10.0,
         weight_scale=0.5,
         keep=torch.arange(len(grid)) % 2 == 0,
     )

@@ -11,15 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo import (
-    ESTIMATORS,
-    Limits,
-    objective_terms,
-    owners_of,
-    token_advantages,
-    token_weights,
-    value_loss,
-)
+from qurl_megatron.algo.advantages import token_advantages, value_loss
+from qurl_megatron.algo.aggregate import token_weights
+from qurl_megatron.algo.kl import ESTIMATORS
+from qurl_megatron.algo.objective import Limits, objective_terms
+from qurl_megatron.algo.segments import owners_of
 from qurl_megatron.config import CorrectionConfig
 from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.sections import AlgoConfig

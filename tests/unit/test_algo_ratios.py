@@ -6,10 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from qurl_megatron.algo import (
-    OBJECTIVES,
-    importance_ratio,
-    importance_weights,
+from qurl_megatron.algo.objective import OBJECTIVES, importance_weights
+from qurl_megatron.algo.ratios import importance_ratio
+from qurl_megatron.algo.segments import (
     mean_per_response,
     owners_of,
     padded,

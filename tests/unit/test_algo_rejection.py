@@ -2,7 +2,7 @@
 
 import torch
 
-from qurl_megatron.algo import kept
+from qurl_megatron.algo.ratios import kept
 
 
 def decide(*responses, **thresholds):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qurl_megatron.algo import value_loss
+from qurl_megatron.algo.advantages import value_loss
 
 
 def evaluate(values, before, returns, clip):

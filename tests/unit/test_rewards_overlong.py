@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qurl_megatron.algo import group_advantages
+from qurl_megatron.algo.advantages import group_advantages
 from qurl_megatron.config import load
 from qurl_megatron.data.responses import Summary
 from qurl_megatron.rewards import overlong_penalty

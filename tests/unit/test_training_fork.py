@@ -17,7 +17,7 @@ from qurl_megatron.training import checkpoint
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import fork
 from qurl_megatron.training.start import _prepare
-from qurl_megatron.training.state import REFERENCE, TrainState, claim, latest, recipe_of
+from qurl_megatron.training.state import TrainState, claim, latest, recipe_of
 from tests.support.descriptions import RECIPE_TEXT
 from tests.support.examples import example, keep
 
@@ -150,23 +150,6 @@ def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_pa
         None,
         {"eval": 3, "reward": 3},
     )
-
-
-@pytest.mark.parametrize(
-    ("override", "kept"), [("optimizer.lr=1e-4", True), ("algo.reference_every=2", False)]
-)
-def test_a_reference_that_has_moved_goes_along_unless_another_is_asked_for(
-    source, recipe, override, kept
-):
-    moved = latest(source) / REFERENCE / "inner.distcp"
-    moved.parent.mkdir()
-    moved.write_bytes(b"reference")
-    fork(source, recipe(override, *([] if kept else ["algo.kl_coef=0.1"])))
-    newest = latest(source.parent / "new")
-    assert (newest / REFERENCE / "inner.distcp").exists() == kept
-    assert (f"{REFERENCE}/inner.distcp" in read_record(newest)) == kept
-    record = read_record(newest)
-    assert damaged(newest, record, record) is None
 
 
 def test_asked_for_again_a_fork_goes_on(source, recipe, tmp_path):

@@ -61,21 +61,6 @@ def test_the_kl_of_a_token_and_its_bound(log_ratio, settings, kl, gradient):
     assert metrics["reference/kl"].total == pytest.approx(kl, rel=1e-5)
 
 
-def test_the_weighted_kl_has_the_gradient_of_the_divergence_from_the_reference():
-    # current 1/2, behaviour 1/4, reference 1/8: x = 2, k3 = 1/4 - 1 + log 4; gradient x log 4.
-    tokens = batch([math.log(1 / 8)], behaviour=torch.tensor([math.log(1 / 4)]))
-    settings = dict(kl_coef=0.5, kl_weighted=True)
-    loss, gradient, _ = loss_and_gradient([math.log(1 / 2)], tokens, **settings)
-    assert loss == pytest.approx(0.5 * 2 * (math.log(4) - 3 / 4), rel=1e-5)
-    assert gradient == [pytest.approx(0.5 * 2 * math.log(4), rel=1e-5)]
-
-
-def test_a_weighted_kl_is_of_a_loss_and_of_an_estimator_that_it_makes_unbiased():
-    for wrong in (dict(kl_in="reward"), dict(kl_estimator="k2")):
-        with pytest.raises(ConfigError, match="algo.kl_weighted"):
-            AlgoConfig(kl_weighted=True, **wrong)
-
-
 def test_the_naive_loss_does_not_read_the_proximal_policy():
     tokens = batch([0.0, 0.0], behaviour=torch.tensor([-1.0, -0.5]), advantages=torch.ones(2))
     found = [
