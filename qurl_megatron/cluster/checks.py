@@ -198,10 +198,12 @@ def refuse_unreadable(key: str, value: str, paths: Iterable[Path]) -> None:
 
 def files(config: RunConfig) -> dict[str, str]:
     """Return the data's files, and the user's own Python files, by their recipe keys."""
-    paths = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    for key, part in config.reward.parts.items():
-        paths[f"{key}.function"] = part.file
-    paths["rollout.environment"] = config.rollout.environment_file
+    paths = {
+        "data.path": config.data.path,
+        "data.eval_path": config.data.eval_path,
+        "reward.function": config.reward.file,
+        "rollout.environment": config.rollout.environment_file,
+    }
     return {key: path for key, path in paths.items() if path}
 
 

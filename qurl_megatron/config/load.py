@@ -26,6 +26,9 @@ REMOVED = {
     "algo.acr_max_bound": "ACR's bound has no end, as in the paper (Eq. 9); leave the key out",
     "algo.kl_weighted": "the KL in the loss is the estimator's own; leave the key out",
     "algo.reference_every": "fork the run with algo.reference=RUN_DIR where it is to move",
+    "reward.batched": "a function gets one response a call; leave the key out, or score many at "
+    "once behind reward.url",
+    "reward.mix": "have reward.function add up what it likes, ours among them (docs/rewards.md)",
     "train.share_prefix": "each response is computed with its prompt; leave the key out",
 }
 """Sections and keys that recipes once had, with advice for each."""
@@ -152,9 +155,8 @@ class RunConfig:
             "model.fp32_output and --enable-fp32-lm-head among rollout.engine_args go together: "
             "else one side rounds logits to BF16 and the other does not; set both or neither",
         )
-        kinds = [part.kind for part in self.reward.parts.values()]
         require(
-            not self.rollout.environment or "exact" not in kinds,
+            not self.rollout.environment or self.reward.kind != "exact",
             "reward kind exact compares all that the policy wrote, and a conversation with "
             "rollout.environment has several turns; take last_number, math or a function, which "
             "gets a line for each turn",
@@ -295,8 +297,6 @@ def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
         keys.append(f"rollout.environment={_toml_value(rollout.environment)}")
     if reward.file:
         keys.append(f"reward.function={_toml_value(reward.function)}")
-    if any(part.file for part in reward.mix.values()):
-        keys.append(f"reward.mix={_toml_value(reward.mix)}")
     return keys
 
 
@@ -467,11 +467,6 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{key} must be a list, got {value!r}")
         return tuple(_convert(v, item, key) for v in value)
-    if typing.get_origin(hint) is dict:
-        (_, item) = typing.get_args(hint)
-        if not (isinstance(value, dict) and all(isinstance(v, dict) for v in value.values())):
-            raise ConfigError(f"{key} must be a table of tables [{key}.NAME], got {value!r}")
-        return {name: build(item, table, f"{key}.{name}.") for name, table in value.items()}
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -480,8 +475,6 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def _toml_value(value: Any) -> str:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

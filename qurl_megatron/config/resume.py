@@ -4,13 +4,10 @@ import filecmp
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qurl_megatron.config.keys import OnResume, rules_of
 from qurl_megatron.config.load import SECTIONS, RunConfig
-from qurl_megatron.config.sections import MixedReward, RewardConfig, RewardSource
-
-Source = TypeVar("Source", bound=RewardSource)
 
 RULES: tuple[OnResume, ...] = ("free", "change", "fork", "never")
 
@@ -32,7 +29,9 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     """The settings in which ``now`` differs; ``train.run_dir``, where the run lies, is none."""
     before = replace(
         before,
-        reward=_moved(before.reward, now.reward),
+        reward=replace(
+            before.reward, function=_moved_name(before.reward.function, now.reward.function)
+        ),
         rollout=replace(
             before.rollout,
             environment=_moved_name(before.rollout.environment, now.rollout.environment),
@@ -40,8 +39,8 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
     )
     # An aligned policy computes as engines of one rollout.engine_tensor do.
     computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
-    weighed = before.reward.scorers == now.reward.scorers  # the same rewards
-    moved: dict[str, OnResume] = {"reward.mix": "change", "reward.url": "free"} if weighed else {}
+    server_moved = before.reward.url and now.reward.url
+    moved: dict[str, OnResume] = {"reward.url": "free"} if server_moved else {}
     differences = []
     for section, keys in rules().items():
         old, new = getattr(before, section), getattr(now, section)
@@ -51,19 +50,6 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
                 rule: OnResume = "fork" if key in computed else moved.get(key, marked)
                 differences.append(Change(key, a, b, rule))
     return differences
-
-
-def _moved(before: RewardConfig, now: RewardConfig) -> RewardConfig:
-    """``before``, with its functions where ``now`` has their files: a recipe's folder may move."""
-
-    def moved(one: Source, other: RewardSource) -> Source:
-        return replace(one, function=_moved_name(one.function, other.function))
-
-    mix = {
-        name: moved(part, now.mix[name]) if name in now.mix else part
-        for name, part in before.mix.items()
-    }
-    return replace(moved(before, now), mix=mix)
 
 
 def _moved_name(before: str, now: str) -> str:
@@ -92,11 +78,6 @@ def rules() -> dict[str, dict[str, OnResume]]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        parts = (
-            f"{name}: {part.weight:g} * {part.described}"
-            if isinstance(part, MixedReward)
-            else f"{name}: {part}"
-            for name, part in value.items()
-        )
-        return f"{{{', '.join(parts)}}}"
+        entries = (f"{name}: {entry}" for name, entry in value.items())
+        return f"{{{', '.join(entries)}}}"
     return "''" if value == "" else str(value)

@@ -6,11 +6,9 @@ section's ``check`` compares its keys with each other. Checks that need two sect
 """
 
 import os
-import re
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from qurl_megatron.config.algorithms import ALGORITHMS
@@ -19,7 +17,6 @@ from qurl_megatron.config.keys import (
     Section,
     at_least,
     at_most_in_size,
-    check_keys,
     in_interval,
     key,
     names_a_user,
@@ -569,20 +566,17 @@ LARGEST_SCORE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardSource:
-    """Where a score comes from: a function or a server of one's own, else one of our kinds."""
+class RewardConfig(Section, name="reward", on_resume="change"):
+    """How a response is scored: by a function or a server of your own, else by a kind of ours."""
 
     kind: Literal["", "math", "last_number", "exact"] = key("", on_resume="fork")
     """math: math-verify on the boxed or last expression; last_number: the last number in the text
     equals the answer; exact: the whole text, stripped, equals the answer. Each gives 1.0 or 0.0.
-    Empty: math, unless there is a function, a url or a mix, beside which no kind may stand."""
+    Empty: math, unless there is a function or a url, beside which no kind may stand."""
 
     function: str = key("", code_named("name"), on_resume="fork")
     """Your own in place of kind: "package.module:name", or "file.py:name" with the file relative to
     the recipe's folder. docs/rewards.md says how it is called."""
-
-    batched: bool = key(False, on_resume="fork")
-    """The function takes lists and returns one; so does one with an attribute batched = True."""
 
     url: str = key("", on_resume="fork")
     """A server in place of kind: it gets responses by POST, and answers with their scores."""
@@ -590,10 +584,56 @@ class RewardSource:
     key_env: str = key("", on_resume="free")
     """Environment variable that holds the server's key, which is sent as a bearer token."""
 
+    failed: float = key(0.0, at_most_in_size(LARGEST_SCORE))
+    """The score of a response that could not be scored: the function raised, took too long, ended
+    its worker or returned no finite number, or the server did not answer."""
+
+    on_failure: Literal["score", "stop"] = key("score", on_resume="free")
+    """Reaction to such a response: "score" gives it reward.failed, "stop" ends the run."""
+
+    overlong_fraction: float = key(0.0, in_interval("[0, 1]"))
+    """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
+    (DAPO's soft overlong punishment); 0 is off."""
+
+    overlong_penalty: float = key(0.5, at_least(0))
+    """Fall of the reward at the limit, as a share of the difference between right and wrong: DAPO's
+    penalty of 1 with its rewards of 1 and -1 is 0.5."""
+
+    workers: int = key(1, at_least(1), on_resume="free")
+    """Processes that score; of a server, requests under way at once."""
+
+    timeout_s: float = key(10.0, positive())
+    """Seconds after which one check or call has failed, and its worker is replaced; of a server,
+    seconds for one request, from the connection to the last byte."""
+
+    memory_gb: float = key(4.0, positive(), on_resume="free")
+    """Address space of one worker, GiB."""
+
+    batch: int = key(64, at_least(1))
+    """Responses of one request to a server."""
+
+    url_retries: int = key(3, at_least(0))
+    """Times that a request is sent again, after 1, 2, 4, ... seconds."""
+
+    url_deadline_s: float = key(300.0, positive())
+    """Seconds for all requests of a batch, retries included; responses not scored by then have
+    failed."""
+
     @property
     def file(self) -> str:
         """The Python file that holds the function; empty where it is in a module."""
         return _file_of(self.function)
+
+    @property
+    def right_or_wrong(self) -> bool:
+        """True where each score is known to be 1 or 0, so that their mean is an accuracy."""
+        return bool(self.kind) and self.failed in (0.0, 1.0)
+
+    @property
+    def setting(self) -> str:
+        """The setting that chooses the scorer, as key=value."""
+        sources = [key for key in ("function", "url") if getattr(self, key)] or ["kind"]
+        return f"reward.{sources[0]}={getattr(self, sources[0])}"
 
     @property
     def described(self) -> str:
@@ -604,36 +644,27 @@ class RewardSource:
         """The same, with a file's path no longer relative to ``folder``."""
         return replace(self, function=_named_beside(folder, self.function))
 
-    def check_source(self, key: str) -> None:
-        """
-        Args:
-            key: of this source in the recipe.
-
-        Raises:
-            ConfigError: its keys do not go together, or one is malformed.
-        """
-        require(not (self.function and self.url), f"{key} needs one of function and url, not both")
+    def check(self) -> None:
+        require(not (self.function and self.url), "reward needs one of function and url, not both")
         source = "function" if self.function else "url"
         require(
             not (self.kind and (self.function or self.url)),
-            f"{key}.kind={self.kind} would not be used beside {key}.{source}; leave one of them "
-            f"out ({key}.kind= on the command line empties the recipe's)",
-        )
-        require(
-            not self.batched or bool(self.function),
-            f"{key}.batched is for {key}.function; set that, or leave it out",
+            f"reward.kind={self.kind} would not be used beside reward.{source}; leave one of them "
+            "out (reward.kind= on the command line empties the recipe's)",
         )
         require(
             not self.key_env or bool(self.url),
-            f"{key}.key_env is for {key}.url; set that, or leave it out",
+            "reward.key_env is for reward.url; set that, or leave it out",
         )
         if self.url:
             _check_url(
-                f"{key}.url",
+                "reward.url",
                 self.url,
                 like="https://host:port/path",
-                key_in="an environment variable, and name that in key_env",
+                key_in="an environment variable, and name that in reward.key_env",
             )
+        if not (self.kind or self.function or self.url):
+            object.__setattr__(self, "kind", "math")
 
 
 def _file_of(given: str) -> str:
@@ -668,131 +699,6 @@ def _check_url(key: str, url: str, *, like: str, key_in: str) -> None:
     except ValueError:
         usable = False
     require(usable, f"{key} must be like {like}, got {url!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedReward(RewardSource):
-    """One of the rewards that reward.mix adds up."""
-
-    weight: float = key(1.0, at_most_in_size(LARGEST_SCORE))
-    """Factor of its score."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig(RewardSource, Section, name="reward", on_resume="change"):
-    """How a response is scored."""
-
-    mix: dict[str, MixedReward] = key({}, on_resume="fork")
-    """Several rewards by name, in place of one: the score is the sum of weight times score."""
-
-    failed: float = key(0.0, at_most_in_size(LARGEST_SCORE))
-    """The score of a response that could not be scored: the function raised, took too long, ended
-    its worker or returned no finite number, or the server did not answer."""
-
-    on_failure: Literal["score", "stop"] = key("score", on_resume="free")
-    """Reaction to such a response: "score" gives it reward.failed, "stop" ends the run."""
-
-    overlong_fraction: float = key(0.0, in_interval("[0, 1]"))
-    """Share of rollout.max_new_tokens, at its end, over which a response's reward falls linearly
-    (DAPO's soft overlong punishment); 0 is off."""
-
-    overlong_penalty: float = key(0.5, at_least(0))
-    """Fall of the reward at the limit, as a share of the difference between right and wrong: DAPO's
-    penalty of 1 with its rewards of 1 and -1 is 0.5."""
-
-    workers: int = key(1, at_least(1), on_resume="free")
-    """Processes that score, for each reward of a mix; of a server, requests under way at once."""
-
-    timeout_s: float = key(10.0, positive())
-    """Seconds after which one check, call or request has failed; a worker is replaced then."""
-
-    memory_gb: float = key(4.0, positive(), on_resume="free")
-    """Address space of one worker, GiB."""
-
-    batch: int = key(64, at_least(1))
-    """Responses of one call of a batched function, and of one request to a server."""
-
-    url_retries: int = key(3, at_least(0))
-    """Times that a request is sent again, after 1, 2, 4, ... seconds."""
-
-    url_deadline_s: float = key(300.0, positive())
-    """Seconds for all requests of a batch, retries included; responses not scored by then have
-    failed."""
-
-    @property
-    def parts(self) -> dict[str, "RewardConfig"]:
-        """The section of each reward of the mix, by its key; without a mix, this one."""
-        names = [f.name for f in fields(RewardSource)]
-        return {
-            f"reward.mix.{name}": replace(self, mix={}, **{n: getattr(part, n) for n in names})
-            for name, part in self.mix.items()
-        } or {"reward": self}
-
-    @property
-    def right_or_wrong(self) -> bool:
-        """True where each score is known to be 1 or 0, so that their mean is an accuracy."""
-        return bool(self.kind) and self.failed in (0.0, 1.0)
-
-    @property
-    def setting(self) -> str:
-        """The setting that chooses the scorer, as key=value."""
-        sources = [key for key in ("function", "url") if getattr(self, key)] or ["kind"]
-        return "reward.mix" if self.mix else f"reward.{sources[0]}={getattr(self, sources[0])}"
-
-    @property
-    def needs_answers(self) -> bool:
-        """False where every scorer is the user's own, which may do without."""
-        return any(not (part.function or part.url) for part in self.parts.values())
-
-    @property
-    def scorers(self) -> dict[str, tuple[Any, ...]]:
-        """Each scorer by its key, without weights and server addresses."""
-        return {
-            key: (part.kind, part.function, part.batched, bool(part.url))
-            for key, part in self.parts.items()
-        }
-
-    @property
-    def described(self) -> str:
-        summands = (f"{p.weight:g} * {p.described}" for p in self.mix.values())
-        return " + ".join(summands) or super().described
-
-    def beside(self, folder: Path) -> Self:
-        mix = {name: part.beside(folder) for name, part in self.mix.items()}
-        return replace(super().beside(folder), mix=mix)
-
-    def check(self) -> None:
-        self.check_source("reward")
-        require(
-            not (self.mix and (self.function or self.url)),
-            "reward.mix stands in place of reward.function and reward.url; make them one of it",
-        )
-        require(
-            not (self.mix and self.kind),
-            f"reward.kind={self.kind} would not be used beside reward.mix; make it one of the mix, "
-            "or leave it out (reward.kind= on the command line empties the recipe's)",
-        )
-        if not (self.kind or self.function or self.url or self.mix):
-            object.__setattr__(self, "kind", "math")
-        for name, part in self.mix.items():
-            require(
-                re.fullmatch("[A-Za-z0-9_-]+", name) is not None,
-                f"reward.mix.{name}: a name has letters, digits, _ and - alone: it names a metric",
-            )
-            check_keys(part, f"reward.mix.{name}")
-            part.check_source(f"reward.mix.{name}")
-            scoring = [n for n, p in self.mix.items() if p.kind or p.function or p.url]
-            close = get_close_matches(name, scoring, n=1)
-            hint = f"did you mean reward.mix.{close[0]}?" if close else "set one, or leave it out"
-            require(
-                name in scoring,
-                f"reward.mix.{name} has no kind, function or url, so nothing scores; {hint}",
-            )
-        require(
-            not self.mix or any(part.weight for part in self.mix.values()),
-            "every weight of reward.mix is 0, so every reward would be 0 and nothing be learned; "
-            "set reward.mix.NAME.weight of one",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.rewards.pool import Tally
 
@@ -162,10 +162,6 @@ def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
     """Count the answers without a score, and why; earlier processes' count, too."""
     tally = Tally()
     for answer in answers:
-        tally.responses += 1
-        if answer.unscored:
-            cause, _, reason = answer.unscored.partition(": ")
-            tally.failed += 1
-            tally.causes[cause] += 1
-            tally.first.setdefault(cause, reason)
+        cause, _, reason = answer.unscored.partition(": ")
+        tally.count(Unscored(cause, reason) if cause else None)
     return tally

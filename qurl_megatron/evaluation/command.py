@@ -32,8 +32,8 @@ from qurl_megatron.kit.disk import claimed, write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool, check_rewards
-from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
+from qurl_megatron.rewards.workers import EnvironmentPool, check_environment
 from qurl_megatron.schemes import ROLLOUT, simulation
 from qurl_megatron.tensors.arch import read_config
 
@@ -58,7 +58,7 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
         arguments.benchmarks,
         prompt_key=arguments.prompt_key or defaults.prompt_key,
         answer_key=arguments.answer_key or defaults.answer_key,
-        answers=last.reward.needs_answers,
+        answers=bool(last.reward.kind),
     )
     for benchmark in benchmarks:
         print(benchmark.summary, flush=True)

@@ -151,7 +151,7 @@ def _plan(
 
 def _reward(option: str, base: RewardConfig) -> RewardConfig:
     """The recipe's reward with the kind or the function of --reward in place of its own."""
-    none: dict[str, Any] = dict(kind="", function="", batched=False, url="", key_env="", mix={})
+    none: dict[str, Any] = dict(kind="", function="", url="", key_env="")
     if ":" in option:
         return dataclasses.replace(base, **{**none, "function": option}).beside(Path())
     if option not in KINDS:

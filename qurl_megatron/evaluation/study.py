@@ -297,7 +297,7 @@ def _evaluation(cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
     config, folder = cell.config, trained_dir(cell, out)
     folder.mkdir(parents=True, exist_ok=True)
     questions = folder / f"{BENCHMARK}.jsonl"
-    answers = config.reward.needs_answers
+    answers = bool(config.reward.kind)
     with questions.open("w", encoding="utf-8") as file:
         for q in held_out_questions(config.data, config.train.eval_prompts, answers=answers):
             row = {**q.metadata, "prompt": list(q.turns) or q.text, "answer": q.answer}

@@ -16,7 +16,7 @@ from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.fleet.answer import Part
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import Unscored, unscored
-from qurl_megatron.rewards.environment import EnvironmentPool, Message
+from qurl_megatron.rewards.workers import EnvironmentPool, Message
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible

@@ -59,7 +59,6 @@ GROUPS: dict[str, MetricGroup] = {
             "unanswered": Known("responses that a reward server did not answer"),
             "refused": Known("responses that a reward server answered with something else"),
             "environment": Known("responses that got no score because their environment failed"),
-            "mix/...": Known("mean of this reward of the mix, before its weight"),
             "measured_since": Known("step after which rewards are measured as they are now"),
         },
     ),
@@ -68,7 +67,6 @@ GROUPS: dict[str, MetricGroup] = {
         {
             "accuracy": _share("right answers on held-out prompts"),
             "reward": Known("mean reward on held-out prompts, where scores are not 0 or 1"),
-            "mix/...": Known("mean of this reward of the mix, before its weight"),
             "measured_since": Known("step after which evaluations are measured as they are now"),
             "failed_fraction": _share("held-out responses that got no score"),
         },
@@ -276,8 +274,7 @@ def known(name: str) -> Known | None:
     """What is known of a metric; None of one that no run of ours logs."""
     prefix, _, suffix = name.partition("/")
     metrics = GROUPS[prefix].metrics if prefix in GROUPS else {}
-    family = suffix.partition("/")[0] + "/..."
-    return metrics.get(suffix) or metrics.get(family) or metrics.get("...")
+    return metrics.get(suffix) or metrics.get("...")
 
 
 def unit(name: str) -> Unit:

@@ -1,10 +1,9 @@
 """Scores of responses, by our kinds and by users' rewards; environments that answer the policy.
 
-Users' code runs in worker processes (``line_pool``), for rewards and environments alike.
+Users' code runs in worker processes (``workers``), for rewards and environments alike.
 """
 
-from qurl_megatron.rewards.item import Item
-from qurl_megatron.rewards.pool import RewardPool, check_rewards, items_of
+from qurl_megatron.rewards.pool import Item, RewardPool, check_rewards, items_of
 from qurl_megatron.rewards.verifiers import KINDS, overlong_penalty
 
 __all__ = ["KINDS", "Item", "RewardPool", "items_of", "check_rewards", "overlong_penalty"]

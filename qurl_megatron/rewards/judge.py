@@ -1,4 +1,4 @@
-"""A reward over HTTP: a verifier, or a model that judges. The worker's side of the conversation.
+"""A reward over HTTP: a verifier, or a model that judges.
 
     POST URL   {"items": [{"prompt": "...", "response": "...", "answer": "...", "metadata": {}}]}
     200        {"scores": [1.0]}
@@ -10,9 +10,11 @@ is the last word.
 
 import asyncio
 import json
+import math
 import os
 import ssl
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,55 +22,28 @@ import httpx
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.kit import event_loop
-from qurl_megatron.kit.errors import ConfigError, keep_secret, unscored
-from qurl_megatron.rewards.item import Item, Score, as_score
+from qurl_megatron.kit.errors import ConfigError, Unscored, keep_secret, unscored
+from qurl_megatron.rewards.verifiers import Score, as_score
+from qurl_megatron.rewards.workers import LOOK_S, Abandoned
 
 PASSING = {408, 425, 429, 500, 502, 503, 504}
-ANSWER_BYTES = 1 << 22
 LONGEST_PAUSE_S = 30.0
-
-
-def server_key(key: str, config: RewardConfig, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the key that requests bring, where the recipe names one.
-
-    Args:
-        key: of this reward in the recipe, for messages.
-
-    Raises:
-        ConfigError: the environment has none, or one that no header can carry; it is not shown.
-    """
-    if not config.key_env:
-        return None
-    value = env.get(config.key_env, "")
-    if not (value.isascii() and value.isprintable() and value.strip() == value != ""):
-        wrong = "has characters no key has" if value.strip() else "is not set, or empty"
-        raise ConfigError(
-            f"{key}.key_env={config.key_env}: this environment variable {wrong}; set it to the key "
-            f"of {key}.url"
-        )
-    return value
-
-
-class Passing(Exception):
-    """The server may answer the same request later."""
-
-
-class Refused(Exception):
-    """The server will not answer, or its answer is no list of scores."""
 
 
 class Judge:
     """Scores by one server."""
 
-    def __init__(self, key: str, config: RewardConfig) -> None:
-        self.config = config
-        self.name = config.url
-        key_sent = f"not that in {config.key_env}" if config.key_env else "got none"
-        self._unauthorized = f": it wants a key, and {key_sent} ({key}.key_env)"
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if token := server_key(key, config):
-            keep_secret(token)
-            headers["Authorization"] = f"Bearer {token}"
+    def __init__(
+        self, config: RewardConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Raises:
+            ConfigError: the environment has not the key that the recipe names.
+        """
+        self.config, self._clock = config, clock
+        headers = {"Content-Type": "application/json"}
+        if config.key_env:
+            headers["Authorization"] = f"Bearer {_server_key(config.key_env)}"
         secure = urlsplit(config.url).scheme == "https"
         self._options: dict[str, Any] = {
             "headers": headers,
@@ -78,57 +53,97 @@ class Judge:
             "verify": ssl.create_default_context() if secure else False,
         }
 
-    def __call__(self, items: Sequence[Item]) -> list[Score]:
-        try:
-            return event_loop.run(self._asked(items))
-        except (Passing, Refused) as error:
-            cause = "refused" if isinstance(error, Refused) else "unanswered"
-            return [unscored(cause, f"{self.name} {error}")] * len(items)
+    def answers(self, items: Sequence[str], stop: Callable[[], bool]) -> list[Score]:
+        """Return the score of each item, which is JSON, in order.
 
-    async def _asked(self, items: Sequence[Item]) -> list[Score]:
-        body = json.dumps({"items": [item.given for item in items]}).encode()
+        Raises:
+            Abandoned: ``stop()`` became true.
+        """
+        return event_loop.run(self._answers(items, stop))
+
+    async def _answers(self, items: Sequence[str], stop: Callable[[], bool]) -> list[Score]:
+        config = self.config
+        size = min(config.batch, math.ceil(len(items) / config.workers))
+        batches = [items[start : start + size] for start in range(0, len(items), size)]
+        reason = f"{config.url} within reward.url_deadline_s={config.url_deadline_s:g}"
+        end = self._clock() + config.url_deadline_s
+        slots = asyncio.Semaphore(config.workers)
         async with httpx.AsyncClient(**self._options) as http:
-            for attempt in range(self.config.url_retries):
-                try:
-                    return _scores(await self._answer(http, body), len(items))
-                except Passing:
-                    await asyncio.sleep(min(2.0**attempt, LONGEST_PAUSE_S))
-            return _scores(await self._answer(http, body), len(items))
+            tasks = [asyncio.create_task(self._scores(http, slots, batch)) for batch in batches]
+            pending = set(tasks)
+            try:
+                while pending and self._clock() < end:
+                    if stop():
+                        raise Abandoned
+                    _, pending = await asyncio.wait(pending, timeout=LOOK_S)
+            finally:
+                for task in pending:
+                    task.cancel()
+            scores: list[Score] = []
+            for task, batch in zip(tasks, batches, strict=True):
+                late: list[Score] = [Unscored("unanswered", reason)] * len(batch)
+                scores += late if task in pending else task.result()
+            return scores
 
-    async def _answer(self, http: httpx.AsyncClient, body: bytes) -> bytes:
-        """Return the body of an answer, whole within ``timeout_s`` with connection and headers."""
-        limit, received = self.config.timeout_s, bytearray()
+    async def _scores(
+        self, http: httpx.AsyncClient, slots: asyncio.Semaphore, items: Sequence[str]
+    ) -> list[Score]:
+        """Return the scores of one request, repeated where that may help.
+
+        Args:
+            slots: one is taken for each request that is under way.
+        """
+        body, problem = f'{{"items": [{",".join(items)}]}}', ""
+        for attempt in range(self.config.url_retries + 1):
+            if attempt:
+                await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE_S))
+            try:
+                async with slots, asyncio.timeout(self.config.timeout_s):
+                    response = await http.post(self.config.url, content=body)
+            except TimeoutError:
+                problem = f"did not answer within {self.config.timeout_s:g} s"
+                continue
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = f"did not answer: {str(error) or type(error).__name__}"
+                continue
+            if response.status_code == 200:
+                return self._read(response.content, len(items))
+            problem = f"answered {response.status_code}"
+            if response.status_code in (401, 403):
+                sent = f"not that in {self.config.key_env}" if self.config.key_env else "got none"
+                problem += f": it wants a key, and {sent} (reward.key_env)"
+            if response.status_code not in PASSING:
+                return self._none("refused", problem, len(items))
+        return self._none("unanswered", problem, len(items))
+
+    def _read(self, content: bytes, count: int) -> list[Score]:
         try:
-            async with (
-                asyncio.timeout(limit),
-                http.stream("POST", self.config.url, content=body) as response,
-            ):
-                if response.status_code != 200:
-                    kind = Passing if response.status_code in PASSING else Refused
-                    wrong = self._unauthorized if response.status_code in (401, 403) else ""
-                    raise kind(f"answered {response.status_code}{wrong}")
-                async for chunk in response.aiter_raw():
-                    received += chunk
-                    if len(received) > ANSWER_BYTES:
-                        raise Refused(f"answered with more than {ANSWER_BYTES} bytes")
-        except TimeoutError:
-            raise Passing(f"did not answer within {limit:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Passing(f"did not answer: {error or type(error).__name__}") from None
-        return bytes(received)
-
-
-def _scores(content: bytes, count: int) -> list[Score]:
-    """
-    Raises:
-        Refused: the answer does not hold that many values.
-    """
-    try:
-        answer = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"answered with something that is not JSON: {error}") from None
-    scores = answer.get("scores") if isinstance(answer, dict) else None
-    if not isinstance(scores, list) or len(scores) != count:
+            answer = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            problem = f"answered with something that is not JSON: {error}"
+            return self._none("refused", problem, count)
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if isinstance(scores, list) and len(scores) == count:
+            return [as_score(value) for value in scores]
         scores_found = f"{len(scores)} scores" if isinstance(scores, list) else "no list of scores"
-        raise Refused(f"answered with {scores_found} for {count} responses")
-    return [as_score(value) for value in scores]
+        return self._none("refused", f"answered with {scores_found} for {count} responses", count)
+
+    def _none(self, cause: str, problem: str, count: int) -> list[Score]:
+        return [unscored(cause, f"{self.config.url} {problem}")] * count
+
+
+def _server_key(name: str) -> str:
+    """Return the key in an environment variable, which is never shown.
+
+    Raises:
+        ConfigError: there is none, or one that no header can carry.
+    """
+    value = os.environ.get(name, "")
+    if not (value.isascii() and value.isprintable() and value.strip() == value != ""):
+        wrong = "has characters no key has" if value.strip() else "is not set, or empty"
+        raise ConfigError(
+            f"reward.key_env={name}: this environment variable {wrong}; set it to the key of "
+            "reward.url"
+        )
+    keep_secret(value)
+    return value

@@ -1,18 +1,127 @@
-"""The user's own code that a run or an evaluation calls (rewards, environment, loss), by checksum.
+"""Code of the user's own that a recipe names: found and checked, and watched while a run goes on.
 
-Unlike data it may change under a run: who is told to fix a reward goes on from the checkpoint. But
-its new scores are not compared with earlier ones. Files alone are watched: neither their imports,
-nor a server behind a URL.
+Importing a module runs it, so rewards and environments are found in workers alone.
+
+Unlike data, code may change under a run: who is told to fix a reward goes on from the checkpoint.
+But its new scores are not compared with earlier ones. Files alone are watched: neither their
+imports, nor a server behind a URL.
 """
 
+import importlib
 import importlib.util
+import inspect
 import os
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
 
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import checksum_of
+from qurl_megatron.kit.errors import ConfigError
+
+
+def find_named(key: str, name: str, kind: Literal["function", "class"]) -> Callable[..., Any]:
+    """Return the function or the class of a name.
+
+    Args:
+        key: of the recipe, or the option, that names it; for messages.
+        name: "package.module:name" or "path/to/file.py:name".
+
+    Raises:
+        ConfigError: there is none.
+    """
+    target, _, attribute = name.rpartition(":")
+    module = _module(f"{key}={name}", target)
+    named_object = getattr(module, attribute, None)
+    own_names = []
+    for own_name, value in vars(module).items():
+        made_there = getattr(value, "__module__", None) == module.__name__  # not only imported
+        fitting = callable(value) and inspect.isclass(value) == (kind == "class")
+        if made_there and fitting and not own_name.startswith("_"):
+            own_names.append(own_name)
+    contents = f"it has {', '.join(own_names) or f'no {kind}'}"
+    if named_object is None:
+        close = get_close_matches(attribute, own_names, n=1)
+        hint = f"did you mean {close[0]}?" if close else contents
+        raise ConfigError(f"{key}={name}: {target} has no {attribute}; {hint}")
+    if callable(named_object) and inspect.isclass(named_object) == (kind == "class"):
+        return named_object
+    found = f"value of type {type(named_object).__name__}"
+    if callable(named_object):
+        found = "function" if kind == "class" else "class"
+    raise ConfigError(f"{key}={name} is a {found}; name a {kind} ({contents})")
+
+
+def check_call(
+    function: Callable[..., Any], named: str, call: str, parameters: Sequence[str]
+) -> None:
+    """
+    Args:
+        call: name of the function in messages.
+
+    Raises:
+        ConfigError: it cannot be called with these parameters by name.
+    """
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(parameters))
+    except ValueError:
+        pass  # some of those written in C tell no signature; the first call will
+    except TypeError as error:
+        call_of = ", ".join(f"{parameter}=..." for parameter in parameters)
+        raise ConfigError(
+            f"{named} cannot be called as {call}({call_of}): {error}; give it these parameters, "
+            "or **others for those it does not use"
+        ) from None
+
+
+def _module(named: str, target: str) -> ModuleType:
+    try:
+        if target.endswith(".py"):
+            return _module_of_file(Path(target))
+        return importlib.import_module(target)
+    except FileNotFoundError as error:
+        if error.filename != target:
+            raise ConfigError(f"{named} cannot be imported: {last_line(error)}") from None
+        begins = "the working folder" if named.startswith("--") else "the recipe's folder"
+        raise ConfigError(
+            f"{named}: {target} does not exist; a relative path begins at {begins}"
+        ) from None
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{named} cannot be imported: {error.filename}, line {error.lineno}: {error.msg}"
+        ) from None
+    except BaseException as error:  # importing runs it: whatever it does
+        raise ConfigError(
+            f"{named} cannot be imported: {last_line(error)}; fix it, or have PYTHONPATH lead to "
+            "what it needs"
+        ) from None
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """Import a file, which finds others beside it after all that is installed."""
+    spec = importlib.util.spec_from_file_location(f"qurl_own_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "of a file that ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.path.append(str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of a traceback, with the file and line it came from."""
+    message = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    for frame in reversed(frames):
+        if not frame.filename.startswith(ours) and "importlib" not in frame.filename:
+            return f"{message} ({Path(frame.filename).name}, line {frame.lineno})"
+    return message
 
 
 def named_code(reward: RewardConfig, rollout: RolloutConfig, loss: str = "") -> dict[str, str]:
@@ -21,19 +130,22 @@ def named_code(reward: RewardConfig, rollout: RolloutConfig, loss: str = "") -> 
     Args:
         loss: ``algo.function``; evaluations have none.
     """
-    functions = {f"{key}.function": part.function for key, part in reward.parts.items()}
-    names_by_key = {**functions, "rollout.environment": rollout.environment, "algo.function": loss}
+    names_by_key = {
+        "reward.function": reward.function,
+        "rollout.environment": rollout.environment,
+        "algo.function": loss,
+    }
     return {key: name for key, name in names_by_key.items() if name}
 
 
 def checksums(named: Mapping[str, str]) -> dict[str, str]:
     """Return the checksums of ``named_code`` by key, leaving out code in no readable file."""
-    files = {key: _file_of(name) for key, name in named.items()}
-    return {
-        key: checksum_of(path)
-        for key, path in files.items()
-        if path and path.is_file() and os.access(path, os.R_OK)
-    }
+    sums = {}
+    for key, name in named.items():
+        path = _file_of(name)
+        if path and path.is_file() and os.access(path, os.R_OK):
+            sums[key] = checksum_of(path)
+    return sums
 
 
 def edited(named: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:

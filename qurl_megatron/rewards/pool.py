@@ -1,20 +1,18 @@
-"""The reward of a recipe: one, or a weighted sum of several, and a count of failures."""
+"""The reward of a recipe, with a count of the responses that got no score."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.kit.errors import CAUSES, ConfigError, Foreseen, Unscored, unscored
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
 from qurl_megatron.observe.text import how_many
-from qurl_megatron.rewards.item import Item, Score
-from qurl_megatron.rewards.scoring import WorkerPool
-from qurl_megatron.rewards.verifiers import KINDS
+from qurl_megatron.rewards.judge import Judge
+from qurl_megatron.rewards.verifiers import KINDS, Score
+from qurl_megatron.rewards.workers import WorkerPool, as_line
 
 if TYPE_CHECKING:  # workers import this package, and need no numpy
     from qurl_megatron.data.tokenizer import Tokenizer
@@ -33,23 +31,53 @@ class RewardDown(Foreseen):
     """Servers did not score, and may when the run is started again."""
 
 
+@dataclass(frozen=True)
+class Item:
+    """One response, with everything a reward may know of its question."""
+
+    prompt: str
+    response: str
+    answer: str
+    metadata: dict[str, Any]
+    failure: Unscored | None = None  # known beforehand: nothing is asked for a score
+
+    @property
+    def line(self) -> str:
+        """The fields that a reward gets, as JSON."""
+        return as_line(
+            {
+                "prompt": self.prompt,
+                "response": self.response,
+                "answer": self.answer,
+                "metadata": self.metadata,
+            }
+        )
+
+
 @dataclass
 class Tally:
     """Counts of scored and failed responses, for metrics and messages; adds up over calls."""
 
     responses: int = 0
-    failed: int = 0  # responses without a score from some reward
     causes: Counter[str] = field(default_factory=Counter)  # of failures, keys of ``CAUSES``
     first: dict[str, str] = field(default_factory=dict)  # the first reason, by cause
-    parts: dict[str, float] = field(default_factory=dict)  # sum of the scores, by name in the mix
+
+    @property
+    def failed(self) -> int:
+        """Responses without a score."""
+        return self.causes.total()
+
+    def count(self, failure: Unscored | None) -> None:
+        """Add a response."""
+        self.responses += 1
+        if failure is not None:
+            self.causes[failure.cause] += 1
+            self.first.setdefault(failure.cause, failure.why)
 
     def add(self, other: "Tally") -> None:
         self.responses += other.responses
-        self.failed += other.failed
         self.causes.update(other.causes)
         self.first = other.first | self.first
-        for name, total in other.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + total
 
     @property
     def only_cause(self) -> str:
@@ -62,23 +90,13 @@ class Tally:
         return next(iter(causes)) if len(causes) == 1 else ""
 
     def metrics(self) -> dict[str, Metric]:
-        """Metrics below ``reward/``: share of failures, number by cause, mean of each part."""
+        """Metrics below ``reward/``: the share of failures, and their number by cause."""
         metrics: dict[str, Metric] = {
             "reward/failed_fraction": Mean(self.failed, self.responses),
         }
         for cause in CAUSES:
             metrics[f"reward/{cause}"] = Sum(self.causes[cause])
-        for name, total in self.parts.items():
-            metrics[f"reward/mix/{name}"] = Mean(total, self.responses)
         return metrics
-
-    @property
-    def unscored(self) -> str:
-        """A sentence: how many of how many have no score, and why."""
-        return (
-            f"{self.failed} of {how_many(self.responses, 'response')} could not be scored: "
-            f"{self.said()}"
-        )
 
     def said(self, causes: Collection[str] = tuple(CAUSES)) -> str:
         """Describe the failures, as "2 raised (ValueError: no unit (score.py, line 3)), 1 ...".
@@ -108,81 +126,87 @@ class RewardPool:
     def __init__(self, config: RewardConfig, key: str = "reward") -> None:
         """
         Args:
-            key: of its section, or the option that names a single one; for messages.
+            key: of its section, or the option that names it; for messages.
+
+        Raises:
+            ConfigError: the environment has no key for the reward's server.
         """
-        self.config, self.key = config, key
-        self.parts = _parts(config, key)
+        self.config = config
         self.tally = Tally()  # of all calls
-        self.pools: dict[str, WorkerPool] = {}
-        for name, part in self.parts.items():
-            if part.function or part.url or part.kind not in IN_PROCESS:
-                self.pools[name] = WorkerPool(part, name)
-        self._stack = ExitStack()
+        self.workers: WorkerPool | None = None
+        self.judge = Judge(config) if config.url else None
+        self._leaving = threading.Event()
+        if config.function or config.kind and config.kind not in IN_PROCESS:
+            key = key if key.startswith("--") else "reward.function"
+            task = {"function": config.function, "key": key} if config.function else {}
+            self.workers = WorkerPool(
+                {"kind": config.kind, "memory_gb": config.memory_gb, **task},
+                config.workers,
+                called="a reward worker",
+                setting=f"{key}={config.function}",
+                limit_key="reward.timeout_s",
+                limit_s=config.timeout_s,
+            )
 
     def __enter__(self) -> "RewardPool":
-        with ExitStack() as stack:
-            for pool in self.pools.values():
-                stack.enter_context(pool)
-            self._stack = stack.pop_all()
+        if self.workers:
+            self.workers.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        if self.workers:
+            self.workers.__exit__(*exception)
 
     def leave(self) -> None:
         """Make calls under way in other threads end soon, with a RuntimeError."""
-        for pool in self.pools.values():
-            pool.leave()
+        self._leaving.set()
+        if self.workers:
+            self.workers.leave()
 
     def grade(self, items: Sequence[Item], stop: Callable[[], bool] = lambda: False) -> Grades:
-        """Score responses, whatever they hold and whatever the rewards do.
+        """Score responses, whatever they hold and whatever the reward does.
 
         Raises:
             RuntimeError: no worker can be started; its own message is on stderr.
             Abandoned: the pool is being left, or ``stop()`` became true.
-            ConfigError, RewardDown: a reward cannot be used any more; or one gave no score, and the
+            ConfigError, RewardDown: the reward cannot be used any more; or gave no score, and the
                 recipe wants the run to end then.
         """
-        config = self.config
-        weights = [part.weight for part in config.mix.values()] or [1.0]
-        names = tuple(config.mix)
-        to_score = [item for item in items if item.failure is None]
-        results = []
-        for part_scores in self._results(to_score, stop):
-            remaining = iter(part_scores)
-            results.append([item.failure or next(remaining) for item in items])
-        tally = _tally(results, names, config.failed)
+        config, tally = self.config, Tally()
+        found = iter(self._scores([item for item in items if item.failure is None], stop))
+        scores: list[float] = []
+        failures: list[Unscored | None] = []
+        for item in items:
+            score = item.failure or next(found)
+            failure = score if isinstance(score, Unscored) else None
+            scores.append(config.failed if isinstance(score, Unscored) else score)
+            failures.append(failure)
+            tally.count(failure)
         self.tally.add(tally)
         if tally.failed and config.on_failure == "stop":
             fix = FIXES.get(tally.only_cause, "fix the reward")
             raise _error(
                 tally,
-                f"{tally.unscored}; {fix}, or set reward.on_failure=score to give such responses "
+                f"{tally.failed} of {how_many(tally.responses, 'response')} could not be scored: "
+                f"{tally.said()}; {fix}, or set reward.on_failure=score to give such responses "
                 "reward.failed",
             )
-        scores, failures = [], []
-        for row in zip(*results, strict=True):
-            weighted = zip(weights, row, strict=True)
-            scores.append(sum(weight * _number(score, config.failed) for weight, score in weighted))
-            failures.append(_first_failure(row, names))
         return Grades(scores, tally, failures)
 
-    def _results(self, items: Sequence[Item], stop: Callable[[], bool]) -> list[list[Score]]:
-        """Return the scores of each part, all parts at once."""
-        scored = partial(self._scored, items=items, stop=stop)
-        if len(self.parts) == 1:
-            return [scored(key) for key in self.parts]
-        with ThreadPoolExecutor(len(self.parts), thread_name_prefix="reward") as threads:
-            return list(threads.map(scored, self.parts))
-
-    def _scored(self, key: str, items: Sequence[Item], stop: Callable[[], bool]) -> list[Score]:
-        part = self.parts[key]
-        if key in self.pools:
-            if not (part.function or part.url):  # ours look at response and answer alone
-                items = [replace(item, prompt="", metadata={}) for item in items]
-            return self.pools[key].score([item.line for item in items], stop)
-        check = KINDS[part.kind]
-        return [check(item.response, item.answer) for item in items]
+    def _scores(self, items: Sequence[Item], stop: Callable[[], bool]) -> list[Score]:
+        config, scorer = self.config, self.judge or self.workers
+        if scorer is None:
+            return [KINDS[config.kind](item.response, item.answer) for item in items]
+        if config.kind:  # ours look at response and answer alone
+            items = [replace(item, prompt="", metadata={}) for item in items]
+        lines = [item.line for item in items]
+        # Samples of one prompt often agree to the letter: each distinct item is scored once.
+        distinct = list(dict.fromkeys(lines))
+        if not distinct:
+            return []
+        answers = scorer.answers(distinct, lambda: self._leaving.is_set() or stop())
+        scores = dict(zip(distinct, answers, strict=True))
+        return [scores[line] for line in lines]
 
 
 def graded(
@@ -247,67 +271,17 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
 
 
 def check_rewards(config: RewardConfig, key: str = "reward") -> None:
-    """Start and end a worker of each reward of the user's own, which imports it.
-
+    """
     Args:
         key: as for ``RewardPool``.
 
     Raises:
-        ConfigError: a function cannot be used, or the environment has no key for a server.
+        ConfigError: the recipe's function cannot be used, or there is no key for its server.
     """
-    for name, part in _parts(config, key).items():
-        if not (part.function or part.url):
-            continue
-        with WorkerPool(replace(part, workers=1), name) as pool:
-            try:
-                pool.await_start()
-            except RuntimeError as error:
-                raise ConfigError(f"{name} ({part.described}): {error}") from None
-
-
-def _parts(config: RewardConfig, key: str) -> dict[str, RewardConfig]:
-    return config.parts if config.mix else {key: config}
+    pool = RewardPool(config, key)
+    if pool.workers and config.function:
+        pool.workers.check()
 
 
 def _error(tally: Tally, message: str) -> Exception:
     return (RewardDown if tally.only_cause == "unanswered" else ConfigError)(message)
-
-
-def _number(score: Score, failed: float) -> float:
-    return failed if isinstance(score, Unscored) else score
-
-
-def _first_failure(row: Sequence[Score], names: Sequence[str]) -> Unscored | None:
-    for index, score in enumerate(row):
-        if isinstance(score, Unscored):
-            return replace(score, why=_reason(score, names, index))
-    return None
-
-
-def _reason(score: Unscored, names: Sequence[str], index: int) -> str:
-    """Return why a part gave no score, naming it where it is one of a mix and to blame."""
-    part_to_blame = names and score.cause != "environment"
-    return f"reward.mix.{names[index]}: {score.why}" if part_to_blame else score.why
-
-
-def _tally(results: Sequence[Sequence[Score]], names: Sequence[str], failed: float) -> Tally:
-    """
-    Args:
-        results: by part, then by response.
-        names: of the parts, where they are a mix.
-    """
-    tally = Tally()
-    for row in zip(*results, strict=True):
-        tally.responses += 1
-        tally.failed += any(isinstance(score, Unscored) for score in row)
-    for index, scores in enumerate(results):
-        for score in scores:
-            if not isinstance(score, Unscored):
-                continue
-            if score.cause == "environment" and index:
-                continue  # counted with the first part: every part of a mix has it
-            tally.causes[score.cause] += 1
-            tally.first.setdefault(score.cause, _reason(score, names, index))
-        if names:
-            tally.parts[names[index]] = sum(_number(score, failed) for score in scores)
-    return tally

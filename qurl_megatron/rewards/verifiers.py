@@ -1,14 +1,25 @@
 """Checks of a response against the reference answer, 1.0 or 0.0, and the penalty for overlong ones.
 
 ``math`` may run long and must be called in the main thread of a process (math-verify stops itself
-by SIGALRM), so ``rewards.scoring`` runs it in workers. The others take microseconds.
+by SIGALRM), so it runs in workers. The others take microseconds.
+
+Users' code and servers give scores, too. All of these go through ``as_score``, so no NaN gets to
+the policy.
 """
 
+import logging
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from typing import Any
+
+from qurl_megatron.config.sections import LARGEST_SCORE
+from qurl_megatron.kit.errors import Unscored, unscored
 
 Check = Callable[[str, str], float]
+
+Score = float | Unscored
+"""A finite number, or the reason why there is none."""
 
 # [0-9], because \d takes digits of every script. A sign after a word stands between two numbers.
 NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
@@ -47,11 +58,18 @@ def last_number(text: str) -> Decimal | None:
 def score_math(text: str, answer: str) -> float:
     """The boxed, else the last expression equals the answer, as math-verify judges."""
     from math_verify import parse, verify  # sympy takes seconds to import
+    from math_verify.errors import TimeoutException
 
-    # A bare answer is an expression; math-verify wants LaTeX marked as such.
-    expected = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
-    expected = expected or parse(answer)
-    return float(verify(expected, parse(text[-MATH_TAIL:])))
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of every bad answer
+    try:
+        # A bare answer is an expression; math-verify wants LaTeX marked as such.
+        expected = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
+        expected = expected or parse(answer)
+        return float(verify(expected, parse(text[-MATH_TAIL:])))
+    # Model output breaks sympy in every way there is. The timeout is a BaseException, so that
+    # sympy's own handlers do not swallow it.
+    except (Exception, TimeoutException):
+        return 0.0
 
 
 KINDS: dict[str, Check] = {
@@ -78,3 +96,17 @@ def overlong_penalty(length: int, limit: int, fraction: float, penalty: float) -
     within = limit * fraction
     over = length - (limit - within)
     return -penalty * min(max(over / within, 0.0), 1.0)
+
+
+def as_score(value: Any) -> Score:
+    """Return any real number as a float; booleans are 1.0 and 0.0, text is no number."""
+    try:
+        score = None if isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:  # __float__ may be anybody's
+        score = None
+    if score is None:
+        description = "null" if value is None else f"a value of type {type(value).__name__}"
+        return unscored("invalid", description)
+    if not abs(score) <= LARGEST_SCORE:  # NaN is not, either
+        return Unscored("invalid", f"{score:g}")
+    return score

@@ -1,126 +1,125 @@
-"""The worker process of a reward or an environment: JSON lines of questions in, of answers out.
+"""The worker process of a reward or an environment: lines of questions in, of answers out.
 
-Started by a ``LinePool``, which kills it where an answer takes too long. It imports no torch.
+Started by a ``WorkerPool``, which kills it where an answer takes too long. It imports no torch.
 """
 
 import asyncio
 import inspect
 import json
-import logging
+import os
+import resource
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from qurl_megatron.config import RewardConfig
 from qurl_megatron.kit.errors import ConfigError, Unscored, unscored
-from qurl_megatron.rewards.environment import FIELDS, Reply, as_reply
-from qurl_megatron.rewards.functions import call, check_call, find_function, find_named, last_line
-from qurl_megatron.rewards.item import Item, Score
-from qurl_megatron.rewards.line_pool import serve
-from qurl_megatron.rewards.verifiers import KINDS
+from qurl_megatron.rewards.own_code import check_call, find_named, last_line
+from qurl_megatron.rewards.verifiers import KINDS, Score, as_score
+from qurl_megatron.rewards.workers import Reply
 
-ENVIRONMENT_KEY = "rollout.environment"
+REWARD_FIELDS = ("prompt", "response", "answer", "metadata")
+STEP_FIELDS = ("messages", "response", "answer", "metadata")
+ROLES = ("tool", "user")
 
-Scorer = Callable[[list[Item]], list[Score]]
-
-
-def serve_reward(key: str, config: RewardConfig) -> None:
-    def make() -> tuple[int, Callable[[Any], Any]]:
-        score, batch = make_scorer(key, config)
-
-        def answer(items: list[list]) -> list[Any]:
-            scores = score([Item(*item) for item in items])
-            return [asdict(value) if isinstance(value, Unscored) else value for value in scores]
-
-        return batch, answer
-
-    serve(make, config.memory_gb)
+Answer = Callable[[dict[str, Any]], Any]
+"""From the fields of a question to JSON, or Unscored."""
 
 
-def make_scorer(key: str, config: RewardConfig) -> tuple[Scorer, int]:
-    """Return a scorer that is ready, and how many responses it takes at once.
+def serve(make: Callable[[], Answer], memory_gb: float) -> None:
+    """Answer question after question, in the worker process, until there are no more.
 
-    Raises:
-        ConfigError: the recipe's function cannot be used, or there is no key for its server.
+    Whatever the code prints goes to stderr, and its standard input is empty.
+
+    Args:
+        make: returns the function that answers. Its ConfigError is sent instead, and ends the
+            worker.
+        memory_gb: GiB of address space.
     """
-    if config.url:
-        from qurl_megatron.rewards.judge import Judge  # httpx, which no other worker needs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the trainer
+    # A huge power is a MemoryError here, not a full machine.
+    memory = int(memory_gb * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
 
-        return Judge(key, config), config.batch
-    if config.function:
-        setting = key if key.startswith("--") else f"{key}.function"  # an option, or of a recipe
-        function = find_function(setting, config.function)
-        batched = config.batched or bool(getattr(function, "batched", False))
-        return partial(call, function, batched=batched), config.batch if batched else 1
-    from math_verify.errors import TimeoutException
+    # The code may fork, and its child may come back here: it must never ask or answer.
+    def part_from_the_pool() -> None:
+        os.dup2(nothing, requests.fileno())
+        os.dup2(nothing, results.fileno())
 
-    logging.disable()  # math-verify warns of every bad answer
-    check = KINDS[config.kind]
-    check("$1$", "1")  # imports, before the clock of a check runs
+    os.register_at_fork(after_in_child=part_from_the_pool)
+    worker_pid = os.getpid()
 
-    def score(items: list[Item]) -> list[Score]:
-        (item,) = items
-        try:
-            return [check(item.response, item.answer)]
-        # Model output breaks sympy in every way there is. The timeout is a BaseException, so that
-        # sympy's own handlers do not swallow it.
-        except (Exception, TimeoutException):
-            return [0.0]
+    def say(number: bytes, value: Any) -> None:
+        if os.getpid() != worker_pid:
+            os._exit(1)
+        said = {"failed": asdict(value)} if isinstance(value, Unscored) else {"value": value}
+        results.write(b"%s %s\n" % (number, json.dumps(said).encode("ascii")))
+        results.flush()
 
-    return score, 1
-
-
-def serve_environment(name: str, memory_gb: float) -> None:
-    def make() -> tuple[None, Callable[[Any], Any]]:
-        environment, runner = make_environment(name), asyncio.Runner()
-
-        def answer(fields: dict[str, Any]) -> Any:
-            reply = step(environment, fields, runner)
-            return {"failed": asdict(reply)} if isinstance(reply, Unscored) else {"reply": reply}
-
-        return None, answer
-
-    serve(make, memory_gb)
-
-
-def make_environment(name: str) -> Any:
-    """Return an object of the class that the recipe names, or made by the function it names.
-
-    Raises:
-        ConfigError: there is no such class, it cannot be made, or has no ``step`` to call.
-    """
-    named, attribute = find_named(ENVIRONMENT_KEY, name, "class"), name.rpartition(":")[2]
-    is_class = inspect.isclass(named.found)
-    if not is_class and _needs_arguments(named.found):
-        raise named.other_kind()
     try:
-        environment = named.found()
+        answer = make()
+    except ConfigError as error:
+        say(b"0", str(error))
+        return
+    say(b"0", None)  # ready
+    for line in requests:
+        number, _, question = line.partition(b" ")
+        say(number, answer(json.loads(question)))
+
+
+def own_reward(key: str, name: str) -> Answer:
+    """
+    Args:
+        key: of the recipe, or the option, that names the function; for messages.
+
+    Raises:
+        ConfigError: there is none, or it cannot be called as rewards are.
+    """
+    function = find_named(key, name, "function")
+    check_call(function, f"{key}={name}", name.rpartition(":")[2], REWARD_FIELDS)
+    return partial(call, function, score_of, asyncio.Runner())
+
+
+def environment(name: str) -> Answer:
+    """
+    Raises:
+        ConfigError: there is no class of that name, it cannot be made, or has no ``step`` to call.
+    """
+    key, class_name = "rollout.environment", name.rpartition(":")[2]
+    own_class = find_named(key, name, "class")
+    try:
+        made = own_class()
     except BaseException as error:  # whatever it does, this is one sentence
-        raise ConfigError(f"{named.named}: {attribute}() failed: {last_line(error)}") from None
-    parameters = ", ".join(f"{field}=..." for field in FIELDS)
-    method = getattr(environment, "step", None)
-    if not callable(method):
-        if not is_class:
-            raise named.other_kind()
-        raise ConfigError(f"{named.named}: {attribute} has no method step({parameters}); write one")
-    check_call(method, named.named, f"{attribute}().step", parameters)
-    return environment
+        raise ConfigError(f"{key}={name}: {class_name}() failed: {last_line(error)}") from None
+    step = getattr(made, "step", None)
+    if not callable(step):
+        call_of = ", ".join(f"{field}=..." for field in STEP_FIELDS)
+        raise ConfigError(f"{key}={name}: {class_name} has no method step({call_of}); write one")
+    check_call(step, f"{key}={name}", f"{class_name}().step", STEP_FIELDS)
+    return partial(call, step, as_reply, asyncio.Runner())
 
 
-def _needs_arguments(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except ValueError:
-        return False  # functions written in C may have no signature; the call will say
-    except TypeError:
-        return True
-    return False
+def our_check(kind: str) -> Answer:
+    """Return a check that has imported all it needs, before the clock of an answer runs."""
+    check = KINDS[kind]
+    check("$1$", "1")
+    return lambda fields: check(fields["response"], fields["answer"])
 
 
-def step(environment: Any, fields: dict[str, Any], runner: asyncio.Runner) -> Reply:
-    """Return the reply of the environment's ``step``, async or not.
+def call(
+    function: Callable[..., Any],
+    read: Callable[[Any], Any],
+    runner: asyncio.Runner,
+    fields: dict[str, Any],
+) -> Any:
+    """Return the value of the user's function, async or not, by way of ``read``.
 
     Args:
         runner: one for all calls: clients of servers may live on its loop.
@@ -130,17 +129,54 @@ def step(environment: Any, fields: dict[str, Any], runner: asyncio.Runner) -> Re
         return await result
 
     try:
-        result = environment.step(**fields)
+        result = function(**fields)
         if inspect.isawaitable(result):
             result = runner.run(awaited(result))
-        return as_reply(result)  # which may run code of its own
+        return read(result)  # which may run code of its own
     except BaseException as error:  # sys.exit() is no reason to end, either
         return unscored("exceptions", last_line(error))
 
 
-if __name__ == "__main__":
-    task = json.loads(sys.argv[1])
-    if "environment" in task:
-        serve_environment(task["environment"], task["memory_gb"])
+def score_of(value: Any) -> Score:
+    """Return a value as a score; verl's dicts hold the score among other values that verl logs."""
+    if not isinstance(value, dict):
+        return as_score(value)
+    if "score" not in value:
+        return unscored("invalid", "a dict without a 'score'")
+    return as_score(value["score"])
+
+
+def as_reply(value: object) -> Reply:
+    """Return an environment's value as a reply; Unscored where it is none."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        wrong = f"a value of type {type(value).__name__}"
+    elif value.get("role") not in ROLES:
+        wrong = f"a message with role {value.get('role')!r}"
+    elif not isinstance(value.get("content"), str):
+        wrong = f"a message whose content is of type {type(value.get('content')).__name__}"
+    elif not value["content"].strip():
+        wrong = "a message without text"  # after which the policy would talk to itself
     else:
-        serve_reward(task["key"], RewardConfig(**task["config"]))
+        # Halves of a surrogate pair are text to Python, and to no tokenizer.
+        content = value["content"].encode(errors="replace").decode()
+        return {"role": value["role"], "content": content}
+    return unscored(
+        "invalid", f'{wrong}; return {{"role": "tool" or "user", "content": text}}, or None'
+    )
+
+
+def main(task: dict[str, Any]) -> None:
+    match task:
+        case {"environment": name}:
+            make = partial(environment, name)
+        case {"function": name, "key": key}:
+            make = partial(own_reward, key, name)
+        case _:
+            make = partial(our_check, task["kind"])
+    serve(make, task["memory_gb"])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

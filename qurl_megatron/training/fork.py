@@ -26,7 +26,6 @@ from qurl_megatron.training.state import (
     claim,
     latest,
     recipe_of,
-    setting_of,
     without_scores,
 )
 
@@ -89,10 +88,7 @@ def forked(
         files: data files that have changed since the run read them, by their keys.
         evaluates: the fork is to evaluate before its first step.
     """
-    own_code = {}
-    for key, checksum in state.own_code.items():
-        if setting_of(key) not in keys:
-            own_code[key] = checksum
+    own_code = {key: checksum for key, checksum in state.own_code.items() if key not in keys}
     state = replace(state, guard={}, own_code=own_code, begun=state.step, unevaluated=evaluates)
     state = after(keys | files.keys(), state)
     other_order = [key for key in keys if key.startswith(ORDER) and key not in NOT_ORDER]

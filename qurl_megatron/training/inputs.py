@@ -42,7 +42,7 @@ def check_files(config: RunConfig) -> dict[str, DataFile]:
     files = data_files(
         config.data,
         held_out=config.train.eval_prompts > 0,
-        answers=config.reward.needs_answers,
+        answers=bool(config.reward.kind),
     )
     _refuse_chats_without_template(config, files)
     return files
@@ -102,7 +102,7 @@ def read_prompts(
         Tokenizer(described),
         seed=config.train.seed,
         held_out=config.train.eval_prompts,
-        answers=config.reward.needs_answers,
+        answers=bool(config.reward.kind),
         files=files,
     )
     limit = longest_prompt(config.rollout, arch_of(described))

@@ -190,9 +190,6 @@ class Journal:
         right_or_wrong = self.config.reward.right_or_wrong
         score = sum(sample.reward for sample in samples) / len(samples)
         measured = {"eval/accuracy" if right_or_wrong else "eval/reward": score}
-        measured |= {
-            f"eval/mix/{part}": total / len(samples) for part, total in tally.parts.items()
-        }
         if tally.failed:
             measured["eval/failed_fraction"] = tally.failed / len(samples)
         self._log(step, measured | self._since("eval"))

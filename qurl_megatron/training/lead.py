@@ -16,7 +16,7 @@ from qurl_megatron.kit.place import ranks_here
 from qurl_megatron.kit.stop import StopRequest
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.environment import EnvironmentPool
+from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_stop_ids
 from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.rollout_file import Proximal

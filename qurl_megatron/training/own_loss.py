@@ -8,7 +8,7 @@ from qurl_megatron.algo.objective import Limits
 from qurl_megatron.algo.own_loss import LossFunction, LossInputs, own_objective
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.rewards.functions import find_named
+from qurl_megatron.rewards.own_code import find_named
 
 KEY = "algo.function"
 
@@ -20,10 +20,7 @@ def find_loss(name: str) -> LossFunction:
     Raises:
         ConfigError: there is none.
     """
-    named = find_named(KEY, name, "function")
-    if isinstance(named.found, type):
-        raise named.other_kind()
-    return named.found
+    return find_named(KEY, name, "function")
 
 
 def check_loss(algo: AlgoConfig, correction: CorrectionConfig) -> None:

@@ -26,8 +26,8 @@ from qurl_megatron.observe.metrics import Max, Metric, Timer
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import Span
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.line_pool import Abandoned
 from qurl_megatron.rewards.pool import Tally, graded, refuse_none_scored
+from qurl_megatron.rewards.workers import Abandoned
 from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.groups import (
     Draft,

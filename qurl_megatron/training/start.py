@@ -26,7 +26,7 @@ from qurl_megatron.observe import failures
 from qurl_megatron.observe.sinks import read_metrics, wandb_package
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import check_rewards
-from qurl_megatron.rewards.environment import check_environment
+from qurl_megatron.rewards.workers import check_environment
 from qurl_megatron.schemes import simulation
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.inputs import (

@@ -26,8 +26,7 @@ from qurl_megatron.kit.filesystem import refusing
 STATE = "state.json"
 RECIPE = "config.toml"
 SCORES = {
-    *("reward.kind", "reward.function", "reward.batched", "reward.url", "reward.mix"),
-    "reward.failed",
+    *("reward.kind", "reward.function", "reward.url", "reward.failed"),
 }
 QUESTIONS = {
     *("data.prompt_key", "data.answer_key", "data.task", "data.task_args", "data.chat"),
@@ -192,7 +191,7 @@ def after(changed: Iterable[str], state: TrainState) -> TrainState:
     Args:
         changed: keys whose values have changed, and keys of files whose contents have changed.
     """
-    changed = set(map(setting_of, changed))
+    changed = set(changed)
     otherwise = [name for name, keys in MEASURES.items() if keys & changed]
     if not otherwise:
         return state
@@ -205,11 +204,6 @@ def after(changed: Iterable[str], state: TrainState) -> TrainState:
 
 def without_scores(state: TrainState) -> TrainState:
     return replace(state, accuracy=None, accuracy_step=None, accuracy_before=None)
-
-
-def setting_of(key: str) -> str:
-    """Return the setting in which a key lies: ``reward.mix`` of ``reward.mix.brief.function``."""
-    return ".".join(key.split(".")[:2])
 
 
 def tell_done(

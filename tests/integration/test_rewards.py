@@ -24,7 +24,7 @@ def score(prompt, response, answer, metadata):
 
 
 OPTIONS = ("rollout.engines=1", "train.eval_prompts=8", "reward.failed=-0.25")
-OPTIONS += ("reward.kind=", "reward.mix.own.function=own.py:score", "reward.mix.own.weight=1")
+OPTIONS += ("reward.kind=", "reward.function=own.py:score")
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +64,11 @@ def test_a_run_trains_on_what_has_a_score_and_counts_the_rest(trained):
     assert step["reward/exceptions"] == failed and step["reward/failed_fraction"] == failed / 64
     assert step["reward/mean"] == pytest.approx(sum(rewards) / 64)
     assert all(map(math.isfinite, step.values()))
-    assert step["reward/mix/own"] == step["reward/mean"]
     assert step["optimizer/grad_norm"] > 0
     assert (
         trained.stdout().count("*** reward") == 1
     )  # evaluations fail as well, and say nothing new
-    assert (
-        "raised (reward.mix.own: ValueError: a third of them (own.py, line 5))" in trained.stdout()
-    )
+    assert "raised (ValueError: a third of them (own.py, line 5))" in trained.stdout()
     share = f"{100 * failed / 64:.1f} %"
     assert f"  unscored {share}  " in trained.stdout()
     assert f"\n{share} of the responses could not be scored and got rew" in trained.stdout()
@@ -87,12 +84,11 @@ def test_a_model_that_is_made_on_the_spot_is_told_from_one_that_was_meant(traine
 
 
 def test_a_mean_of_scores_is_not_called_an_accuracy(trained):
-    """Nor is it a percentage; and the rewards of a mix are told apart, as in training."""
+    """Nor is it a percentage."""
     text = (trained.dir / "metrics.jsonl").read_text()
     records = [json.loads(line)["metrics"] for line in text.splitlines()]
     evaluated = [one for one in records if "eval/reward" in one]
     assert len(evaluated) == 2 and "eval/accuracy" not in text
-    assert all(one["eval/reward"] == one["eval/mix/own"] for one in evaluated)
     before, after = (one["eval/reward"] for one in evaluated)
     said = f"held-out reward {before:.3f} before, {after:.3f} after\n"
     assert said in trained.stdout() and "accuracy" not in trained.stdout().partition("step 1/1")[2]
@@ -159,6 +155,6 @@ def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):
     assert "fix the reward, or set reward.on_failure=score" in run.stderr()
     assert run.stderr().count("\n") == 1 and "Traceback" not in run.stderr()
     assert "step 1 is saved, start again to go on from it" in run.stderr()
-    told = f"the code of reward.mix.own.function={tiny.parent}/own.py:score has changed since step"
+    told = f"the code of reward.function={tiny.parent}/own.py:score has changed since step"
     assert f"\n{told} 1: what is measured with it" in run.stdout()
     assert f'"{told} 1' in (run.dir / "timeline.jsonl").read_text()

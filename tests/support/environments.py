@@ -70,10 +70,6 @@ def function():
 def score(prompt, response, answer, metadata):
     return 1.0
 
-def made():
-    return Scripted()
-
-bound = functools.partial(Scripted)
 '''
 )
 

@@ -56,24 +56,15 @@ def score(prompt, response, answer, metadata):
            "huge": 1e9, "killed": 1.0, "forks": 7.0, "forks-to-raise": 8.0}
     return odd[response] if response in odd else float(response)
 
-def lengths(prompt, response, answer, metadata):
-    for one in response:
-        score("", one, "", {})
-    return [len(one) + len(response) / 100 for one in response]
-
-lengths.batched = True
-
-def sums(response, **others):
-    return (float(one) for one in response)
-
-def short(prompt, response, answer, metadata):
-    return [1.0]
+def leaves_out(response, **others):
+    return float(response)
 
 def echo(prompt, response, answer, metadata):
     return float(f"{prompt}{response}{answer}{len(metadata)}")
 
-async def later(prompt, response, answer, metadata):
-    return 1.0
+async def later(**fields):
+    await asyncio.sleep(0)
+    return echo(**fields)
 
 def two(response, answer):
     return 1.0

@@ -99,25 +99,14 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("reward.kind=maths", "reward.kind must be one of math, last_number, exact, got 'maths'"),
         ("reward.function=score", "must look like package.module:name or file.py:name, got 'sco"),
         ("reward.function='a:b c'", "must look like package.module:name or file.py:name, got 'a:"),
-        ("reward.batched=true", "reward.batched is for reward.function; set that, or leave it out"),
+        ("reward.batched=true", "reward.batched no longer exists: a function gets one response"),
+        ("reward.mix={}", "reward.mix no longer exists: have reward.function add up what"),
         ("reward.key_env=KEY", "reward.key_env is for reward.url; set that, or leave it out"),
         ("reward.url=localhost:80", "reward.url must be like https://host:port/path, got 'localh"),
         ("reward.url=http://a:b/", "reward.url must be like https://host:port/path, got 'http://a"),
         ("reward.url=http://me:pw@a/", "reward.url has a user name or a password, which recipes"),
         ("reward.failed=nan", "reward.failed must be a number of at most 1000000 in size, got nan"),
         ("reward.memory_gb=0", "reward.memory_gb must be positive, got 0.0"),
-        ("reward.mix=1", "reward.mix must be a table of tables [reward.mix.NAME], got 1"),
-        ("reward.mix={a=1}", "reward.mix must be a table of tables [reward.mix.NAME], got {'a'"),
-        (
-            "reward.mix={a={wieght=1}}",
-            "unknown key reward.mix.a.wieght; did you mean reward.mix.a.w",
-        ),
-        ("reward.mix={a={weight=inf}}", "reward.mix.a.weight must be a number of at most"),
-        (
-            "reward.mix={a={url='x'}}",
-            "reward.mix.a.url must be like https://host:port/path, got 'x",
-        ),
-        ("reward.mix={'a b'={}}", "reward.mix.a b: a name has letters, digits, _ and - alone: it"),
     ],
 )
 def test_mistakes_name_key_value_and_fix(recipe, override, message):
@@ -174,9 +163,6 @@ def test_a_variants_folder_has_a_plain_name_whatever_it_is_a_variant_of(recipe):
         named("data.task_args={min_terms=2, note='a b'}") == "--data.task_args-min_terms_2_note_a_b"
     )
     assert named("parallel.tensor=2", "data.chat=true") == "--data.chat-true--parallel.tensor-2"
-    assert named("reward.mix={a={kind='exact'}}", "reward.mix.a.weight=2") == (
-        "--reward.mix-a_kind_exact--reward.mix.a.weight-2"
-    )
     long = [named(f"model.path={'x' * 300}{end}") for end in "ab"]
     assert len(set(long)) == 2 and all(len(name) < 210 for name in long)
 
@@ -193,22 +179,12 @@ def test_what_changes_no_number_of_a_run_makes_no_other_folder(recipe, override)
     assert load(recipe, [override]).train.run_dir == "runs/r"
 
 
-def test_an_override_reaches_into_tables_of_tables(recipe):
-    recipe.write_text(
-        RECIPE + "[reward.mix.right]\nkind = 'exact'\n[reward.mix.brief]\nfunction = 'own:score'\n"
-    )
-    config = load(recipe, ["reward.mix.brief.weight=0.5", "data.task_args.min_terms=3"])
-    assert {name: part.weight for name, part in config.reward.mix.items()} == {
-        "right": 1.0,
-        "brief": 0.5,
-    }
+def test_an_override_reaches_into_tables(recipe):
+    config = load(recipe, ["data.task_args.min_terms=3"])
     assert config.data.task_args == {"min_terms": 3}
     for override, message in (
-        ("reward.mix.brif.weight=2", "nothing scores; did you mean reward.mix.brief?"),
-        ("reward.mix.brief.wieght=2", "did you mean reward.mix.brief.weight?"),
         ("model.path.x=2", "model.path is not a table, so there is no model.path.x; it is 'm'"),
         ("reward..weight=2", "must look like section.key=value"),
-        ("reward.mix={a={kind='exact',weight=0}}", "every weight of reward.mix is 0, so every"),
     ):
         with pytest.raises(ConfigError) as error:
             load(recipe, [override])
@@ -297,20 +273,13 @@ def test_a_file_of_rewards_lies_beside_its_recipe_wherever_the_recipe_is_copied(
     assert load(recipe, ["reward.function=/a/own.py:score"]).reward.function == "/a/own.py:score"
     assert load(recipe, ["reward.function=own:score"]).reward.function == "own:score"
 
-    mix = ["reward.mix={b={function='../own.py:score', weight=2}, a={kind='exact'}}"]
-    mixed = load(recipe, mix)
-    assert list(mixed.reward.parts) == ["reward.mix.b", "reward.mix.a"]
-    assert mixed.reward.parts["reward.mix.b"].function == f"{tmp_path.parent}/own.py:score"
-
     copy = tmp_path / "elsewhere" / "r.toml"
     copy.parent.mkdir()
     copy.write_text(recipe.read_text())
-    for options, whole in ((given, config), (mix, mixed)):
-        assert (
-            load(copy, from_elsewhere(recipe, options)).reward == whole.reward != load(copy).reward
-        )
-        (tmp_path / "resolved.toml").write_text(to_toml(whole))
-        assert load(tmp_path / "resolved.toml") == whole
+    moved = load(copy, from_elsewhere(recipe, given)).reward
+    assert moved == config.reward != load(copy).reward
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert load(tmp_path / "resolved.toml") == config
     assert from_elsewhere(recipe, ["reward.function=own:score"]) == ["reward.function=own:score"]
 
 
@@ -319,9 +288,7 @@ def test_a_server_is_named_without_a_query_which_might_hold_a_key(recipe):
         load(recipe, ["reward.url=http://a/score?token=secret"])
 
 
-def test_a_mix_stands_alone(recipe):
-    with pytest.raises(ConfigError, match="reward.mix stands in place of reward.function and rewa"):
-        load(recipe, ["reward.mix={a={}}", "reward.function=own:score"])
+def test_there_is_one_scorer(recipe):
     with pytest.raises(ConfigError, match="reward needs one of function and url, not both"):
         load(recipe, ["reward.url=http://a", "reward.function=own:score"])
 
@@ -330,15 +297,12 @@ def test_a_kind_that_nothing_would_use_is_refused_and_not_shown(recipe):
     for own, beside in (
         ("reward.function=own:score", "reward.kind=exact would not be used beside reward.function"),
         ("reward.url=http://a", "reward.kind=exact would not be used beside reward.url"),
-        ("reward.mix={a={kind='math'}}", "reward.kind=exact would not be used beside reward.mix"),
     ):
         assert (
             load(recipe, [own]).reward.kind == load(recipe, [own, "reward.kind="]).reward.kind == ""
         )
         with pytest.raises(ConfigError, match=beside):
             load(recipe, [own, "reward.kind=exact"])
-    with pytest.raises(ConfigError, match="reward.mix.a.kind=math would not be used beside reward"):
-        load(recipe, ["reward.mix={a={kind='math', function='own:score'}}"])
     assert load(recipe).reward.kind == "math"
 
 
@@ -350,11 +314,8 @@ def test_scores_of_a_kind_are_an_accuracy_unless_others_stand_for_those_that_fai
 
 def test_an_exact_answer_has_one_turn(recipe):
     tool = "rollout.environment=tool.py:Tool"
-    for reward in ("reward.kind=exact", "reward.mix={a={kind='math'}, b={kind='exact'}}"):
-        with pytest.raises(
-            ConfigError, match="exact compares all that the policy wrote, and a con"
-        ):
-            load(recipe, [tool, reward])
+    with pytest.raises(ConfigError, match="exact compares all that the policy wrote, and a con"):
+        load(recipe, [tool, "reward.kind=exact"])
     load(recipe, [tool, "reward.kind=last_number"])
 
 
@@ -372,7 +333,6 @@ def test_a_server_may_move_and_another_reward_is_another_run(recipe):
 
 OWN = {
     "reward.function": '[reward]\nfunction = "own.py:score"\n',
-    "reward.mix": '[reward.mix.a]\nfunction = "own.py:score"\n',
     "rollout.environment": '[rollout]\nenvironment = "own.py:Tool"\n',
 }
 
@@ -394,15 +354,3 @@ def test_a_recipes_folder_may_move_with_the_code_beside_it(key, tmp_path):
     assert refused([change])
     (tmp_path / "first/own.py").unlink()
     assert changes(first, copied) == []
-
-
-def test_weights_of_a_mix_may_change_and_what_it_adds_up_may_not(recipe):
-    mixed, heavier, other = (
-        load(recipe, [f"reward.mix={{a={{kind='exact', weight={weight}}}, b={{{more}}}}}"])
-        for weight, more in ((1, "kind='math'"), (2, "kind='math'"), (1, "function='own:score'"))
-    )
-    assert other_run(mixed, heavier) == []
-    (told,) = changes(mixed, heavier)
-    assert str(told) == "reward.mix {a: 1 * exact, b: 1 * math} -> {a: 2 * exact, b: 1 * math}"
-    assert len(other_run(mixed, other)) == 1
-    assert other_run(mixed, load(recipe))[-1] == "reward.mix {a: 1 * exact, b: 1 * math} -> {}"

@@ -3,17 +3,16 @@
 import asyncio
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.config.sections import MixedReward, RolloutConfig
+from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.environment import EnvironmentPool, check_environment
 from qurl_megatron.rewards.pool import items_of
-from qurl_megatron.rewards.worker import make_environment, step
+from qurl_megatron.rewards.worker import as_reply, call
+from qurl_megatron.rewards.workers import EnvironmentPool, check_environment
 from tests.support.environments import write_classes
 from tests.support.models import random_samples
 from tests.support.waiting import PATIENCE_S
@@ -78,7 +77,7 @@ class Leaving(dict):
 
 
 def test_a_message_whose_own_code_fails_is_an_exception():
-    said = step(SimpleNamespace(step=lambda: Leaving()), {}, asyncio.Runner())
+    said = call(Leaving, as_reply, asyncio.Runner(), {})
     assert isinstance(said, Unscored) and said.cause == "exceptions"
 
 
@@ -103,30 +102,22 @@ def test_what_cannot_be_used_is_refused_before_the_run(own, name, message):
         check_environment(RolloutConfig(environment=f"{own}:{name}"))
 
 
-@pytest.mark.parametrize("name", ["made", "bound"])
-def test_a_function_without_arguments_may_make_it(own, name):
-    made = make_environment(f"{own}:{name}")
-    assert made.step([], "hello", "7", {}) == {"role": "tool", "content": "hello 7 {} 0"}
-
-
 def test_a_name_that_is_none_is_refused_by_the_recipe():
     with pytest.raises(ConfigError, match="rollout.environment must look like package"):
         RolloutConfig(environment="calculator")
 
 
-def test_a_response_that_failed_in_it_has_no_score_and_counts_once_whatever_the_mix():
+def test_a_response_that_failed_in_it_has_no_score():
     plain = random_samples(3)
     lost = replace(plain[1], failure=Unscored("timeouts", "rollout.turn_timeout_s=3"))
     samples = [plain[0], lost, plain[2]]
-    mix = {name: MixedReward(kind="exact") for name in ("a", "b")}
-    for config in (RewardConfig(kind="exact", failed=-1), RewardConfig(mix=mix, failed=-1)):
-        with RewardPool(config) as rewards:
-            grades = rewards.grade(items_of(samples, ["", "x", ""]))
-        assert grades.scores == ([1, -1, 1] if not config.mix else [2, -2, 2])
-        assert (grades.tally.failed, grades.tally.causes["environment"]) == (1, 1)
-        assert "1 failed in the environment (" in grades.tally.said()
-        why = "took too long: rollout.turn_timeout_s=3"  # and no part of a mix is blamed
-        assert f"({why})" in grades.tally.said() and grades.failures[1].why == why
+    with RewardPool(RewardConfig(kind="exact", failed=-1)) as rewards:
+        grades = rewards.grade(items_of(samples, ["", "x", ""]))
+    assert grades.scores == [1, -1, 1]
+    assert (grades.tally.failed, grades.tally.causes["environment"]) == (1, 1)
+    why = "took too long: rollout.turn_timeout_s=3"
+    assert f"1 failed in the environment ({why})" in grades.tally.said()
+    assert grades.failures[1].why == why
     raised = replace(plain[0], failure=Unscored("exceptions", "ValueError: no tool"))
     with RewardPool(RewardConfig(kind="exact")) as rewards:
         rewards.grade(items_of(samples, ["", "", ""]))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.rewards.environment import FIELDS, ROLES, EnvironmentPool, check_environment
+from qurl_megatron.rewards.worker import ROLES, STEP_FIELDS
+from qurl_megatron.rewards.workers import EnvironmentPool, check_environment
 from qurl_megatron.training.groups import conversation_metrics
 from tests.support.models import random_samples
 from tests.support.waiting import PATIENCE_S
@@ -45,7 +46,7 @@ def test_the_page_names_every_key_argument_role_and_metric():
     keys = {f.name for f in dataclasses.fields(RolloutConfig)}
     own = {key for key in keys if key.startswith(("environment", "turn", "max_turns"))}
     assert len(own) == 5
-    for word in (*own, *FIELDS, *ROLES, *conversation_metrics(random_samples(1))):
+    for word in (*own, *STEP_FIELDS, *ROLES, *conversation_metrics(random_samples(1))):
         assert re.search(rf"\b{word}\b", PAGE), word
 
 

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qurl_megatron.cli import main
-from qurl_megatron.config.sections import MixedReward, RewardConfig, RolloutConfig
+from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer as Words
 from qurl_megatron.evaluation import results
@@ -608,18 +608,14 @@ def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model
 
 
 def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
-    mixed = RewardConfig(
-        mix={"a": MixedReward(function="a:b"), "b": MixedReward(kind="math", weight=0.5)}
-    )
+    function = RewardConfig(function="a:b")
 
-    def reward(*options: str, theirs: RewardConfig = mixed) -> RewardConfig:
+    def reward(*options: str, theirs: RewardConfig = function) -> RewardConfig:
         return plan_of(bench, model, *options, reward=theirs).reward
 
-    assert reward() == mixed
+    assert reward() == function
     assert reward("--reward", "exact") == RewardConfig(kind="exact")
-    function = RewardConfig(function="a:b", batched=True)
     assert reward("--reward", "a:b", theirs=RewardConfig(kind="exact")).kind == ""
-    assert reward("--reward", "exact", theirs=function) == RewardConfig(kind="exact")
     with pytest.raises(ConfigError, match="--reward exakt is not one of math, last_number, exact"):
         reward("--reward", "exakt")
 

@@ -1,5 +1,6 @@
 """Functions of the user's own: found or refused in one sentence, called, and never believed."""
 
+import asyncio
 import json
 import math
 import re
@@ -12,12 +13,11 @@ import psutil
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.config.sections import MixedReward
 from qurl_megatron.kit.errors import ConfigError, Unscored, unscored
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
-from qurl_megatron.rewards.functions import call, find_function
-from qurl_megatron.rewards.item import as_score
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
+from qurl_megatron.rewards.verifiers import as_score
+from qurl_megatron.rewards.worker import call, own_reward, score_of
 from tests.support.rewards import items, write_functions
 from tests.support.waiting import wait_until
 
@@ -34,9 +34,13 @@ def pool(own):
         yield pool
 
 
-def test_a_function_of_a_file_gets_the_four_fields_by_name(own):
-    found = find_function("reward.function", f"{own}:echo")
-    assert call(found, [Item("1", "2", "3", {"a": 1})], batched=False) == [1231.0]
+FIELDS = {"prompt": "1", "response": "2", "answer": "3", "metadata": {"a": 1}}
+
+
+@pytest.mark.parametrize("name", ["echo", "later"])
+def test_a_function_of_a_file_gets_the_four_fields_by_name_and_may_be_async(own, name):
+    reward = own_reward("reward.function", f"{own}:{name}")
+    assert [reward(FIELDS), reward(FIELDS)] == [1231.0, 1231.0]
 
 
 def test_a_file_finds_modules_beside_it_but_they_hide_none_that_is_installed(tmp_path, monkeypatch):
@@ -49,18 +53,18 @@ def test_a_file_finds_modules_beside_it_but_they_hide_none_that_is_installed(tmp
         "@dataclass\nclass Found:\n    value: 'float'\n"
         "def score(**fields):\n    return math.floor(Found(1.5).value) * own_units.KILO\n"
     )
-    assert call(find_function("k", f"{tmp_path}/near.py:score"), items("a"), batched=False) == [1e3]
+    assert own_reward("k", f"{tmp_path}/near.py:score")(FIELDS) == 1e3
 
 
 def test_gaps_of_a_table_are_null_in_json():
     gaps = {"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}
     line = Item("p", "r", "a", gaps).line
-    assert json.loads(line)[3] == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+    assert json.loads(line)["metadata"] == {"a": None, "b": [None, 1.5], "c": {"d": None}}
 
 
 def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypatch):
     monkeypatch.syspath_prepend(own.parent)
-    assert call(find_function("k", "own:sums"), items("1", "2"), batched=True) == [1.0, 2.0]
+    assert own_reward("k", "own:leaves_out")(FIELDS) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -79,11 +83,10 @@ def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypat
             r"cannot be imported: FileNotFoundError: .*'weights.bin' \(opens.py, li",
         ),
         ("own.py:scor", r"own.py has no scor; did you mean score\?"),
-        ("own.py:xyz", r"own.py has no xyz; it has misbehave, score, lengths"),
+        ("own.py:xyz", r"own.py has no xyz; it has misbehave, score, leaves_out"),
         ("imports.py:load", r"imports.py has no load; it has score$"),
         ("imports.py:Scorer", r"imports.py:Scorer is a class; name a function \(it has score\)"),
-        ("own.py:number", r"is of type int and cannot be called; name a function"),
-        ("own.py:later", r"is an async function; name one that returns its score"),
+        ("own.py:number", r"is a value of type int; name a function \(it has misbehave, score"),
         (
             "own.py:two",
             r"cannot be called as two\(prompt=.*: got an unexpected keyword .*'prompt'; ",
@@ -101,7 +104,7 @@ def test_a_name_that_leads_to_no_reward_is_one_sentence(name, said, own):
     )
     target = name if name == "nowhere:score" else f"{folder}/{name}"
     with pytest.raises(ConfigError) as error:
-        find_function("reward.function", target)
+        own_reward("reward.function", target)
     assert re.search(said, str(error.value)), error.value
     assert str(error.value).startswith(f"reward.function={target}")
     assert "\n" not in str(error.value)
@@ -112,9 +115,6 @@ def test_the_start_of_a_run_refuses_what_a_worker_cannot_import(own):
         ConfigError, match=r"^reward.function=\S+own.py:xyz: \S+ has no xyz; it has"
     ):
         check_rewards(RewardConfig(function=f"{own}:xyz"))
-    mix = {"style": MixedReward(function="nowhere:score")}
-    with pytest.raises(ConfigError, match="^reward.mix.style.function=nowhere:score cannot be imp"):
-        check_rewards(RewardConfig(mix=mix))
     check_rewards(RewardConfig(function=f"{own}:score"))
 
 
@@ -127,10 +127,11 @@ def test_a_score_whose_own_code_fails_is_an_exception_and_its_type_is_printable(
     def own(response, **others):
         return Leaving() if response == "leaves" else type("\x1b[2J", (), {})()
 
-    (leaves,) = call(own, items("leaves"), batched=False)
+    runner = asyncio.Runner()
+    leaves = call(own, score_of, runner, {"response": "leaves"})
     assert isinstance(leaves, Unscored) and leaves.why.startswith("SystemExit (test_rewards_own")
     odd = Unscored("invalid", "a value of type ?[2J")
-    assert call(own, items("odd"), batched=False) == [odd]
+    assert call(own, score_of, runner, {"response": "odd"}) == odd
 
 
 class Odd:
@@ -213,53 +214,9 @@ def test_a_response_whose_worker_is_killed_is_scored_by_another_one_once(
     assert grades.tally.causes == ({"crashes": 1} if times == 2 else {})
 
 
-def test_a_function_is_called_with_lists_where_the_recipe_says_so(own):
-    texts = [str(i) for i in range(20)]
-    with RewardPool(RewardConfig(function=f"{own}:sums", batched=True, batch=8)) as pool:
-        assert pool.grade(items(*texts)).scores == [float(text) for text in texts]
-
-
-def test_one_response_does_not_spoil_the_others_of_its_call(own):
-    config = RewardConfig(function=f"{own}:lengths", timeout_s=4.0, batch=2)
-    texts = ["1", "22", "hang", "333", "die", "4444", "raise", "55555", "1234567"]
-    with RewardPool(config) as pool:
-        grades = pool.grade(items(*texts))
-        together = pool.grade(items("1", "22", "333")).scores
-    assert [int(score) for score in grades.scores] == [1, 2, 0, 3, 0, 4, 0, 5, 7]
-    assert grades.tally.causes == {"timeouts": 1, "crashes": 1, "exceptions": 1}
-    assert together == pytest.approx([1.02, 2.02, 3.01])  # two calls
-
-
 def test_a_dict_like_verls_is_its_score():
-    verl = {"score": 0.5, "acc": True, "pred": "7"}
-    assert call(lambda **fields: verl, items("a"), batched=False) == [0.5]
-    assert call(lambda **fields: [verl, 1.0], items("a", "b"), batched=True) == [0.5, 1.0]
-    found = call(lambda **fields: {"acc": 1.0}, items("a"), batched=False)
-    assert found == [Unscored("invalid", "a dict without a 'score'")]
-
-
-def test_too_few_values_are_no_scores(own):
-    found = call(find_function("k", f"{own}:short"), items("a", "b", "c"), batched=True)
-    assert found == [1.0, 1.0, 1.0]  # alone, each has the one value that comes
-    found = call(lambda **fields: [], items("a"), batched=True)
-    assert found == [Unscored("invalid", "0 scores for 1 responses")]
-    found = call(lambda **fields: None, items("a"), batched=True)
-    assert found[0].cause == "exceptions" and found[0].why.startswith("TypeError")
-
-
-def test_a_mix_adds_up_what_each_gave_times_its_weight(own):
-    mix = {
-        "right": MixedReward(kind="exact", weight=2.0),
-        "own": MixedReward(function=f"{own}:score", weight=-0.5),
-    }
-    with RewardPool(RewardConfig(mix=mix, failed=3.0)) as pool:
-        grades = pool.grade(items("2", "nan", "4"))
-    assert grades.scores == [2.0 - 1.0, 0.0 - 1.5, 0.0 - 2.0]
-    metrics = {name: metric.value for name, metric in grades.tally.metrics().items()}
-    assert metrics["reward/mix/right"] == 1 / 3
-    assert metrics["reward/mix/own"] == (2 + 3 + 4) / 3
-    assert grades.tally.first == {"invalid": "reward.mix.own: nan"}
-    assert grades.failures == [None, Unscored("invalid", "reward.mix.own: nan"), None]
+    assert score_of({"score": 0.5, "acc": True, "pred": "7"}) == 0.5
+    assert score_of({"acc": 1.0}) == Unscored("invalid", "a dict without a 'score'")
 
 
 def test_a_run_that_is_to_stop_is_told_why(own):
@@ -291,7 +248,7 @@ def test_a_reward_that_scores_nothing_is_named_with_what_it_said(own):
         pool.grade(items("1"))
     refuse_none_scored(pool.tally, scorer)  # one in three has a score
     refuse_none_scored(Tally(), scorer)
-    lost = Tally(2, 2, Counter(environment=2), {"environment": "no tool"})
+    lost = Tally(2, Counter(environment=2), {"environment": "no tool"})
     with pytest.raises(ConfigError, match=r"environment \(no tool\); fix rollout.environment$"):
         refuse_none_scored(lost, scorer)
 
@@ -300,7 +257,7 @@ def test_an_environment_that_fails_too_takes_no_blame_from_a_server_that_is_down
     causes = Counter({"unanswered": 3, "environment": 1})
     first = {"unanswered": "http://judge:1 did not answer", "environment": "raised: Oops"}
     with pytest.raises(RewardDown, match=r"\(raised: Oops\); start its server, or have it answer$"):
-        refuse_none_scored(Tally(4, 4, causes, first), "reward.url=http://judge:1")
+        refuse_none_scored(Tally(4, causes, first), "reward.url=http://judge:1")
     both = causes + Counter(exceptions=1)
     with pytest.raises(ConfigError, match="scored none of 5 .*; fix it, and call it on one resp"):
-        refuse_none_scored(Tally(5, 5, both, first | {"exceptions": "KeyError"}), "reward.mix")
+        refuse_none_scored(Tally(5, both, first | {"exceptions": "KeyError"}), "reward.url")

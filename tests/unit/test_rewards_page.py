@@ -16,7 +16,7 @@ from tests.support.rewards import serving
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 REWARDS, JUDGE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 RECIPES = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-FUNCTION, BATCHED, MIX, HTTP = RECIPES
+FUNCTION, SUM, HTTP = RECIPES
 REST = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[rollout]\nsamples_per_prompt = 8\n'
 ITEMS = [
     Item("2 + 3 =", response, "5", {}) for response in ("it is 5", "5", "4", "I do not know that")
@@ -34,10 +34,9 @@ def section(folder: Path, table: str) -> RewardConfig:
     ("table", "expected"),
     [
         (FUNCTION, [1.0, 1.0, 0.1, 0.0]),
-        (BATCHED, [1 / 3, 1.0, 1.0, 0.2]),
-        (MIX, [1 + 0.2 / 3, 1.2, 0.2, 0.04]),
+        (SUM, [1 + 0.2 / 3, 1.2, 0.2, 0.04]),
     ],
-    ids=["function", "batched", "mix"],
+    ids=["function", "sum"],
 )
 def test_the_functions_score_as_the_page_says(table, expected, tmp_path):
     config = section(tmp_path, table)

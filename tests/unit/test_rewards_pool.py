@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.rewards import Item, RewardPool
-from qurl_megatron.rewards.scoring import WorkerPool
+from qurl_megatron.rewards.workers import WorkerPool
 from tests.support.waiting import NEVER_S, wait_until
 
 TOWER = ("$9^{9^{9^{9^{9}}}}$", "10^{10^{10^{10}}}")  # math-verify alone needs 6 s to give up
@@ -20,8 +19,14 @@ TOWER = ("$9^{9^{9^{9^{9}}}}$", "10^{10^{10^{10}}}")  # math-verify alone needs 
 
 @pytest.fixture(scope="module")
 def pool():
-    with WorkerPool(RewardConfig(kind="math", workers=2, timeout_s=3.0)) as pool:
+    with workers_of(RewardConfig(kind="math", workers=2, timeout_s=3.0)) as pool:
         yield pool
+
+
+def workers_of(config: RewardConfig) -> WorkerPool:
+    workers = RewardPool(config).workers
+    assert workers is not None
+    return workers
 
 
 def line(pair: tuple[str, str]) -> str:
@@ -31,12 +36,12 @@ def line(pair: tuple[str, str]) -> str:
 
 def scores(pool: WorkerPool, pairs: list[tuple[str, str]]) -> list[float | str]:
     """The scores; in place of one that is missing, the cause."""
-    found = pool.score([line(pair) for pair in pairs])
+    found = pool.answers([line(pair) for pair in pairs], lambda: False)
     return [one.cause if isinstance(one, Unscored) else one for one in found]
 
 
 def pids(pool: WorkerPool) -> list[int]:
-    return [seat.worker.process.pid for seat in pool.seats]
+    return [worker.process.pid for worker in pool.workers]
 
 
 def settle(pool: WorkerPool) -> None:
@@ -44,7 +49,7 @@ def settle(pool: WorkerPool) -> None:
 
     def ready() -> bool:
         scores(pool, [(f"\\boxed{{{i}}}", "1") for i in range(10)])
-        return all(seat.ready for seat in pool.seats)
+        return all(worker.ready for worker in pool.workers)
 
     wait_until(ready)
 
@@ -64,10 +69,10 @@ def test_scores_come_back_in_order_however_many_workers_there_are(pool):
 
 def test_a_power_tower_has_no_score_after_the_timeout_and_its_worker_is_replaced(pool):
     before = set(pids(pool))
-    found = scores(pool, [("\\boxed{4}", "4"), TOWER, ("\\boxed{5}", "5"), TOWER])
-    assert found == [1.0, "timeouts", 1.0, "timeouts"]
-    gone = before - set(pids(pool))  # the same item twice is checked once
-    assert len(gone) == 1 and not any(map(alive, gone))
+    found = scores(pool, [("\\boxed{4}", "4"), TOWER, ("\\boxed{5}", "5")])
+    assert found == [1.0, "timeouts", 1.0]
+    gone = before - set(pids(pool))
+    assert gone and not any(map(alive, gone))
     assert scores(pool, [("\\boxed{6}", "6")] * 3) == [1.0] * 3
 
 
@@ -97,7 +102,7 @@ def test_killing_idle_workers_costs_no_answer(pool):
 
 
 def test_workers_may_be_killed_while_they_start():
-    with WorkerPool(RewardConfig(kind="math", workers=2)) as pool:
+    with workers_of(RewardConfig(kind="math", workers=2)) as pool:
         for pid in pids(pool):
             os.kill(pid, signal.SIGKILL)
         assert scores(pool, [("\\boxed{7}", "7"), ("\\boxed{8}", "7")]) == [1.0, 0.0]
@@ -110,7 +115,7 @@ def test_workers_may_be_killed_while_they_start():
 def test_workers_that_never_start_end_the_call(tmp_path, monkeypatch, module, start_s, why):
     (tmp_path / "sleeps.py").write_text(f"import time; time.sleep({NEVER_S})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    broken = WorkerPool(RewardConfig(kind="math", workers=1))
+    broken = workers_of(RewardConfig(kind="math", workers=1))
     broken.module, broken.start_s = module, start_s
     with broken, pytest.raises(RuntimeError, match=f"^a reward worker {why}; see stderr$"):
         scores(broken, [("1", "1")])
@@ -132,7 +137,6 @@ def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
         os.kill(pid, signal.SIGINT)
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "torch" not in maps and "numpy" not in maps
-    time.sleep(0.1)
     assert scores(pool, [("\\boxed{8}", "8"), ("\\boxed{9}", "9")]) == [1.0, 1.0]
     assert pids(pool) == before
 
@@ -147,7 +151,7 @@ def test_an_interrupted_call_leaves_no_check_under_way(pool):
 
     settle(pool)
     with pytest.raises(KeyboardInterrupt):
-        pool.score([line(TOWER), line(("\\boxed{2}", "2"))], interrupted)
+        pool.answers([line(TOWER), line(("\\boxed{2}", "2"))], interrupted)
     assert scores(pool, [("\\boxed{1}", "7"), ("\\boxed{2}", "7")]) == [0.0, 0.0]
 
 
@@ -156,25 +160,24 @@ def test_cheap_kinds_start_no_process(kind):
     with RewardPool(RewardConfig(kind=kind, workers=2)) as pool:
         items = [Item("", "12", "12", {}), Item("", "13", "12", {})]
         assert pool.grade(items).scores == [1.0, 0.0]
-        assert pool.pools == {}
+        assert pool.workers is None
 
 
 def test_leaving_the_pool_ends_its_workers():
-    with WorkerPool(RewardConfig(kind="math")) as pool:
+    with workers_of(RewardConfig(kind="math")) as pool:
         before = pids(pool)
         assert all(map(alive, before))
     assert not any(map(alive, before))
 
 
 TRAINER = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.rewards.scoring import WorkerPool
-from tests.unit.test_rewards_pool import TOWER, line, pids, settle
-pool = WorkerPool(RewardConfig(kind="math", workers=3, timeout_s=1000)).__enter__()
+from tests.unit.test_rewards_pool import TOWER, line, pids, settle, workers_of
+pool = workers_of(RewardConfig(kind="math", workers=3, timeout_s=1000)).__enter__()
 settle(pool)
 os.kill(pids(pool)[1], signal.SIGSTOP)
-threading.Thread(target=pool.score, args=([line(TOWER)],), daemon=True).start()
+pool.put(line(TOWER))
 print(*pids(pool), flush=True)
 time.sleep(600)
 """

@@ -15,7 +15,7 @@ from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.rewards.environment import EnvironmentPool
+from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.types import Prompt
 from tests.support.environments import write_classes, write_tokenizer
 from tests.support.fake_engine import FakeEngine, token_at

@@ -83,10 +83,6 @@ def test_rows_without_answers_are_for_rewards_of_ones_own(recipe):
     typo = load(recipe, ["reward.function=own:score", "data.answer_key=answr"])
     with pytest.raises(ConfigError, match="line 1 has no answr; .* data.answer_key"):
         check_files(typo)
-    # In a mix with one of our kinds, answers are needed.
-    mixed = 'reward.mix={own = {function = "own:score"}, right = {kind = "exact"}}'
-    with pytest.raises(ConfigError, match="line 1 has no reward_model.ground_truth or answer"):
-        check_files(load(recipe, [mixed]))
 
 
 def test_held_out_prompts_that_a_run_trains_on_are_said_at_start_and_by_a_dry_run(recipe, capsys):

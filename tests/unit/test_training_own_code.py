@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from qurl_megatron.config import RewardConfig, load
-from qurl_megatron.config.sections import MixedReward
 from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.training.fork import forked
 from qurl_megatron.training.state import TrainState
@@ -18,32 +17,22 @@ BEFORE = TrainState(step=3, accuracy_before=0.25, accuracy=0.5)
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A mix of a file and of a module whose package would end whoever imports it, and a tool."""
+    """A reward in a file, and a tool and a loss in modules that would end whoever imports them."""
     monkeypatch.chdir(tmp_path)
-    for file in ("rewards.py", "tool.py", "own_rewards_package/inner/judge.py"):
+    for file in ("rewards.py", "own_package/inner/tool.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("def score(): ...\n")
-    (tmp_path / "own_rewards_package/__init__.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "own_package/__init__.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "recipe.toml").write_text(RECIPE_TEXT)
-    mix = {
-        "file": MixedReward(function=f"{tmp_path}/rewards.py:score"),
-        "module": MixedReward(function="own_rewards_package.inner.judge:score"),
-        "builtin": MixedReward(function="math:sqrt"),
-        "gone": MixedReward(function="own_rewards_package.inner.nowhere.deeper:score"),
-        "kind": MixedReward(kind="last_number"),
-    }
     config = load(tmp_path / "recipe.toml", [f"train.run_dir={tmp_path / 'run'}"])
-    rollout = replace(config.rollout, environment=f"{tmp_path}/tool.py:Tool")
-    return replace(config, reward=RewardConfig(mix=mix), rollout=rollout)
+    rollout = replace(config.rollout, environment="own_package.inner.tool:Tool")
+    reward = RewardConfig(function=f"{tmp_path}/rewards.py:score")
+    return replace(config, reward=reward, rollout=rollout)
 
 
 FILES = {
-    "reward.mix.file.function": ("rewards.py", {"eval": 3, "reward": 3}),
-    "reward.mix.module.function": (
-        "own_rewards_package/inner/judge.py",
-        {"eval": 3, "reward": 3},
-    ),
-    "rollout.environment": ("tool.py", {"eval": 3}),
+    "reward.function": ("rewards.py", {"eval": 3, "reward": 3}),
+    "rollout.environment": ("own_package/inner/tool.py", {"eval": 3}),
 }
 
 
@@ -56,9 +45,7 @@ def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_co
     config, tmp_path, key
 ):
     state, told = taken_up(config, BEFORE)  # of before there were checksums
-    assert (told, state.measured_since) == ([], {}) and state.own_code.keys() == {*FILES} | {
-        key for key in state.own_code if "builtin" in key
-    }
+    assert (told, state.measured_since) == ([], {}) and state.own_code.keys() == {*FILES}
     assert taken_up(config, state) == (state, [])
     file, since = FILES[key]
     (tmp_path / file).write_text("def score(): return 1\n")
@@ -67,9 +54,7 @@ def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_co
     assert (after.measured_since, after.accuracy, after.accuracy_before) == (since, None, None)
     assert taken_up(config, after)[1] == []
     # A fork to another function has nothing of this one to be held against.
-    setting = ".".join(key.split(".")[:2])
-    other = forked(state, {setting}, {}, evaluates=True)
-    assert other.own_code.keys() == {k for k in state.own_code if not k.startswith(setting)}
+    assert forked(state, {key}, {}, evaluates=True).own_code.keys() == {*FILES} - {key}
     assert forked(state, set(), {}, evaluates=True).own_code == state.own_code
 
 
@@ -78,3 +63,8 @@ def test_code_that_has_gone_is_for_others_to_refuse(config, tmp_path):
     before = checksums(named)
     (tmp_path / "rewards.py").unlink()
     assert edited(named, before) == {}
+
+
+@pytest.mark.parametrize("name", ["math:sqrt", "own_package.inner.nowhere.deeper:score"])
+def test_code_in_no_file_is_not_watched(config, name):
+    assert "k" not in checksums({"k": name}) or name.startswith("math")
