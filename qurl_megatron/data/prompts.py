@@ -6,7 +6,6 @@ values is all the state there is.
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +14,6 @@ from qurl_megatron.data.questions import data_files, held_out_questions, trainin
 from qurl_megatron.data.rows import DataFile, Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.text import how_many
 from qurl_megatron.types import Prompt
 
 
@@ -48,16 +46,15 @@ class PromptStream:
             files = data_files(config, held_out=bool(held_out), answers=answers)
         self.files = files
         self.questions, eval_questions = self._questions(held_out)
-        self._unseen: list[tuple[str, Question]] = []  # text without a token, and where
-        self._lengths = [len(ids) for _, ids in self._read(self.questions)]  # tokens
+        self._lengths = [len(ids) for ids in tokenizer.read(self.questions, chat=config.chat)]
         self.longest = max(self._lengths)
         limit = config.max_prompt_tokens
         self.too_long = {i for i, n in enumerate(self._lengths) if n > limit}
-        self.held_out = [
-            _prompt(question, index, ids)
-            for index, (question, ids) in enumerate(self._read(eval_questions))
-            if len(ids) <= limit
-        ]
+        self.held_out: list[Prompt] = []
+        eval_ids = tokenizer.read(eval_questions, chat=config.chat)
+        for index, (question, ids) in enumerate(zip(eval_questions, eval_ids, strict=True)):
+            if len(ids) <= limit:
+                self.held_out.append(_prompt(question, index, ids))
         self.held_out_too_long = len(eval_questions) - len(self.held_out)
         if len(self.too_long) == len(self.questions):
             raise self._all_too_long("training")
@@ -94,26 +91,15 @@ class PromptStream:
         sentences = [file.summary for file in self.files.values()]
         limit = f"longer than data.max_prompt_tokens={self.config.max_prompt_tokens}"
         if self.too_long:
-            usable, step = len(self.questions) - len(self.too_long), self.config.prompts_per_step
-            few = f"; the {usable} that are left are fewer than data.prompts_per_step={step}"
-            few = few if usable < step <= len(self.questions) else ""
             sentences.append(
                 f"{len(self.too_long)} of {len(self.questions)} training prompts are {limit} and "
-                f"left out; the longest has {self.longest} tokens{few}"
+                f"left out; the longest has {self.longest} tokens"
             )
         if self.held_out_too_long:
             total = self.held_out_too_long + len(self.held_out)
             sentences.append(
                 f"{self.held_out_too_long} of {total} held-out prompts are {limit} and left out: "
                 "held-out accuracy is that of the others"
-            )
-        if self._unseen:
-            total = len(self.questions) + len(self.held_out) + self.held_out_too_long
-            part, question = self._unseen[0]
-            sentences.append(
-                f"{len(self._unseen)} of {how_many(total, 'prompt')} have text that the tokenizer "
-                f"has no token for, which the model cannot see: first {part[:20]!r} in "
-                f"{question.place or repr(question.text[:40])}"
             )
         return sentences
 
@@ -157,13 +143,13 @@ class PromptStream:
         Raises:
             ConfigError: that was on other prompts, or in another order.
         """
-        if {*state, "files"} != self.state_dict().keys():  # older checkpoints have no checksums
+        if state.keys() != self.state_dict().keys():
             raise ConfigError(
                 f"the checkpoint does not say where the prompts go on ({state!r:.80}); start "
                 "from scratch in another train.run_dir"
             )
         for key, file in self.files.items():
-            if state.get("files", {}).get(key, file.checksum) != file.checksum:
+            if state["files"].get(key, file.checksum) != file.checksum:
                 raise ConfigError(
                     f"{file.name} has changed since the checkpoint was made; restore the file, "
                     "start from scratch in another train.run_dir, or go on in another with --fork"
@@ -204,14 +190,6 @@ class PromptStream:
             return question_lists[0], question_lists[1][:held_out] if held_out else []
         eval_questions = held_out_questions(self.config, held_out) if held_out else []
         return training_questions(self.config), eval_questions
-
-    def _read(self, questions: Sequence[Question]) -> Iterator[tuple[Question, tuple[int, ...]]]:
-        """Each question with its prompt's ids; notes text without a token."""
-        read = self.tokenizer.read(questions, chat=self.config.chat)
-        for question, (ids, unseen) in zip(questions, read, strict=True):
-            if unseen:
-                self._unseen.append((unseen, question))
-            yield question, ids
 
     def _all_too_long(self, kind: str) -> ConfigError:
         return ConfigError(

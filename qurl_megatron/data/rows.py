@@ -9,11 +9,8 @@ import hashlib
 import json
 import math
 import os
-import re
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,6 @@ ANSWER_KEYS = ("reward_model.ground_truth", "answer", "label")
 
 EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
 _MISSING = object()
-_HALVES = re.compile("[\ud800-\udfff]")
 
 Turn = dict[str, Any]
 """Of a chat: ``role``, ``content``, and other keys that the model's chat template may read."""
@@ -150,7 +146,6 @@ def look_up(row: Mapping[str, Any], path: str, default: Any = None) -> Any:
         return row[path]
     value: Any = row
     for name in path.split("."):
-        value = _as_chat(value)
         if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
             value = value[int(name)]
         elif isinstance(value, dict) and name in value:
@@ -164,26 +159,23 @@ def as_text(value: Any, what: str, place: str) -> str:
     """As it is, and numbers as text: many public files have answers, or ids, that are."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT_FLOATS:
         value = int(value)  # tables make a column of whole numbers and gaps one of floats
-    finite = not isinstance(value, float | Decimal) or math.isfinite(value)
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and finite:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     return _checked(value, what, "text or a number", place)
 
 
 def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
-    first = True
     with reading(path), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            if first and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+            if line.lstrip().startswith(b"["):
                 raise ConfigError(
                     f"{name} line {number} begins an array, and each line must be an object by "
                     "itself; write one row a line (docs/data.md has the command)"
                 )
-            first = False
             try:
-                row = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
+                row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 reason = getattr(error, "msg", error)  # its own line number is always 1
                 raise ConfigError(
@@ -229,12 +221,19 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
         missing = answer_value is None or isinstance(answer_value, str) and not answer_value.strip()
         if columns.needed or not missing:
             answer = as_text(answer_value, "answer", place)
-    prompt = _as_chat(look_up(row, prompt_key))
+    prompt = look_up(row, prompt_key)
     if isinstance(prompt, list):
         turns = _chat(prompt, place)
         text = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     else:
         turns, text = (), _checked(prompt, "prompt", "text or a list of turns", place)
+    try:
+        (text + answer).encode()
+    except UnicodeEncodeError:  # which JSON can write, but UTF-8 and tokenizers cannot
+        raise ConfigError(
+            f"{place}: the prompt or the answer has half a character (a surrogate without its "
+            "pair); write the whole character or leave it out"
+        ) from None
     metadata = {key: value for key, value in row.items() if key not in (prompt_key, answer_key)}
     inner = metadata.get("metadata")
     if inner is None or isinstance(inner, dict):  # slime's column of them
@@ -260,32 +259,15 @@ def _present_keys(row: dict, keys: Sequence[str]) -> list[str]:
     return [key for key in keys if look_up(row, key, _MISSING) is not _MISSING]
 
 
-def _as_chat(value: Any) -> Any:
-    """A chat that a column holds as JSON text, as a list of turns; all else as it is."""
-    if not (isinstance(value, str) and value.lstrip().startswith("[")):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    turns = parsed and all(
-        isinstance(turn, dict) and {"role", "content"} <= {*turn} for turn in parsed
-    )
-    return parsed if turns else value
-
-
 def _chat(turns: list, place: str) -> tuple[Turn, ...]:
     """Return the turns without null values: a table has the same keys in each."""
     for number, turn in enumerate(turns, start=1):
-        turn_place = f"{place}: turn {number} of the prompt"
         role_and_content = isinstance(turn, dict) and (turn.get("role"), turn.get("content"))
         if not role_and_content or not all(isinstance(value, str) for value in role_and_content):
             raise ConfigError(
-                f"{turn_place} must have role and content, both text, got {turn!r:.80}"
+                f"{place}: turn {number} of the prompt must have role and content, both text, got "
+                f"{turn!r:.80}"
             )
-        for value in turn.values():
-            if isinstance(value, str):
-                refuse_half_characters(value, turn_place)
     if not any(turn["content"].strip() for turn in turns):
         raise ConfigError(f"{place}: the prompt is empty")
     if turns[-1]["role"] == "assistant":
@@ -303,18 +285,7 @@ def _checked(value: Any, what: str, kind: str, place: str) -> str:
         )
     if not value.strip():
         raise ConfigError(f"{place}: the {what} is empty")
-    refuse_half_characters(value, f"{place}: the {what}")
     return value
-
-
-def refuse_half_characters(text: str, place: str) -> None:
-    """Raise ``ConfigError`` where a text has characters that JSON can write, but UTF-8 and
-    tokenizers cannot."""
-    if half := _HALVES.search(text):
-        raise ConfigError(
-            f"{place} has half a character (\\u{ord(half[0]):x}, a surrogate without its pair); "
-            "write the whole character or leave it out"
-        )
 
 
 def _names(names: Iterable[str]) -> str:

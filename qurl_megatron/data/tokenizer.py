@@ -1,7 +1,6 @@
 """Text to token ids and back: the tokenizer in the model's own folder."""
 
 import math
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -69,15 +68,12 @@ class Tokenizer:
         Raises:
             ConfigError: there is no template, or it refuses these turns.
         """
-        text, special = self._rendered(prompt, chat)
+        special = isinstance(prompt, str) and not chat
+        text = self._rendered(prompt, chat)
         return tuple(self._wrapped(text, add_special_tokens=special)["input_ids"])
 
-    def read(
-        self, questions: Sequence[Question], *, chat: bool
-    ) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Yield each question's prompt ids, and the first word with a part without token.
-
-        The part becomes the unknown token, or nothing: the model does not see it either way.
+    def read(self, questions: Sequence[Question], *, chat: bool) -> Iterator[tuple[int, ...]]:
+        """Yield each question's prompt ids.
 
         Args:
             chat: make texts one user turn.
@@ -88,21 +84,18 @@ class Tokenizer:
         """
         for start in range(0, len(questions), BATCH):
             part = questions[start : start + BATCH]
-            triples = [(*self._rendered_of(question, chat), question) for question in part]
-            for special, group in groupby(triples, key=itemgetter(1)):
-                texts, _, group_questions = zip(*group, strict=True)
-                encoded = self._wrapped(list(texts), add_special_tokens=special)
-                places = encoded.encodings or [None] * len(texts)  # slow ones tell none
-                for text, question, ids, encoding in zip(
-                    texts, group_questions, encoded["input_ids"], places, strict=True
-                ):
+            for plain, group in groupby(part, key=lambda question: not (chat or question.turns)):
+                together = list(group)
+                texts = [self._rendered_of(question, chat) for question in together]
+                encoded = self._wrapped(texts, add_special_tokens=plain)["input_ids"]
+                for question, ids in zip(together, encoded, strict=True):
                     if not ids:
                         raise self._all_unknown(question)
                     if max(ids) >= self._model_vocabulary:
                         raise self._of_another_model(question, max(ids))
-                    yield tuple(ids), self._unseen(text, encoding) if encoding else ""
+                    yield tuple(ids)
 
-    def _rendered_of(self, question: Question, chat: bool) -> tuple[str, bool]:
+    def _rendered_of(self, question: Question, chat: bool) -> str:
         """Return ``_rendered``; an error in a chat names its line."""
         try:
             return self._rendered(question.prompt, chat)
@@ -134,10 +127,10 @@ class Tokenizer:
             "model's, so copy tokenizer.json and tokenizer_config.json from the original checkpoint"
         )
 
-    def _rendered(self, prompt: str | Sequence[Turn], chat: bool) -> tuple[str, bool]:
-        """The text that is split into tokens, and whether it lacks its special tokens."""
+    def _rendered(self, prompt: str | Sequence[Turn], chat: bool) -> str:
+        """The text that is split into tokens; a template's has its special tokens."""
         if isinstance(prompt, str) and not chat:
-            return prompt, True
+            return prompt
         if not self._wrapped.chat_template:
             need, fix = "the prompt is a list of turns", "write it as text"
             if isinstance(prompt, str):
@@ -148,8 +141,7 @@ class Tokenizer:
             )
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
-            # The template writes the special tokens itself.
-            text = self._wrapped.apply_chat_template(
+            return self._wrapped.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # of any kind: a template is a program of the model's maker
@@ -160,28 +152,11 @@ class Tokenizer:
                 f"the chat template in {self._template_file}, line {line}, refuses the prompt's "
                 f"turns ({error}); write other turns, or copy it from the original checkpoint"
             ) from None
-        return text, False
 
     @property
     def _template_file(self) -> Path:
         template_file = self.path / "chat_template.jinja"
         return template_file if template_file.is_file() else self.path / "tokenizer_config.json"
-
-    def _unseen(self, text: str, encoding: Any) -> str:
-        """Return the first word of a text that has a part without token; empty if all have one."""
-        token, unknown, done = self._wrapped.unk_token, self._wrapped.unk_token_id, 0
-        for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if start > done and text[done:start].strip():
-                break
-            # Some write the unknown token where a text begins or ends; that covers nothing.
-            if id == unknown and text[start:end].strip() not in ("", token):
-                done = start
-                break
-            done = max(done, end)
-        if not (unseen := text[done:].strip()):
-            return ""
-        before = text[: text.index(unseen, done)]
-        return (re.split(r"\s", before)[-1] + unseen).split()[0]
 
     def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
         """Return the ids of a message after the policy's turn, up to where its next turn begins.
@@ -205,7 +180,7 @@ class Tokenizer:
             {"role": message["role"], "content": message["content"]},
         ]
         try:
-            text, _ = self._rendered(turns, chat)
+            text = self._rendered(turns, chat)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; this was a message of the environment with role {message['role']!r}: "
@@ -242,13 +217,3 @@ class Tokenizer:
             text = self.decode([id for id, _ in part])
             lines.append(text if written else f"{ENVIRONMENT}{text.strip()}")
         return "\n".join(lines), "\n".join(self.decode(turn.tolist()) for turn in sample.turns)
-
-
-def ids_of(question: Question, tokenizer: Tokenizer, *, chat: bool) -> tuple[int, ...]:
-    """Ids of one question's prompt.
-
-    Raises:
-        ConfigError: as ``Tokenizer.read``.
-    """
-    ((ids, _),) = tokenizer.read([question], chat=chat)
-    return ids

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qurl_megatron.data.rows import Columns, DataFile, Question, as_text, read_file
-from qurl_megatron.data.tokenizer import Tokenizer, ids_of
+from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import shipped
 from qurl_megatron.types import Prompt
@@ -97,7 +97,7 @@ def with_prompts(
         if turns:
             turns = (*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end})
         asked = replace(question, text=question.text + end, turns=turns)
-        ids = ids_of(asked, tokenizer, chat=chat)
+        [ids] = tokenizer.read([asked], chat=chat)
         prompts.append(Prompt(index, ids, asked.text, asked.answer, asked.metadata, turns))
     return replace(benchmark, prompts=tuple(prompts))
 

@@ -3,9 +3,9 @@ Megatron."""
 
 import pytest
 
+from benchmarks.smollm2 import convert
 from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.config import ParallelConfig
-from qurl_megatron.data.smollm2 import convert
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.tensors.table import is_quantized

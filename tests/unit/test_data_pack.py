@@ -38,12 +38,6 @@ def test_two_responses_by_hand():
     assert batch.weights.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25]
 
 
-def test_masked_targets_are_the_responses_in_order():
-    batch = pad_samples(ALL, [1.0] * 3, length=8)
-    assert batch.targets[batch.mask].tolist() == [t for s in SAMPLES for t in s.response_ids]
-    assert len(batch.behaviour) == int(batch.mask.sum()) == sum(batch.lengths)
-
-
 def test_more_padding_changes_nothing_but_the_padding():
     short, long = (pad_samples(ALL, [1.0] * 3, length=n) for n in (4, 16))
     for name in ("input_ids", "targets", "mask"):
@@ -52,11 +46,6 @@ def test_more_padding_changes_nothing_but_the_padding():
         assert not whole[:, 4:].any()
     for name in ("owners", "behaviour", "weights"):
         torch.testing.assert_close(getattr(long, name), getattr(short, name))
-
-
-def test_a_batch_of_empty_responses_has_nothing_to_learn_from():
-    batch = pad_samples(Responses.of(SAMPLES[2:]), [1.0], length=4)
-    assert not batch.mask.any() and len(batch.weights) == len(batch.behaviour) == 0
 
 
 def test_a_sample_longer_than_the_batch_is_a_bug():

@@ -44,23 +44,25 @@ GOOD = json.dumps(ROWS[0]) + "\n"
         ("", "holds no prompts"),
         ("\n \n", "holds no prompts"),
         (GOOD + "\n{", "line 3 is not valid JSON: Expecting property name"),
-        (GOOD + '["a"]', r"line 2 must be an object with prompt and answer, got \['a'\]"),
+        (GOOD + "3", "line 2 must be an object with prompt and answer, got 3"),
+        (
+            '{"prompt": "a",\n"answer": "1"}',
+            "line 1 is not valid JSON: .*; write each object on one",
+        ),
         (
             GOOD + '{"prompt": "a", "solution": "b"}',
             "line 2 has no reward_model.ground_truth or answer or label; it has prompt, solution: "
             "name the right one in data.answer_key",
         ),
-        (
-            '{"prompt": "a", "answer": ["12"]}',
-            r"line 1: the answer must be text or a number, got \['12'\] \(list\)",
-        ),
         ('{"prompt": null, "answer": "b"}', "line 1: the prompt must be text or .*, got None"),
         ('{"prompt": " ", "answer": "b"}', "line 1: the prompt is empty"),
-        (GOOD + '{"prompt": "a\\ud83d", "answer": "b"}', "line 2: the prompt has half a character"),
-        (GOOD + '{"prompt": "a", "answer": "\\udc00"}', r"the answer .* \(.udc00, a surrogate"),
-        (GOOD + "[" * 100_000, "line 2 is not valid JSON: maximum recursion"),
+        (
+            GOOD + '{"prompt": "a", "answer": "\\udc00"}',
+            "line 2: the prompt or .* half a character",
+        ),
+        (GOOD + '{"a": ' + "[" * 100_000, "line 2 is not valid JSON: maximum recursion"),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_a_bad_jsonl_file_is_refused_with_its_line(tmp_path, text, complaint):
     with pytest.raises(ConfigError, match=rf"data\.path=.*a\.jsonl.*{complaint}"):
@@ -103,8 +105,10 @@ def test_a_missing_or_unknown_file_is_named_with_its_key(tmp_path):
 def test_held_out_questions_of_a_file_are_its_first_ones(tmp_path):
     write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, ROWS)))
     config = DataConfig(path="train.jsonl", eval_path=str(tmp_path / "a.jsonl"))
-    assert [q.answer for q in held_out_questions(config, 1)] == ["2"]
-    assert len(held_out_questions(config, 10)) == 2
+    assert [[q.answer for q in held_out_questions(config, n)] for n in (1, 10)] == [
+        ["2"],
+        ["2", "-7"],
+    ]
 
 
 def test_a_task_gives_the_same_questions_every_time_and_none_twice_over_the_split():

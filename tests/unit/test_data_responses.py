@@ -119,8 +119,3 @@ def test_a_part_knows_of_all_but_holds_its_own_alone():
     assert len(part) == 13 and part.held == (3, 1)
     with pytest.raises(KeyError):
         part.tokens_of(0)
-
-
-def test_a_step_without_responses_has_empty_arrays():
-    nothing = Responses.of([])
-    assert len(nothing) == len(nothing.tokens) == len(nothing.part([]).behaviour) == 0

@@ -1,8 +1,6 @@
 """The one reader of data files: layouts, keys, chats, numbers, and what is refused."""
 
 import json
-import re
-from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -62,12 +60,6 @@ def test_slimes_lines_are_read_as_they_are(tmp_path):
     )
 
 
-def test_names_of_columns_steer_no_terminal(tmp_path):
-    row = {"prompt": "1 + 1 =", "answer": "2", "col\x1b[2J\ud800": 1}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    assert read_file(tmp_path / "a.jsonl", "FILE").summary.endswith("metadata: col?[2J?")
-
-
 def test_training_and_evaluation_read_the_same(tmp_path):
     for path in (
         verl_table(tmp_path / "verl.parquet", SUMS),
@@ -102,11 +94,7 @@ def test_keys_are_dotted_paths_or_names_with_a_dot(read):
         read(row, columns=Columns("in.txt", "out.x"))
 
 
-def test_keys_of_a_recipe_are_used_for_both_files_and_refused_beside_a_task(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"q": {"text": "a"}, "a": 1}\n')
-    config = DataConfig(path=str(path), prompt_key="q.text", answer_key="a")
-    assert training_questions(config)[0].text == "a"
+def test_keys_of_a_recipe_are_refused_beside_a_task():
     with pytest.raises(ConfigError, match="data.answer_key is for files"):
         DataConfig(task="chain_sum", answer_key="a")
 
@@ -119,13 +107,11 @@ def test_answers_may_be_numbers(read, value, text):
     assert read({"prompt": "a", "answer": value}).questions[0].answer == text
 
 
-def test_a_tables_numbers_are_text_too_and_its_dates_are_kept(tmp_path):
-    path = tmp_path / "a.parquet"
-    columns = {"prompt": ["a", "b"], "answer": [Decimal("1.50"), Decimal("2.00")]}
-    pq.write_table(pa.table(columns | {"when": pa.array([0, 1], pa.date32())}), path)
-    first, second = read_file(path, "FILE").questions
-    assert (first.answer, second.answer) == ("1.50", "2.00")
-    assert second.metadata["when"].isoformat() == "1970-01-02"
+def test_a_tables_dates_are_kept(tmp_path):
+    columns = {"prompt": ["a"], "answer": [1.0], "when": pa.array([1], pa.date32())}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    [question] = read_file(tmp_path / "a.parquet", "FILE").questions
+    assert question.metadata["when"].isoformat() == "1970-01-02"
 
 
 @pytest.mark.parametrize("value", [True, float("nan"), float("inf"), None, ["2"], {"a": 1}])
@@ -142,7 +128,7 @@ def test_other_answers_are_refused(read, value):
         (["1 + 1 ="], "turn 1 of the prompt must have role and content, both text"),
         ([TURN, {"role": "user"}], "turn 2 of the prompt must have role and content"),
         ([{**TURN, "content": [{"type": "text"}]}], "turn 1 of the prompt must have role and"),
-        ([{**TURN, "content": "\ud83d"}], "turn 1 of the prompt has half a character"),
+        ([{**TURN, "content": "\ud83d"}], "the prompt or the answer has half a character"),
         ([TURN, {"role": "assistant", "content": "2"}], "the last turn .* is the assistant's"),
         ({"role": "user"}, "the prompt must be text or a list of turns"),
     ],
@@ -159,26 +145,15 @@ def test_several_turns_are_kept_in_their_order(read):
     assert question.turns == (TURN, turns[1], TURN)
 
 
-def test_bad_json_names_one_line(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "a" "answer": "1"}\n')
-    with pytest.raises(ConfigError) as caught:
-        read_file(path, "FILE")
-    assert re.findall(r"line \d+", str(caught.value)) == ["line 2"]
-    assert "Expecting ',' delimiter" in str(caught.value)
-    path.write_text('{"prompt": "a",\n"answer": "1"}\n')
-    with pytest.raises(ConfigError, match="line 1 .*; write each object on one line"):
-        read_file(path, "FILE")
-
-
 def test_an_array_in_one_file_is_refused(tmp_path):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "é"}]
-    (tmp_path / "a.json").write_text("\n".join(map(json.dumps, rows)))
-    assert [q.text for q in read_file(tmp_path / "a.json", "FILE").questions] == ["a", "b"]
+    file = tmp_path / "a.json"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert [q.text for q in read_file(file, "FILE").questions] == ["a", "b"]
     for text in (json.dumps(rows), json.dumps(rows, indent=1)):
-        (tmp_path / "a.jsonl").write_text("\n" + text)
+        file.write_text("\n" + text)
         with pytest.raises(ConfigError, match=r"^FILE line 2 begins an array, .*docs/data.md"):
-            read_file(tmp_path / "a.jsonl", "FILE")
+            read_file(file, "FILE")
 
 
 def test_several_files_are_refused_with_the_way_out(tmp_path):
@@ -200,21 +175,6 @@ def test_slimes_metadata_column_becomes_the_metadata_where_it_holds_objects(read
     assert [question.metadata for question in objects.questions] == [{}, {"level": 3}, {}]
     texts = read({**row, "metadata": '{"level": 3}'})
     assert texts.questions[0].metadata == {"metadata": '{"level": 3}'}
-
-
-def test_a_chat_that_is_written_as_json_text_is_a_chat(read):
-    turns = [{"role": "system", "content": "Add."}, TURN]
-    text = json.dumps(turns, indent=1)
-    [chat] = read({"prompt": f" {text}", "answer": "2"}).questions
-    assert chat.turns == tuple(turns) and chat.text.startswith("system: Add.\nuser: 1")
-    turn = Columns(prompt="prompt.1.content")
-    assert read({"prompt": text, "answer": "2"}, columns=turn).questions[0].prompt == "1 + 1 ="
-    with pytest.raises(
-        ConfigError, match="line 1: turn 1 of the prompt must have role and content"
-    ):
-        read({"prompt": '[{"role": "user", "content": 3}]', "answer": "2"})
-    for other in ("[1, 2] + [3] =", "[1, 2]", "[]", '[{"role": "user"}]', "[" * 10**5):
-        assert read({"prompt": other, "answer": "2"}).questions[0].prompt == other
 
 
 def test_a_changed_file_is_found_and_a_missing_one_passed_over(tmp_path):

