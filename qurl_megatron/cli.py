@@ -126,15 +126,16 @@ def report(arguments: argparse.Namespace) -> int:
 
 def samples(arguments: argparse.Namespace) -> int:
     """Print prompts and responses that a run has kept, with rewards and advantages."""
-    from qurl_megatron.observe.samples import print_samples
+    from qurl_megatron.observe.samples import as_text, say, select
 
-    print_samples(
+    examples = select(
         arguments.run_dir,
         step=arguments.step,
         worst=arguments.worst,
         best=arguments.best,
         prompt=arguments.prompt,
     )
+    say("\n\n".join(map(as_text, examples)))
     return 0
 
 
@@ -339,7 +340,9 @@ def _samples_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--worst", type=int, metavar="N", help="the N lowest rewards")
     command.add_argument("--best", type=int, metavar="N", help="the N highest rewards")
-    command.add_argument("--prompt", metavar="TEXT", help="of prompts that contain this text")
+    command.add_argument(
+        "--prompt", default="", metavar="TEXT", help="of prompts that contain this text"
+    )
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:

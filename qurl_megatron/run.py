@@ -13,7 +13,7 @@ import numpy as np
 from qurl_megatron.config import RunConfig, load, to_toml
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.place import PR_SET_PDEATHSIG
-from qurl_megatron.observe.history import History
+from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.samples import Example, read_samples
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.training.state import RECIPE, checkpoints

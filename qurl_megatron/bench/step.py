@@ -22,7 +22,7 @@ from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.history import History
+from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
 from qurl_megatron.observe.timeline import overlap, read_timeline
 

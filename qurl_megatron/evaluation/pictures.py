@@ -20,8 +20,7 @@ from matplotlib.lines import Line2D
 from qurl_megatron.evaluation.plan import METHODS, SCALE
 from qurl_megatron.evaluation.study_results import Group, Series
 from qurl_megatron.observe.catalogue import unit
-from qurl_megatron.observe.drawing import STYLE, frame, smooth, thin
-from qurl_megatron.observe.panels import COLORS
+from qurl_megatron.observe.drawing import COLORS, STYLE, frame, smooth
 
 SKY = "#56b4e9"  # of the palette of COLORS; beside its blue it marks a variant of that method
 LINES = {
@@ -154,7 +153,7 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
             mean, low, high = (smooth(values, log=panel.log) for values in (mean, low, high))
             color = colors[group.name]
             style: dict[str, Any] = dict(marker="o", ms=4.5) if metric == "eval/accuracy" else {}
-            axes.plot(*thin(steps, mean), color=color, lw=1.9, ls=dashes, zorder=3, **style)
+            axes.plot(steps, mean, color=color, lw=1.9, ls=dashes, zorder=3, **style)
             if panel.points:
                 for curve in curves:
                     axes.plot(*curve, "o", color=color, ms=3, mew=0, alpha=0.3, zorder=2)

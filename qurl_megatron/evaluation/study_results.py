@@ -20,7 +20,7 @@ from qurl_megatron.evaluation.plan import Cell, Method, Study
 from qurl_megatron.evaluation.results import aligned
 from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError, printable
-from qurl_megatron.observe.history import History
+from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
 from qurl_megatron.observe.text import number, percent
 from qurl_megatron.schemes import SCHEMES

@@ -1,5 +1,5 @@
-"""Drawing the pictures of a run: ``picture_url`` draws one for the report, where title, legend and
-caption are HTML around it; ``render_figure`` draws several into one image that stands alone.
+"""The pictures of a run, after the paper's Figures 2, 3, 4, 8 and 9: which metrics, on which scale,
+how to read them, and how they are drawn. TensorBoard has the curves of all other metrics.
 
 Figures are made without pyplot, so nothing here is global.
 """
@@ -7,125 +7,293 @@ Figures are made without pyplot, so nothing here is global.
 import base64
 import io
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from scipy.ndimage import gaussian_filter1d
 
 from qurl_megatron.observe.catalogue import unit
-from qurl_megatron.observe.history import History, Series
-from qurl_megatron.observe.panels import COLORS, Line, Picture
-from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten
+from qurl_megatron.observe.metrics import History
+from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten, reading
 
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType  # older releases have none
 
-MAX_POINTS = 160  # of a line; keeps the page small
+COLORS = {  # Okabe and Ito's palette, which colour-blind readers tell apart, darkened for lines
+    "blue": "#0072b2",
+    "orange": "#d55e00",
+    "green": "#00896a",
+    "purple": "#a2527f",
+    "yellow": "#c08300",
+    "ink": "#1d2126",
+    "muted": "#646b76",
+    "rule": "#e3e5e9",
+    "paper": "#fdfdfc",
+}
+"""``report.css`` has the same names, with a dark variant each for the page around pictures."""
+
+WIDTH, HEIGHT = 518, 250  # of a picture in the report, in points
 MEASURED = 8  # points that are drawn as they are; more are smoothed
 STYLE: "dict[RcKeyType, Any]" = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "qurl",  # the same run gives the same bytes
-    "font.family": ["DejaVu Sans", "sans-serif"],
     "font.size": 11,
-    "axes.unicode_minus": True,
     "axes.edgecolor": COLORS["rule"],
-    "axes.labelcolor": COLORS["muted"],
     "text.color": COLORS["ink"],
     "xtick.color": COLORS["muted"],
     "ytick.color": COLORS["muted"],
 }
 
 
-def render_figure(chosen: Sequence[Picture], history: History, *, columns: int = 2) -> Figure:
-    """All of ``chosen`` on one canvas, with titles and legends; they must not be empty."""
-    rows = math.ceil(len(chosen) / columns)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(
-            figsize=(6.2 * columns, 3.4 * rows),
-            facecolor=COLORS["paper"],
-            layout=ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.16),
-        )
-        FigureCanvasAgg(figure)
-        for index, picture in enumerate(chosen):
-            axes = figure.add_subplot(rows, columns, index + 1)
-            _draw(axes, picture, history)
-            axes.set_title(picture.title, loc="left", fontsize=13, fontweight="bold", pad=24)
-            label = None
-            for line in picture.present(history):
-                label = axes.annotate(
-                    f"● {line.label}",
-                    (0 if label is None else 1, 1),
-                    xytext=(0 if label is None else 14, 7),
-                    xycoords="axes fraction" if label is None else (label, "axes fraction"),
-                    textcoords="offset points",
-                    color=COLORS[line.color],
-                    fontsize=10.5,
-                    annotation_clip=False,
-                )
-    return figure
+@dataclass(frozen=True)
+class Line:
+    """One metric in a picture."""
+
+    metric: str
+    label: str
+    color: str
+    rings: bool = False
+    """Draw every point as a ring, for a metric that is measured at few steps."""
 
 
-def picture_url(picture: Picture, history: History) -> str:
-    """Return a picture as the ``data:`` URL of an SVG file."""
-    width, height = 518, 250
+@dataclass(frozen=True)
+class Picture:
+    """Metrics that belong into one frame, and how to read them."""
+
+    key: str
+    title: str
+    lines: tuple[Line, ...]
+    caption: str
+    paper: str = ""
+    """What it corresponds to in the paper, e.g. "Fig. 2 (b)"."""
+
+    log: bool = False
+    from_zero: bool = True
+
+
+SECTIONS: dict[str, tuple[Picture, ...]] = {
+    "Learning": (
+        Picture(
+            "reward",
+            "Reward",
+            (
+                Line("reward/mean", "rollout reward", "blue"),
+                Line("eval/accuracy", "held-out accuracy", "orange", rings=True),
+                Line("eval/reward", "held-out reward", "orange", rings=True),
+            ),
+            "Mean reward of each rollout batch, sampled by the quantized policy. Rings: held-out "
+            "prompts; the first one is the model before training. A line ends where other data or "
+            "another reward makes a new scale.",
+            "Fig. 2 (a)",
+        ),
+        Picture(
+            "clip",
+            "Clipped tokens",
+            (Line("policy/clip_fraction", "clip fraction", "blue"),),
+            "Share of tokens that clipping cuts off from the update. Under Eq. 3 the paper sees it "
+            "climb to 1.5 % and then drop to zero as training breaks; low and steady is healthy.",
+            "Fig. 2 (b)",
+        ),
+        Picture(
+            "length",
+            "Response length",
+            (Line("response/length", "mean tokens", "blue"),),
+            "Mean tokens per response, those cut off by the length limit included.",
+        ),
+        Picture(
+            "entropy",
+            "Entropy",
+            (Line("policy/entropy", "per token, in nats", "blue"),),
+            "Spread of the next-token distribution. A slow fall is learning; a fall to zero ends "
+            "exploration, a steep rise precedes many a collapse.",
+        ),
+        Picture(
+            "grad_norm",
+            "Gradient norm",
+            (Line("optimizer/grad_norm", "before clipping", "blue"),),
+            "Global norm of the gradient. Spikes that coincide with a large ratio below point to "
+            "importance weights, others to the data.",
+        ),
+    ),
+    "Quantization gap": (
+        Picture(
+            "kl",
+            "KL of behaviour from proximal policy",
+            (Line("rollout/kl_k3", "k3", "blue"),),
+            "How far the quantized policy that samples is from the full-precision one that trains, "
+            "per token, by the estimator k3 (ρ − 1 − log ρ, which is never negative). In the paper "
+            "it grows from 0.002 to 0.025 before training collapses.",
+            "Figs. 3 (a), 4 (b)",
+        ),
+        Picture(
+            "rho_max",
+            "Largest probability ratio",
+            (Line("rollout/rho_max", "max ρ", "blue"),),
+            "The most extreme token of each batch: proximal over behaviour probability, log scale. "
+            "The paper sees up to 10⁵; the cap C keeps such a token from ruling the gradient.",
+            "Fig. 3 (b)",
+            log=True,
+        ),
+        Picture(
+            "acr",
+            "Truncated weights and ACR",
+            (
+                Line("rollout/truncated_weight_fraction", "weight above C", "green"),
+                Line("acr/active_fraction", "ACR active", "blue"),
+                Line("acr/rescued_fraction", "rescued", "orange"),
+            ),
+            "Tokens with ρ above C, whose weight is cut to C (Eq. 5). Active: those of them whose "
+            "upper clip bound ACR widens. Rescued: those that TIS would have clipped and ACR lets "
+            "through.",
+            "Eqs. 5, 9",
+        ),
+        Picture(
+            "weights",
+            "Importance weights",
+            (
+                Line("rollout/rho_mean", "mean ρ", "blue"),
+                Line("rollout/ess", "effective sample size", "orange"),
+            ),
+            "Mean ratio, 1 in expectation, and the share of tokens that stay effective under their "
+            "weights. Both drift away from 1 as the two policies part.",
+            from_zero=False,
+        ),
+        Picture(
+            "flips",
+            "Code flips",
+            (Line("quant/code_flip_rate", "codes changed", "blue"),),
+            "Share of quantized weights whose code changed with the step. At zero, the engine "
+            "samples from the same policy however much the trainer learns. A small share is not "
+            "yet a frozen engine: quant/update_passed says how much of the update reaches it.",
+            "Fig. 4 (a)",
+        ),
+        Picture(
+            "weight_change",
+            "Weight update and quantization error",
+            (
+                Line("quant/weight_error", "error, Eq. 14", "orange"),
+                Line("quant/weight_update", "update, Eq. 13", "blue"),
+            ),
+            "Both squared and relative to the weights, log scale. The wider the gap, the rarer a "
+            "weight reaches its next grid point, and the noisier each update arrives; a larger "
+            "learning rate narrows it, and so does a larger UAQ factor s.",
+            "Fig. 9",
+            log=True,
+        ),
+    ),
+    "Time": (
+        Picture(
+            "phases",
+            "Seconds per step",
+            (
+                Line("time/rollout", "rollout", "blue"),
+                Line("time/reward", "reward", "purple"),
+                Line("time/score", "score", "green"),
+                Line("time/train", "train", "orange"),
+                Line("time/publish", "publish", "yellow"),
+            ),
+            "Where a step spends its time. Publishing is the price of fresh weights, scoring the "
+            "price of the correction; both should stay small beside the rollout.",
+        ),
+        Picture(
+            "throughput",
+            "Throughput",
+            (
+                Line("throughput/rollout_tokens_per_s", "rollout tokens/s", "blue"),
+                Line("throughput/train_tokens_per_s", "training tokens/s", "orange"),
+            ),
+            "Tokens generated per second of rollout, and tokens trained on per second of training.",
+            "Fig. 8",
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture in a page, which writes title, legend and caption around it."""
+
+    picture: Picture
+    url: str
+    legend: list[tuple[Line, str]]  # with the value at the line's end
+    smoothed: bool  # a thin line shows the values as measured
+
+
+def drawn_sections(history: History) -> dict[str, list[Drawn]]:
+    """Return the pictures that this run can fill, as ``data:`` URLs of SVG files, by section."""
+    sections = {}
+    for title, pictures in SECTIONS.items():
+        drawn = [_drawn(picture, history) for picture in pictures]
+        if filled := [picture for picture in drawn if picture.legend]:
+            sections[title] = filled
+    return sections
+
+
+def _drawn(picture: Picture, history: History) -> Drawn:
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72, facecolor=COLORS["paper"])
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, facecolor=COLORS["paper"])
         # Equal margins line the frames up in the page; an automatic layout is also half the time.
-        rectangle = (52 / width, 26 / height, 1 - 56 / width, 1 - 34 / height)
-        _draw(figure.add_axes(rectangle), picture, history)
+        axes = figure.add_axes((52 / WIDTH, 26 / HEIGHT, 1 - 56 / WIDTH, 1 - 34 / HEIGHT))
+        ends = draw(axes, picture, history)
         file = io.BytesIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+        if ends:
+            figure.savefig(file, format="svg", metadata={"Date": None})
+    url = f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+    legend = [(line, reading(line.metric, values[-1])) for line, values in ends]
+    smoothed = any(len(values) > MEASURED and not line.rings for line, values in ends)
+    return Drawn(picture, url, legend, smoothed)
 
 
-def drawn(picture: Picture, line: Line, history: History) -> Series:
-    """Return the newest stretch of a line as it is drawn, so that text can quote its ends."""
-    steps, values = history.newest(line.metric)
-    if picture.log and (values > 0).any():
-        steps, values = steps[values > 0], values[values > 0]
-    return steps, values if line.rings else smooth(values, log=picture.log)
+def draw(axes: Axes, picture: Picture, history: History) -> list[tuple[Line, np.ndarray]]:
+    """Draw a picture: a smoothed line over the measured points, for each metric of the run.
 
-
-def draw_lines(axes: Axes, picture: Picture, history: History) -> None:
-    """A smoothed line over the measured points, for each metric."""
-    for line in picture.present(history):
+    Returns:
+        The lines that this run has something to show for, each with the values of its newest
+        stretch as drawn, so that text can quote its end.
+    """
+    axes.set_facecolor("none")
+    if picture.log:
+        axes.set_yscale("log")
+    ends = []
+    for line in picture.lines:
+        curves = []
         for steps, values in history.stretches(line.metric):
             if picture.log:
                 steps, values = steps[values > 0], values[values > 0]
             if len(steps):
-                _draw_line(axes, line, steps, values, log=picture.log)
+                curves.append(_draw_line(axes, line, steps, values, log=picture.log))
+        if curves:
+            ends.append((line, curves[-1]))
+    if not ends:
+        return []
     axes.margins(y=0.1)
     if picture.from_zero and not picture.log:
         low, high = axes.dataLim.intervaly
         axes.set_ylim(min(0.0, 1.12 * low), 1.12 * high if high > 0 else 0.01)
+    shares = all(unit(line.metric) == "share" for line in picture.lines)
+    frame(axes, history.first_step, history.last_step, shares=shares)
+    return ends
 
 
-def _draw_line(axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *, log: bool) -> None:
+def _draw_line(
+    axes: Axes, line: Line, steps: np.ndarray, values: np.ndarray, *, log: bool
+) -> np.ndarray:
     color = COLORS[line.color]
     if line.rings:
         style: dict[str, Any] = dict(marker="o", ms=6.5, mfc=COLORS["paper"])
         axes.plot(steps, values, color=color, lw=1.2, mew=1.8, zorder=4, **style)
-        return
+        return values
     if len(values) > MEASURED:
-        _draw_measured(axes, steps, values, color)
-    dot = "o" if len(steps) == 1 else None
-    axes.plot(*thin(steps, smooth(values, log=log)), color=color, lw=1.9, marker=dot, zorder=3)
-
-
-def _draw_measured(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str) -> None:
-    """Draw a thin line; of a long run, the band from the lowest to the highest of each stretch."""
-    if len(steps) <= MAX_POINTS:
         axes.plot(steps, values, color=color, lw=0.8, alpha=0.35, zorder=2)
-        return
-    starts = np.unique(np.linspace(0, len(steps), MAX_POINTS + 1)[:-1].round().astype(int))
-    low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    axes.fill_between(steps[starts], low, high, color=color, alpha=0.16, linewidth=0, zorder=2)
+    smoothed = smooth(values, log=log)
+    dot = "o" if len(steps) == 1 else None
+    axes.plot(steps, smoothed, color=color, lw=1.9, marker=dot, zorder=3)
+    return smoothed
 
 
 def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
@@ -136,31 +304,12 @@ def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
     if len(values) <= MEASURED:
         return values
     sigma = max(1.0, len(values) / 40)
-    reach = min(math.ceil(3 * sigma), len(values) - 1)
-    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
-    inside = slice(reach, reach + len(values))
     level = np.log(values) if log else values
-    weight = np.convolve(np.ones(len(values)), kernel)[inside]  # smaller at both ends
-    mean = np.convolve(level, kernel)[inside] / weight
-    return np.exp(mean) if log else mean
-
-
-def thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most ``MAX_POINTS`` points of a smooth curve, both ends among them."""
-    if len(values) <= MAX_POINTS:
-        return steps, values
-    chosen = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).round().astype(int))
-    return steps[chosen], values[chosen]
-
-
-def _draw(axes: Axes, picture: Picture, history: History) -> None:
-    """One frame: alike everywhere, so that pictures can be compared."""
-    axes.set_facecolor("none")
-    if picture.log:
-        axes.set_yscale("log")
-    draw_lines(axes, picture, history)
-    shares = all(unit(line.metric) == "share" for line in picture.lines)
-    frame(axes, history.first_step, history.last_step, shares=shares)
+    total, weight = (  # the weight is smaller at both ends
+        gaussian_filter1d(part, sigma, mode="constant", truncate=3.0)
+        for part in (level, np.ones(len(values)))
+    )
+    return np.exp(total / weight) if log else total / weight
 
 
 def frame(axes: Axes, first: int, last: int, *, shares: bool) -> None:
@@ -173,17 +322,8 @@ def frame(axes: Axes, first: int, last: int, *, shares: bool) -> None:
     axes.set_xlim(first - pad, last + pad)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     # In line with the numbers, where it needs no row of its own.
-    axes.annotate(
-        "step",
-        (0, 0),
-        xytext=(-6, -8),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        color=COLORS["muted"],
-        fontsize=11,
-    )
+    label: dict[str, Any] = dict(transform=axes.transAxes, ha="right", va="top")
+    axes.text(-0.012, -0.035, "step", color=COLORS["muted"], **label)
     _scale_y(axes, shares)
     axes.grid(axis="y", color=COLORS["rule"], linewidth=0.9)
     axes.set_axisbelow(True)

@@ -1,4 +1,5 @@
-"""Metrics that know their reduction: plain floats that merge exactly over microbatches and ranks.
+"""Metrics that know their reduction: plain floats that merge exactly over microbatches and ranks;
+and their history over the steps of a run.
 
 A mean travels as its total and its weight, never as a finished average, so that merging the parts
 of a batch gives what the whole batch would have given. Values are Python floats: cheap to pickle,
@@ -10,7 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from qurl_megatron.observe.sinks import Record
+
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps and values, equally long and not empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +258,60 @@ class Timer:
         """``time/<phase>`` for each phase so far, and ``time/step`` since the timer was made."""
         seconds = {**self._seconds, "step": self._clock() - self._start}
         return {f"time/{name}": Max(value) for name, value in seconds.items()}
+
+
+class History:
+    """Each metric over the steps at which it was measured; non-finite values are counted apart."""
+
+    def __init__(self, records: Iterable["Record"]) -> None:
+        points: dict[str, dict[int, float]] = {}
+        for record in records:
+            for name, value in record.metrics.items():
+                points.setdefault(name, {})[record.step] = value
+        self.first_step = min((min(by_step) for by_step in points.values()), default=0)
+        self.last_step = max((max(by_step) for by_step in points.values()), default=0)
+        self.non_finite: dict[str, int] = {}
+        self._series: dict[str, Series] = {}
+        for name, by_step in points.items():
+            steps = np.array(sorted(by_step))
+            values = np.array([by_step[step] for step in steps], dtype=float)
+            finite = np.isfinite(values)
+            if not finite.all():
+                self.non_finite[name] = int((~finite).sum())
+            if finite.any():
+                self._series[name] = steps[finite], values[finite]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._series
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._series)
+
+    def series(self, name: str) -> Series:
+        return self._series[name]
+
+    def stretches(self, name: str) -> list[Series]:
+        """Return the series, cut where another way of measuring began, oldest part first; no part
+        where the metric was never measured.
+
+        Never compare the parts. A metric such as ``eval/measured_since`` marks the cuts of its
+        group: its value is the last step that was measured as before.
+        """
+        if name not in self:
+            return []
+        steps, values = self.series(name)
+        _, cuts = self._series.get(f"{name.split('/')[0]}/measured_since", ((), ()))
+        places = sorted({int(np.searchsorted(steps, cut, side="right")) for cut in cuts})
+        places = [place for place in places if 0 < place < len(steps)]
+        return list(zip(np.split(steps, places), np.split(values, places), strict=True))
+
+    def newest(self, name: str) -> Series:
+        """Return the part of the series that is measured as now; text and tiles report it."""
+        return self.stretches(name)[-1]
+
+    def last(self, name: str) -> float | None:
+        return float(self._series[name][1][-1]) if name in self._series else None
+
+    def mean(self, name: str) -> float:
+        """Return the mean over steps, 0 where the metric was never measured."""
+        return float(self._series[name][1].mean()) if name in self._series else 0.0

@@ -1,6 +1,6 @@
-"""How far the run is: a live display in a terminal, one line per step in a log file.
+"""How far the run is: one line per step, and below them, in a terminal, one of the present phase.
 
-step 12/60  reward 0.412  clip 0.3 %  k3 1.2e-3  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s
+step 12/60  reward 0.412  clip 0.3 %  k3 0.00123  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s
 
 A name that does not explain itself is explained once, above the first line that has it.
 """
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from qurl_megatron.observe.failures import HERE
-from qurl_megatron.observe.text import duration, percent, scientific
+from qurl_megatron.observe.text import duration, number, percent
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    import rich.progress
 
 FIELDS: dict[str, Callable[[float], str]] = {
     "reward/mean": lambda value: f"reward {value:.3f}",
@@ -24,7 +24,7 @@ FIELDS: dict[str, Callable[[float], str]] = {
     "eval/accuracy": lambda value: f"eval {percent(value)}",
     "eval/reward": lambda value: f"eval {value:.3f}",
     "policy/clip_fraction": lambda value: f"clip {percent(value)}",
-    "rollout/kl_k3": lambda value: f"k3 {scientific(value)}",
+    "rollout/kl_k3": lambda value: f"k3 {number(value)}",
     "quant/code_flip_rate": lambda value: f"flips {percent(value)}",
     "throughput/rollout_tokens_per_s": lambda value: f"{value:.0f} tok/s",
     "time/step": duration,
@@ -45,12 +45,12 @@ ETA_STEPS = 20  # recent steps that the remaining time is estimated from
 class Progress:
     """Follows a run of ``total_steps`` steps, of which ``start_step`` are done already.
 
-        with Progress(total_steps, start_step, enabled=rank == 0) as progress:
+        with Progress(total_steps, start_step) as progress:
             progress.phase("rollout")
             ...
             progress.step(1, metrics)
 
-    In a terminal, what this process prints meanwhile appears above the display.
+    In a terminal, what this process prints meanwhile appears above the line of the phase.
     """
 
     def __init__(
@@ -58,44 +58,40 @@ class Progress:
         total_steps: int,
         start_step: int = 0,
         *,
-        enabled: bool = True,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
         self.done = start_step
-        self._enabled = enabled
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
-        self._metrics: dict[str, float] = {}
         self._intervals: deque[float] = deque(maxlen=ETA_STEPS)
-        self._phase = ""
         self._explained: set[str] = set()  # names of LEGEND
-        self._started = self._phase_started = self._step_started = clock()
-        self._live = None
+        self._step_started = clock()
+        self._display: rich.progress.Progress | None = None
 
     def __enter__(self) -> "Progress":
-        self._started = self._phase_started = self._step_started = self._clock()
+        self._step_started = self._clock()
         # Asked of the stream, not of rich: FORCE_COLOR makes rich take a log file for a terminal.
-        terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        if self._enabled and terminal:
-            self._live = _start_live(self._render, self._stream)
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._display = _start_display(self._stream, self.total_steps)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Leave the last state of the display where it is; what is printed next comes below it."""
-        self._phase = ""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Take the line of the phase away; what is printed next comes below the steps."""
+        if self._display is not None:
+            self._display.stop()
+            self._display = None
 
     def phase(self, name: str) -> None:
-        """Show what the run is busy with from now on."""
-        self._phase, self._phase_started = name, self._clock()
+        """Show what the run is busy with from now on, and for how long."""
         HERE.enter(name)
+        if self._display is not None:
+            (task,) = self._display.task_ids
+            self._display.reset(task, completed=self.done, description=name)
 
     def begin(self) -> None:
         """A step begins; what came before the first, such as starting engines, is no part of it."""
@@ -114,23 +110,21 @@ class Progress:
             if "time/step" in metrics:
                 metrics = {**metrics, "time/step": self._intervals[-1]}
         self._step_started, self.done = now, step
-        self._metrics |= metrics
         if unexplained := [name for name in LEGEND if name in metrics.keys() - self._explained]:
             self._explained.update(unexplained)
             self._print("; ".join(LEGEND[name] for name in unexplained), style="dim")
-        if self._live is None:
-            self._print(self.line(metrics))
+        self._print(self.line(metrics))
 
     def alarm(self, text: str) -> None:
-        """A line that nobody overlooks, above the display or in the log."""
+        """A line that nobody overlooks."""
         self._print(f"*** {text}", style="bold red")
 
     def _print(self, line: str, style: str = "") -> None:
-        if self._live is not None:
+        if self._display is not None:
             from rich.text import Text
 
-            self._live.console.print(Text(line, style=style))
-        elif self._enabled:
+            self._display.console.print(Text(line, style=style), soft_wrap=True)
+        else:
             self._stream.write(line + "\n")  # one write: ranks share the log
             self._stream.flush()
 
@@ -142,56 +136,28 @@ class Progress:
         return (self.total_steps - self.done) * sum(self._intervals) / len(self._intervals)
 
     def line(self, metrics: Mapping[str, float]) -> str:
-        """The log line of the step just reported."""
-        parts = [f"step {self.done}/{self.total_steps}", *_readings(metrics)]
-        if self.eta_seconds:
-            parts.append(f"eta {_whole_seconds(self.eta_seconds)}")
+        """The line of the step just reported."""
+        readings = [show(metrics[name]) for name, show in FIELDS.items() if name in metrics]
+        parts = [f"step {self.done}/{self.total_steps}", *filter(None, readings)]
+        if eta := self.eta_seconds:
+            parts.append(f"eta {f'{eta:.0f}s' if eta < 59.5 else duration(eta)}")
         return "  ".join(parts)
 
-    def _render(self) -> "RenderableType":
-        """Two rows: how far, and what the last step measured."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
 
-        now = self._clock()
-        bar = Table.grid(padding=(0, 2), expand=True)
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True, justify="right")
-        eta = f"   eta {_whole_seconds(self.eta_seconds)}" if self.eta_seconds else ""
-        bar.add_row(
-            Text(f"step {self.done}/{self.total_steps}", style="bold"),
-            ProgressBar(total=max(self.total_steps, 1), completed=self.done),
-            Text(f"{_whole_seconds(now - self._started)}{eta}", style="dim"),
-        )
-        row = Text(no_wrap=True, overflow="ellipsis")
-        if self._phase:
-            row.append(f"{self._phase} {now - self._phase_started:.0f} s", style="cyan")
-            row.append("   ")
-        row.append("  ".join(_readings(self._metrics)))
-        return Group(bar, row)
-
-
-def _readings(metrics: Mapping[str, float]) -> list[str]:
-    shown = (show(metrics[name]) for name, show in FIELDS.items() if name in metrics)
-    return [text for text in shown if text]
-
-
-def _whole_seconds(seconds: float) -> str:
-    return f"{seconds:.0f}s" if seconds < 59.5 else duration(seconds)
-
-
-def _start_live(render: Callable[[], "RenderableType"], stream: TextIO):
+def _start_display(stream: TextIO, total_steps: int) -> "rich.progress.Progress":
     from rich.console import Console  # not needed for a log file, and 0.1 s to import
-    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    live = Live(
+    display = Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),  # of the phase
         console=Console(file=stream),
-        get_renderable=render,
         refresh_per_second=2,
-        vertical_overflow="crop",
+        transient=True,
+        expand=True,
     )
-    live.start()
-    return live
+    display.add_task("starting", total=total_steps)
+    display.start()
+    return display

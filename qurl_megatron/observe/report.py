@@ -1,83 +1,30 @@
 """A run as one HTML page that works offline: key figures, pictures, numbers, recipe."""
 
+import json
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 
-from qurl_megatron.kit.errors import ConfigError, printable
-from qurl_megatron.observe import drawing, panels
-from qurl_megatron.observe.catalogue import GROUPS, known
-from qurl_megatron.observe.history import History, unscored, what_acted
-from qurl_megatron.observe.panels import Picture
-from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples, visible
+from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.errors import printable
+from qurl_megatron.observe import drawing
+from qurl_megatron.observe.catalogue import METRICS, known
+from qurl_megatron.observe.metrics import History
+from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
 from qurl_megatron.observe.text import duration, how_many, number, percent, reading
-from qurl_megatron.observe.timeline import (
-    HALTED,
-    TIMELINE_FILE,
-    TRACE_FILE,
-    Span,
-    read_timeline,
-    write_trace,
-)
+from qurl_megatron.observe.timeline import HALTED, TIMELINE_FILE, TRACE_FILE, Span, read_timeline
 
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
-
-
+QUOTED = 600  # characters of a text that are not folded away
 MEASURED = {"eval/accuracy": "Held-out accuracy", "eval/reward": "Held-out reward"}
 """What evaluations measure: an accuracy where each score is 1 or 0, else a mean."""
-
-
-@dataclass(frozen=True)
-class KeyFigure:
-    """A key figure in the headline row."""
-
-    label: str
-    value: str
-    note: str = ""
-    before: str = ""
-    """The value it started from, shown smaller with an arrow."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """One picture, drawn, with what the page writes around it."""
-
-    picture: Picture
-    url: str
-    legend: list[tuple[str, str, str, bool]]  # label, colour, value at its end, drawn as rings
-    smoothed: bool  # a thin line shows the values as measured
-
-
-@dataclass(frozen=True)
-class MetricRow:
-    """One metric in the table."""
-
-    name: str
-    says: str  # what it is
-    step: int
-    last: str
-    low: str
-    high: str
-
-
-@dataclass(frozen=True)
-class Quote:
-    """What was asked and said, with the part of a long text that is folded away."""
-
-    title: str
-    facts: str
-    texts: list[tuple[str, str, str]]  # name, beginning, rest
-
-
-QUOTED = 600  # characters of a text that are not folded away
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -98,11 +45,10 @@ def write_report(run_dir: Path | str) -> Path:
         facts=_facts(records, history, _tables(recipe)),
         figures=list(_key_figures(history, _tables(recipe))),
         acted=what_acted(history, _tables(recipe).get("algo", {})),
-        sections={
-            title: _drawings(chosen, history) for title, chosen in panels.pictures(history).items()
-        },
-        quotes=_quotes(read_samples(run_dir)),
-        events=_events(spans),
+        sections=drawing.drawn_sections(history),
+        quotes=list(_quotes(read_samples(run_dir))),
+        quoted=QUOTED,
+        events=list(_events(spans)),
         banners=list(_banners(spans, history.last_step)),
         non_finite=history.non_finite,
         groups=_groups(history),
@@ -124,22 +70,9 @@ def _rendered(**values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["printable"] = printable
     css = (folder / "report.css").read_text(encoding="utf-8")
     return printable(environment.get_template("report.html").render(css=css, **values))
-
-
-def save_overview_png(run_dir: Path | str, path: Path | str) -> Path:
-    """Save the pictures that sum up a run as one image, e.g. for a README."""
-    history = History(read_metrics(Path(run_dir) / METRICS_FILE))
-    all_pictures = [picture for section in panels.pictures(history).values() for picture in section]
-    chosen = [
-        picture for picture in all_pictures if picture.key in panels.OVERVIEW
-    ] or all_pictures[:2]
-    if not chosen:
-        raise ConfigError(f"{run_dir} has none of the metrics that the overview draws")
-    path = Path(path)
-    drawing.render_figure(chosen, history).savefig(path, dpi=130)
-    return path
 
 
 def _tables(recipe: str) -> dict:
@@ -162,82 +95,49 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
         if left_out := int(history.last(name) or 0):
             facts.append(f"{how_many(left_out, kind)} too long, left out")
     if share := unscored(history):
-        since = history.since("reward/failed_fraction")
-        facts.append(f"{percent(share)} of the responses unscored{since}")
+        facts.append(f"{percent(share)} of the responses unscored")
     facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
     return facts
 
 
-def _key_figures(history: History, recipe: dict) -> Iterator[KeyFigure]:
-    newest = max(
-        (n for n in MEASURED if n in history), key=lambda n: history.series(n)[0][-1], default=""
-    )
-    if newest:
+def _key_figures(history: History, recipe: dict) -> Iterator[tuple[str, str, str, str]]:
+    """(label, value, note, the value it started from or "") for the headline row."""
+    evaluations = [name for name in MEASURED if name in history]
+    if evaluations:
+        newest = max(evaluations, key=lambda name: history.series(name)[0][-1])
         steps, values = history.newest(newest)
-        shown = [reading(newest, value) for value in values[[0, -1]]]
-        if len(steps) > 1:
-            note = f"step {steps[0]} to step {steps[-1]}"
-            yield KeyFigure(MEASURED[newest], shown[1], note, before=shown[0])
-        else:
-            yield KeyFigure(MEASURED[newest], shown[0], f"step {steps[0]}")
+        yield MEASURED[newest], *_ends(newest, steps, values)
     if "reward/mean" in history:
         steps, values = history.newest("reward/mean")
-        ends = [reading("reward/mean", value) for value in drawing.smooth(values)[[0, -1]]]
-        if len(values) > 1:
-            smoothed = ", smoothed" if len(values) > drawing.MEASURED else ""
-            note = f"step {steps[0]} to step {steps[-1]}{smoothed}"
-            yield KeyFigure("Reward", ends[1], note, before=ends[0])
-        else:
-            yield KeyFigure("Reward", ends[1], f"step {steps[0]}")
-    if tokens := _rollout_speed(history):
-        yield KeyFigure("Rollout", number(tokens), "tokens per second")
+        yield "Reward", *_ends("reward/mean", steps, drawing.smooth(values))
+    if speed := history.mean("throughput/rollout_tokens_per_s"):
+        yield "Rollout", number(speed), "tokens per second, mean of the steps", ""
     if "time/step" in history:
         _, seconds = history.series("time/step")
-        note = f"{duration(seconds.mean())} a step"
-        yield KeyFigure("Training time", duration(seconds.sum()), note)
-    if "quant" in recipe or "algo" in recipe:
-        quant, algo = recipe.get("quant", {}), recipe.get("algo", {})
-        scheme = str(quant.get("scheme", "int8"))
-        scheme = "BF16" if scheme == "none" else scheme.upper()
-        objective = str(algo.get("objective", "acr")).upper()
-        note = f"UAQ s = {quant['uaq_scale']:g}" if "uaq_scale" in quant else ""
-        yield KeyFigure("Scheme", f"{scheme} {objective}", note)
-    if "sync/version" in history:
-        note = ""
-        if "sync/staleness" in history:
-            note = f"staleness at most {history.series('sync/staleness')[1].max():g}"
-        # The metric is the number of a version, and the first one is 0.
-        versions = history.series("sync/version")[1].max() + 1
-        yield KeyFigure("Policy versions", f"{versions:.0f}", note)
+        yield "Training time", duration(seconds.sum()), f"{duration(seconds.mean())} a step", ""
+    if "quant" in recipe and "algo" in recipe:
+        quant = recipe["quant"]
+        scheme = "BF16" if quant["scheme"] == "none" else quant["scheme"].upper()
+        objective = recipe["algo"]["objective"].upper()
+        yield "Scheme", f"{scheme} {objective}", f"UAQ s = {quant['uaq_scale']:g}", ""
 
 
-def _rollout_speed(history: History) -> float | None:
-    """Tokens over seconds of all rollouts: the plain mean would weigh short ones too much."""
-    name = "throughput/rollout_tokens_per_s"
-    if name not in history:
-        return None
-    steps, speeds = history.series(name)
-    seconds = np.ones(len(steps))
-    if "time/rollout" in history:
-        rollout_seconds = dict(zip(*history.series("time/rollout"), strict=True))
-        if all(step in rollout_seconds for step in steps):
-            seconds = np.array([rollout_seconds[step] for step in steps])
-    return float(np.average(speeds, weights=seconds)) if seconds.sum() > 0 else None
+def _ends(metric: str, steps: np.ndarray, values: np.ndarray) -> tuple[str, str, str]:
+    """(last value, the steps it covers, first value)."""
+    first, last = (reading(metric, value) for value in values[[0, -1]])
+    if len(steps) == 1:
+        return last, f"step {steps[0]}", ""
+    return last, f"step {steps[0]} to step {steps[-1]}", first
 
 
-def _events(spans: Sequence[Span]) -> list[tuple[int, str, str]]:
+def _events(spans: Sequence[Span]) -> Iterator[tuple[int, str, str]]:
     """(step, time of day, what happened)."""
     alarms = ("guard", "sampling", "weights", "rollout", "reward")
     lanes = {"fleet": "", "run": "", **{lane: f"{lane}: " for lane in alarms}}
-    return [
-        (
-            span.step,
-            time.strftime("%H:%M:%S", time.localtime(span.start)),
-            lanes[span.lane] + span.name,
-        )
-        for span in spans
-        if span.lane in lanes
-    ]
+    for span in spans:
+        if span.lane in lanes:
+            clock = time.strftime("%H:%M:%S", time.localtime(span.start))
+            yield span.step, clock, lanes[span.lane] + span.name
 
 
 def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]:
@@ -249,66 +149,118 @@ def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]
             yield f"Halted at step {span.step}{again}", reason
 
 
-def _drawings(chosen: Sequence[Picture], history: History) -> list[Drawing]:
-    drawings = []
-    for picture in chosen:
-        legend = []
-        smoothed = False
-        for line in picture.present(history):
-            _, values = drawing.drawn(picture, line, history)
-            legend.append((line.label, line.color, reading(line.metric, values[-1]), line.rings))
-            smoothed |= len(values) > drawing.MEASURED and not line.rings
-        url = drawing.picture_url(picture, history)
-        drawings.append(Drawing(picture, url, legend, smoothed))
-    return drawings
-
-
-def _quotes(examples: Sequence[Example]) -> list[Quote]:
-    """The lowest and the highest reward of the first, the middle and the last step that has any, of
-    evaluations and of training."""
-    quotes = []
+def _quotes(examples: Sequence[Example]) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """(title, facts, texts by name) of the lowest and the highest reward of the first, the middle
+    and the last step that has any, of evaluations and of training."""
     for of in (HELD_OUT, TRAIN):
-        some = [example for example in examples if example.of == of]
-        steps = sorted({example.step for example in some})
+        steps = sorted({example.step for example in examples if example.of == of})
         for step in sorted({steps[i] for i in (0, len(steps) // 2, -1)} if steps else ()):
-            ranked = sorted((e for e in some if e.step == step), key=lambda e: e.reward)
-            quotes.append(_quote("lowest reward", ranked[0]))
-            if len(ranked) > 1:
-                quotes.append(_quote("highest reward", ranked[-1]))
-    return quotes
+            of_step = [example for example in examples if (example.step, example.of) == (step, of)]
+            ranked = sorted(of_step, key=lambda example: example.reward)
+            ends = {"lowest": ranked[0], "highest": ranked[-1]}
+            for end, example in list(ends.items())[: len(ranked)]:
+                texts = {
+                    "prompt": example.prompt,
+                    "response": example.response or "(empty)",
+                    "answer": example.answer,
+                }
+                yield f"Step {step}, {of}, {end} reward", facts(example), texts
 
 
-def _quote(what: str, example: Example) -> Quote:
-    texts = (
-        ("prompt", example.prompt),
-        ("response", example.response or "(empty)"),
-        ("answer", example.answer),
-    )
-    return Quote(
-        f"Step {example.step}, {example.of}, {what}",
-        facts(example),
-        [(name, visible(text[:QUOTED]), visible(text[QUOTED:])) for name, text in texts if text],
-    )
-
-
-def _groups(history: History) -> dict[str, list[MetricRow]]:
-    """Table rows by heading, in the order of ``GROUPS``."""
-    order = {prefix: index for index, prefix in enumerate(GROUPS)}
-    names = sorted(history, key=lambda name: (order.get(name.split("/")[0], len(order)), name))
-    groups: dict[str, list[MetricRow]] = {}
-    for name in names:
+def _groups(history: History) -> dict[str, list[tuple[str, str, int, list[str]]]]:
+    """Table rows by group, in the order of the catalogue: a metric's name, what it is, the step it
+    was last measured at; its last, smallest and largest value."""
+    order = list(dict.fromkeys(name.split("/")[0] for name in METRICS))
+    groups: dict[str, list[tuple[str, str, int, list[str]]]] = {group: [] for group in order}
+    for name in sorted(history):
         steps, values = history.newest(name)
-        prefix = name.split("/")[0]
-        heading = GROUPS[prefix].heading if prefix in GROUPS else prefix
         entry = known(name)
-        groups.setdefault(heading, []).append(
-            MetricRow(
-                name=name,
-                says=entry.says if entry else "",
-                step=int(steps[-1]),
-                last=reading(name, values[-1]),
-                low=reading(name, values.min()),
-                high=reading(name, values.max()),
-            )
-        )
-    return groups
+        cells = [reading(name, value) for value in (values[-1], values.min(), values.max())]
+        row = (name, entry.says if entry else "", int(steps[-1]), cells)
+        groups.setdefault(name.split("/")[0], []).append(row)
+    return {group: rows for group, rows in groups.items() if rows}
+
+
+def unscored(history: History) -> float:
+    """Return the share of responses that got no score, as a mean over steps."""
+    if "reward/failed_fraction" not in history:
+        return 0.0
+    return float(history.newest("reward/failed_fraction")[1].mean())
+
+
+ACTS = {
+    "tis": (
+        "rollout/truncated_weight_fraction",
+        "TIS acted: {share} of the importance weights cut to {cap:g} (largest {ratio})",
+        "TIS never acted: no importance weight above C = {cap:g} (largest {ratio})",
+    ),
+    "icepop": (
+        "correction/banded_fraction",
+        "IcePop acted: {share} of the tokens left out (largest {ratio})",
+        "IcePop never acted: no importance weight outside its band (largest {ratio})",
+    ),
+    "acr": (
+        "acr/active_fraction",
+        "ACR acted: a wider clip range for {share} of the tokens, {rescued} rescued from TIS's "
+        "(C = {cap:g}, largest importance weight {ratio})",
+        "ACR never acted: no token of a positive advantage had an importance weight above "
+        "C = {cap:g} (largest {ratio})",
+    ),
+}
+"""Per objective that corrects: the share of tokens it acts on, and a sentence for each outcome."""
+
+
+def what_acted(history: History, algo: Mapping[str, Any]) -> str:
+    """Say in one sentence whether ``algo.objective`` corrected any token of the run.
+
+    At 8 bits an importance weight above the cap C is rare: most runs under ACR train as they would
+    without it, and nobody should take their success for its merit.
+
+    Args:
+        algo: this section of the recipe, resolved.
+
+    Returns:
+        The sentence without its full stop; "" where nothing compared the policies, for an objective
+        that corrects nothing, and for a loss of one's own.
+    """
+    acts = ACTS.get(algo.get("objective", ""))
+    if acts is None or algo.get("function") or "rollout/rho_max" not in history:
+        return ""
+    metric, acted, idle = acts
+    share = history.mean(metric)
+    ratio = history.series("rollout/rho_max")[1].max()
+    if algo["objective"] == "acr" and ratio <= algo["cap"]:
+        idle = "ACR never acted: no importance weight above C = {cap:g} (largest {ratio})"
+    sentence = acted if share else idle
+    return sentence.format(
+        share=percent(share),
+        cap=algo["cap"],
+        ratio=number(ratio),
+        rescued=percent(history.mean("acr/rescued_fraction")),
+    )
+
+
+def write_trace(spans: Sequence[Span], path: Path) -> None:
+    """Write spans in the Trace Event format: a process for each lane, times in microseconds.
+
+    Spans are asynchronous events, since batches in flight overlap within the engines' lane.
+    """
+    lanes = list(dict.fromkeys(span.lane for span in spans))
+    events: list[dict[str, Any]] = []
+    for lane_id, lane in enumerate(lanes):
+        events.append({"ph": "M", "name": "process_name", "pid": lane_id, "args": {"name": lane}})
+    for span_id, span in enumerate(spans):
+        event = {
+            "name": span.name,
+            "cat": span.lane,
+            "pid": lanes.index(span.lane),
+            "tid": 0,
+            "args": {"step": span.step},
+        }
+        start, end = round(1e6 * span.start), round(1e6 * span.end)
+        if end > start:
+            events.append({**event, "ph": "b", "id": span_id, "ts": start})
+            events.append({**event, "ph": "e", "id": span_id, "ts": end})
+        else:
+            events.append({**event, "ph": "i", "s": "p", "ts": start})
+    write_whole(path, json.dumps({"traceEvents": events}) + "\n")

@@ -3,13 +3,12 @@
     {"step": 4, "of": "train", "prompt": "12 + 3 =", "response": "15.", "reward": 0.0, ...}
 
 ``samples.jsonl`` has a line per example. Text that a model wrote is data: it is stored as it came,
-clipped, and shown with its control characters written out.
+clipped, and shown so that nothing obeys it.
 """
 
 import json
 import re
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.lines import Growing, keep_lines, read_lines
+from qurl_megatron.kit.errors import ConfigError, printable
+from qurl_megatron.observe.sinks import LineFile
 from qurl_megatron.observe.text import how_many, number
 
 if TYPE_CHECKING:  # importing this package brings no numpy
@@ -94,20 +93,6 @@ def clipped(text: str, longest: int = LONGEST) -> str:
     return f"{head}\n[... {len(text) - len(head) - len(tail)} characters ...]\n{tail}"
 
 
-def visible(text: str) -> str:
-    """Write out the characters that a terminal or page would obey or hide; line breaks stay."""
-    return "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    code = ord(character)
-    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return character
-    if code < 0x20:
-        return chr(0x2400 + code)  # ESC as one character that reads so
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
 def facts(example: Example) -> str:
     """Return reward, advantage, length and ending of a response in one line."""
     parts = [f"reward {number(example.reward)}"]
@@ -127,7 +112,7 @@ def as_text(example: Example, title: str = "", *, longest: int = 2 * LONGEST) ->
         longest: characters of the prompt, and of the response.
     """
     title = title or f"step {example.step}, {example.of} prompt {example.index}"
-    lines = [f"{visible(title)}: {facts(example)}"]
+    lines = [f"{printable(title)}: {facts(example)}"]
     for name, text in (("prompt", example.prompt), ("response", example.response)):
         lines += _labelled(name, clipped(text, longest) or "(empty)")
     return "\n".join([*lines, *_labelled("answer", example.answer or "(none)")])
@@ -135,7 +120,7 @@ def as_text(example: Example, title: str = "", *, longest: int = 2 * LONGEST) ->
 
 def _labelled(name: str, text: str) -> list[str]:
     """Write a name before the first line of a text, and indent the others."""
-    first, *further_lines = visible(text).split("\n")
+    first, *further_lines = printable(text).split("\n")
     return [f"  {name:<8}  {first}", *(f"  {'':<8}  {line}" for line in further_lines)]
 
 
@@ -145,32 +130,22 @@ def say(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
-class SampleFile:
-    """Appends the examples of one step, or of one evaluation, in one piece."""
+class SampleFile(LineFile[Example]):
+    """samples.jsonl: the examples of one step, or of one evaluation, in one piece."""
 
-    def __init__(self, path: Path, *, resume_step: int = 0, evaluates: bool = False) -> None:
-        """Open ``path`` for appending.
+    kind = "an example"
 
-        Args:
-            resume_step: the first step that will be done again; its examples and later ones are
-                dropped. 0 starts an empty file.
-            evaluates: the step before that will be evaluated again, too.
-        """
+    @staticmethod
+    def parse(line: str) -> Example:
+        # Not msgspec's own decoder: a model may leave half of a surrogate pair.
+        return msgspec.convert(json.loads(line), Example)
 
-        def keep(example: Example) -> bool:
-            if evaluates and (example.step + 1, example.of) == (resume_step, HELD_OUT):
-                return False
-            return example.step < resume_step
-
-        keep_lines(path, _parse, "an example", keep)
-        self._file = Growing(path)
+    @staticmethod
+    def evaluates(value: Example) -> bool:
+        return value.of == HELD_OUT
 
     def write(self, examples: Iterable[Example]) -> None:
-        lines = [json.dumps(msgspec.structs.asdict(example)) + "\n" for example in examples]
-        self._file.write("".join(lines).encode())
-
-    def close(self) -> None:
-        self._file.close()
+        self.append(*map(msgspec.structs.asdict, examples))
 
 
 def read_samples(run_dir: Path) -> list[Example]:
@@ -179,23 +154,22 @@ def read_samples(run_dir: Path) -> list[Example]:
     Raises:
         ConfigError: a line, other than a torn last one, is not an example.
     """
-    return read_lines(run_dir / SAMPLES_FILE, _parse, "an example")
+    return SampleFile.read(run_dir / SAMPLES_FILE)
 
 
-def _parse(line: str) -> Example:
-    # Not msgspec's own decoder: a model may leave half of a surrogate pair.
-    return msgspec.convert(json.loads(line), Example)
-
-
-def print_samples(
+def select(
     run_dir: Path,
     *,
     step: int | None = None,
     worst: int | None = None,
     best: int | None = None,
-    prompt: str | None = None,
-) -> None:
-    """Print the examples that ``select`` chooses.
+    prompt: str = "",
+) -> list[Example]:
+    """Choose examples of one step; by default the newest, or with ``prompt`` every step.
+
+    Args:
+        worst, best: take so many of the lowest and of the highest rewards, lowest first.
+        prompt: text that the prompt contains.
 
     Raises:
         ConfigError: the run keeps none, or none like that.
@@ -208,53 +182,23 @@ def print_samples(
     examples = read_samples(run_dir)
     if not examples:
         raise ConfigError(f"{path} is empty: no step or evaluation has ended with observe.samples")
-    selected = select(examples, step=step, worst=worst, best=best, prompt=prompt)
-    say("\n\n".join(map(as_text, selected)))
-
-
-def select(
-    examples: Sequence[Example],
-    *,
-    step: int | None = None,
-    worst: int | None = None,
-    best: int | None = None,
-    prompt: str | None = None,
-) -> list[Example]:
-    """Choose examples of one step; by default the newest, or with ``prompt`` every step.
-
-    Args:
-        examples: at least one.
-        worst, best: take so many of the lowest and of the highest rewards, lowest first.
-        prompt: text that the prompt contains.
-
-    Raises:
-        ConfigError: there is none like that.
-    """
     for name, count in (("worst", worst), ("best", best)):
         if count is not None and count < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {count}")
     steps = sorted({example.step for example in examples})
-    if step is not None and step not in steps:
-        raise ConfigError(f"--step {step} has no examples; kept are {_listed(steps)}")
-    if step is None and prompt is None:
+    if step is None and not prompt:
         step = steps[-1]
-    matching = []
-    for example in examples:
-        if step in (None, example.step) and (prompt or "") in example.prompt:
-            matching.append(example)
+    of_step = [example for example in examples if step in (None, example.step)]
+    if not of_step:
+        raise ConfigError(
+            f"--step {step} has no examples; kept are {how_many(len(steps), 'step')} from "
+            f"{steps[0]} to {steps[-1]}"
+        )
+    matching = [example for example in of_step if prompt in example.prompt]
     if not matching:
-        of_step = "" if step is None else f" of step {step}"
-        raise ConfigError(f"--prompt {prompt!r} is in none of the prompts that are kept{of_step}")
+        raise ConfigError(f"--prompt {prompt!r} is in none of the {len(of_step)} prompts kept")
     if worst is None and best is None:
         return matching
     matching.sort(key=lambda example: example.reward)  # stable: else as they were written
     lowest = min(worst or 0, len(matching))
     return matching[:lowest] + matching[max(lowest, len(matching) - (best or 0)) :]
-
-
-def _listed(steps: Sequence[int]) -> str:
-    """Steps for a person to choose from."""
-    if len(steps) > 10:
-        return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-    *before_last, last = map(str, steps)
-    return f"steps {', '.join(before_last)} and {last}" if before_last else f"step {last}"

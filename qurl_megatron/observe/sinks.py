@@ -1,11 +1,15 @@
-"""Where metrics go. The JSONL file is the truth; TensorBoard and W&B are views of it, and
-W&B shows examples of responses, too.
+"""Files of JSON lines that grow while a run goes on, metrics.jsonl among them, and its views:
+TensorBoard and W&B, which shows examples of responses, too.
 
-One object a line: ``{"step": 12, "time": 1735689600.5, "metrics": {"reward/mean": 0.41}}``.
+A crash leaves at most the last line torn. Readers pass over it, and a resumed run removes it
+together with the lines of the steps that it does again.
+
+A line of metrics: ``{"step": 12, "time": 1735689600.5, "metrics": {"reward/mean": 0.41}}``.
 JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-Infinity", which
 ``float()`` and JavaScript's ``Number()`` read back.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -14,13 +18,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.disk import write_whole
-from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.lines import Growing, keep_lines, read_lines
-from qurl_megatron.observe.samples import Example, visible
+from qurl_megatron.kit.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from qurl_megatron.observe.samples import Example
 
 METRICS_FILE = "metrics.jsonl"  # in a run's folder
 
@@ -29,6 +34,120 @@ class Sink(Protocol):
     """Takes the metrics of one step; several calls for one step add to each other."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+class Step(Protocol):
+    """A line's value: it belongs to a step."""
+
+    @property
+    def step(self) -> int: ...
+
+
+T = TypeVar("T", bound=Step)
+
+# What parsing raises for a line that a person, or the disk, has edited.
+_EDITED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+class Growing:
+    """Appends to a file; each piece is there whole, or not at all where the disk is full."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, piece: bytes) -> None:
+        """Append ``piece``.
+
+        Raises:
+            OSError: the system refused; the file is as it was before.
+        """
+        start = self._file.seek(0, os.SEEK_END)
+        unwritten = memoryview(piece)
+        try:
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
+        except OSError:
+            self._file.truncate(start)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class LineFile(Generic[T]):
+    """A file of JSON lines, one or more for each step. A subclass says what a line is."""
+
+    kind: str  # what a line should be, for the error message
+
+    @staticmethod
+    def parse(line: str) -> T:
+        """Return the value of a line; raises ValueError or the like for a bad one."""
+        raise NotImplementedError
+
+    @staticmethod
+    def evaluates(value: T) -> bool:
+        """True for a line that an evaluation wrote, and nothing else."""
+        return False
+
+    def __init__(self, path: Path, *, resume_step: int = 0, evaluates: bool = False) -> None:
+        """Open ``path`` for appending.
+
+        Args:
+            resume_step: the first step that will be written again. Lines of this step and later
+                come from updates that the checkpoint does not know, and are dropped; 0 starts an
+                empty file.
+            evaluates: the step before that will be evaluated again, too.
+
+        Raises:
+            ConfigError: as ``read``; the file is untouched.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        self.last_step: int | None = None
+        """The largest step among the lines that were kept."""
+        for line, value in self._parsed(path):
+            again = evaluates and value.step + 1 == resume_step and self.evaluates(value)
+            if value.step < resume_step and not again:
+                kept.append(line + "\n")
+                self.last_step = max(self.last_step or 0, value.step)
+        write_whole(path, "".join(kept), sync=True)  # the old file or the new one, never half
+        self._file = Growing(path)
+
+    def append(self, *values: Mapping[str, Any]) -> None:
+        """Append a line for each value, all of them in one piece."""
+        lines = [json.dumps(value) + "\n" for value in values]
+        self._file.write("".join(lines).encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+    @classmethod
+    def read(cls, path: Path) -> list[T]:
+        """Return the values of a file's lines; none where there is no file.
+
+        Raises:
+            ConfigError: a line, other than a torn last one, is not of this kind.
+        """
+        return [value for _, value in cls._parsed(path)]
+
+    @classmethod
+    def _parsed(cls, path: Path) -> list[tuple[str, T]]:
+        if not path.is_file():
+            return []
+        # Not splitlines(): it also splits at characters that may stand inside a JSON string.
+        *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        parsed = []
+        for number, line in enumerate(lines, 1):
+            try:
+                parsed.append((line, cls.parse(line)))
+            except _EDITED as error:
+                raise ConfigError(
+                    f"{path}, line {number}, is not {cls.kind}: {line[:80]!r}; fix or delete the "
+                    "line"
+                ) from error
+        with contextlib.suppress(*_EDITED):  # empty, or torn when the run was killed
+            parsed.append((last, cls.parse(last)))
+        return parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,37 +159,26 @@ class Record:
     metrics: dict[str, float]
 
 
-class JsonlSink:
-    """Appends one line per call: a crash loses at most the line in flight."""
+class JsonlSink(LineFile[Record]):
+    """metrics.jsonl: a line per call."""
 
-    def __init__(self, path: Path, *, resume_step: int = 0, evaluates: bool = False) -> None:
-        """Open ``path`` for appending.
+    kind = 'a metrics record {"step": .., "time": .., "metrics": {..}}'
 
-        Args:
-            resume_step: the first step that will be written again. Lines of this step and later
-                come from updates that the checkpoint does not know, and are dropped; 0 starts an
-                empty file.
-            evaluates: the step before that will be evaluated again, too.
-        """
+    @staticmethod
+    def parse(line: str) -> Record:
+        record = json.loads(line)
+        metrics = {}
+        for name, value in record["metrics"].items():
+            metrics[name] = math.nan if value is None else float(value)
+        return Record(int(record["step"]), float(record["time"]), metrics)
 
-        def keep(record: Record) -> bool:
-            evaluated_again = evaluates and record.step + 1 == resume_step
-            if evaluated_again and all(name.startswith("eval/") for name in record.metrics):
-                return False
-            return record.step < resume_step
-
-        kept = keep_lines(path, _parse, _KIND, keep)
-        self.last_step = max((record.step for record in kept), default=None)
-        """The largest step among the lines that were kept."""
-        self._file = Growing(path)
+    @staticmethod
+    def evaluates(value: Record) -> bool:
+        return all(name.startswith("eval/") for name in value.metrics)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: _to_json(float(value)) for name, value in metrics.items()}
-        record = {"step": step, "time": round(now(), 3), "metrics": numbers}
-        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
-
-    def close(self) -> None:
-        self._file.close()
+        self.append({"step": step, "time": round(now(), 3), "metrics": numbers})
 
 
 def read_metrics(path: Path | str) -> list[Record]:
@@ -87,21 +195,10 @@ def read_metrics(path: Path | str) -> list[Record]:
         path = path / METRICS_FILE
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; it is written by `qurl train`")
-    records = read_lines(path, _parse, _KIND)
+    records = JsonlSink.read(path)
     if not records:
         raise ConfigError(f"{path} holds no metrics; the run stopped before its first step ended")
     return records
-
-
-_KIND = 'a metrics record {"step": .., "time": .., "metrics": {..}}'
-
-
-def _parse(line: str) -> Record:
-    record = json.loads(line)
-    metrics = {}
-    for name, value in record["metrics"].items():
-        metrics[name] = math.nan if value is None else float(value)
-    return Record(int(record["step"]), float(record["time"]), metrics)
 
 
 def _to_json(value: float) -> float | str:
@@ -202,13 +299,13 @@ class WandbSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def show(self, step: int, examples: Sequence[Example]) -> None:
+    def show(self, step: int, examples: Sequence["Example"]) -> None:
         """Log a table for each kind of examples, lowest rewards first."""
         names = ["prompt", "response", "answer", "reward", "advantage", "tokens", "finish"]
         rows: dict[str, list[list[Any]]] = {}
         for example in sorted(examples, key=lambda example: example.reward):
             cells = [getattr(example, name) for name in names]
-            shown = [visible(cell) if isinstance(cell, str) else cell for cell in cells]
+            shown = [printable(cell) if isinstance(cell, str) else cell for cell in cells]
             rows.setdefault(f"samples/{example.of}", []).append(shown)
         for tag, data in rows.items():
             self._run.log({tag: self._wandb.Table(columns=names, data=data)}, step=step)

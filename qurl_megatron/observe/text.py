@@ -26,14 +26,6 @@ def byte_size(count: float) -> str:
     return f"{count / 1000**power:.{2 if power else 0}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-def scientific(value: float) -> str:
-    """0.00123 -> "1.2e-3"."""
-    if not math.isfinite(value):
-        return str(value)
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
 def power_of_ten(value: float) -> str:
     """2e-5 -> "2·10⁻⁵", 1e-3 -> "10⁻³"."""
     mantissa, exponent = f"{value:.2e}".split("e")

@@ -14,7 +14,7 @@ from typing import Any
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusal, refusing
-from qurl_megatron.observe.metrics import Timer
+from qurl_megatron.observe.metrics import History, Timer
 from qurl_megatron.observe.progress import Progress
 from qurl_megatron.observe.samples import (
     HELD_OUT,
@@ -228,8 +228,7 @@ class Journal:
             ConfigError: the disk refused the report, or metrics before it.
         """
         # matplotlib takes a second to import
-        from qurl_megatron.observe.history import History, unscored, what_acted
-        from qurl_megatron.observe.report import write_report
+        from qurl_megatron.observe.report import unscored, what_acted, write_report
 
         self.progress.close()
         print(state.summary(right_or_wrong=self.config.reward.right_or_wrong))

@@ -35,7 +35,7 @@ from qurl_megatron.evaluation.study_results import (
 )
 from qurl_megatron.kit.disk import claimed
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.history import History
+from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.sinks import Record
 from tests.support.waiting import PATIENCE_S
 
