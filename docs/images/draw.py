@@ -14,10 +14,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from qurl_megatron.observe.report import REPORT_FILE, save_overview_png
+import matplotlib
+from matplotlib.figure import Figure
+
+from qurl_megatron.observe.drawing import COLORS, SECTIONS, STYLE, draw
+from qurl_megatron.observe.metrics import History
+from qurl_megatron.observe.report import REPORT_FILE
+from qurl_megatron.observe.sinks import read_metrics
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parents[1] / "launch" / "recipes" / "quickstart.toml"
+OVERVIEW = ("reward", "clip", "kl", "rho_max", "flips", "phases")  # sum up a run
 COLUMNS, ROWS = 108, 34  # of the terminal, and how many of its last lines are drawn
 CELL = (7.83, 19)  # width and height of a character in pixels, at 13 pixels of font size
 BACKGROUND, INK, DIM = "#14171a", "#e8eaed", "#9aa1ab"
@@ -44,7 +51,7 @@ def main() -> None:
         )
         rows = screen(shown.replace(f"{scratch}/", "runs/"))[-ROWS:]
         (HERE / "terminal.svg").write_text(terminal_svg(rows), encoding="utf-8")
-        save_overview_png(run_dir, HERE / "quickstart.png")
+        save_overview(History(read_metrics(run_dir)), HERE / "quickstart.png")
         for name, size, theme in (
             ("report.png", "1280,1500", ()),
             ("report_phone.png", "420,1500", ("--blink-settings=preferredColorScheme=0",)),
@@ -56,6 +63,30 @@ def main() -> None:
                 check=True,
                 capture_output=True,
             )
+
+
+def save_overview(history: History, path: Path) -> None:
+    """Save the pictures that sum up a run as one image, with titles and legends."""
+    pictures = {picture.key: picture for section in SECTIONS.values() for picture in section}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12.4, 10.2), facecolor=COLORS["paper"], layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.18, h_pad=0.16)
+        for place, key in enumerate(OVERVIEW, 1):
+            axes = figure.add_subplot(3, 2, place)
+            axes.set_title(pictures[key].title, loc="left", fontsize=13, fontweight="bold", pad=24)
+            before = None  # label
+            for line, _ in draw(axes, pictures[key], history):
+                before = axes.annotate(
+                    f"● {line.label}   ",
+                    (0 if before is None else 1, 1),
+                    xytext=(0, 7),
+                    xycoords=(before or "axes fraction", "axes fraction"),
+                    textcoords="offset points",
+                    color=COLORS[line.color],
+                    fontsize=10.5,
+                    annotation_clip=False,
+                )
+        figure.savefig(path, dpi=130)
 
 
 def run_in_terminal(command: list[str]) -> str:

@@ -323,7 +323,7 @@ def frame(axes: Axes, first: int, last: int, *, shares: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     # In line with the numbers, where it needs no row of its own.
     label: dict[str, Any] = dict(transform=axes.transAxes, ha="right", va="top")
-    axes.text(-0.012, -0.035, "step", color=COLORS["muted"], **label)
+    axes.text(-0.012, -0.045, "step", color=COLORS["muted"], **label)
     _scale_y(axes, shares)
     axes.grid(axis="y", color=COLORS["rule"], linewidth=0.9)
     axes.set_axisbelow(True)

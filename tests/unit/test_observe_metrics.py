@@ -1,5 +1,4 @@
 import math
-import pickle
 import random
 import statistics
 import subprocess
@@ -7,8 +6,20 @@ import sys
 
 import pytest
 
-from qurl_megatron.observe import EffectiveSampleSize, Max, Mean, Min, Sum, Timer, merge, values
-from qurl_megatron.observe.metrics import Correlation, Cosine, ExplainedVariance, StdDev
+from qurl_megatron.observe.metrics import (
+    Correlation,
+    Cosine,
+    EffectiveSampleSize,
+    ExplainedVariance,
+    Max,
+    Mean,
+    Min,
+    StdDev,
+    Sum,
+    Timer,
+    merge,
+    values,
+)
 
 
 def _measure(weights: list[float]) -> dict:
@@ -43,10 +54,6 @@ def test_merging_ranks_of_merged_microbatches_equals_merging_all_at_once():
     assert values(by_rank) == pytest.approx(values(merge(parts)))
 
 
-def test_a_mean_weighs_its_parts_by_their_size():
-    assert merge([{"x": Mean(1.0, 1.0)}, {"x": Mean(0.0, 3.0)}])["x"].value == 0.25
-
-
 def test_a_mean_over_nothing_is_nan_and_disappears_in_a_merge():
     assert math.isnan(Mean(0.0, 0.0).value)
     assert merge([{"x": Mean(0.0, 0.0)}, {"x": Mean(3.0, 2.0)}])["x"].value == 1.5
@@ -73,12 +80,6 @@ def test_a_cosine_is_that_of_the_vectors_its_parts_make_up():
     parts = [{"x": Cosine(9.0, 9.0, 9.0)}, {"x": Cosine(0.0, 0.0, 16.0)}]
     assert merge(parts)["x"].value == 0.6
     assert Cosine(-2.0, 1.0, 4.0).value == -1 and Cosine(0.0, 0.0, 5.0).value == 0.0
-
-
-def test_correlation_by_hand():
-    assert _correlation([(0, 0), (1, 2), (2, 4)]).value == pytest.approx(1)
-    assert _correlation([(0, 4), (1, 2), (2, 0)]).value == pytest.approx(-1)
-    assert _correlation([(0, 0), (0, 1), (1, 0), (1, 1)]).value == 0
 
 
 def test_spread_of_what_does_not_vary():
@@ -129,11 +130,6 @@ def test_merging_two_kinds_under_one_name_names_it():
         merge([{"reward/mean": Mean(1.0, 1.0)}, {"reward/mean": Sum(1.0)}])
 
 
-def test_metrics_survive_the_trip_between_processes():
-    metrics = _measure([1.0, 2.0])
-    assert pickle.loads(pickle.dumps(metrics)) == metrics
-
-
 def test_timer_adds_up_the_visits_to_a_phase_and_keeps_the_slowest_rank():
     seconds = iter([0.0, 1.0, 3.0, 4.0, 4.5, 10.0])
     announced = []
@@ -153,17 +149,12 @@ def test_timer_refuses_a_phase_inside_a_phase():
         pass
 
 
-def test_importing_observe_loads_no_heavy_package():
+def test_reading_and_following_a_run_loads_nothing_heavy():
     code = (
-        "import sys, qurl_megatron.observe as observe\n"
-        "heavy = {'torch', 'matplotlib', 'numpy', 'tensorboard', 'rich'} & set(sys.modules)\n"
+        "import sys\n"
+        "from qurl_megatron.observe import metrics, progress, samples, sinks, timeline\n"
+        "from qurl_megatron.evaluation import study_results\n"
+        "heavy = {'torch', 'matplotlib', 'tensorboard', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_what_only_reads_a_run_loads_no_matplotlib():
-    readers = ("observe.panels", "evaluation.study_results", "bench.step")
-    code = "import sys\n" + "".join(f"import qurl_megatron.{reader}\n" for reader in readers)
-    code += "assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -26,7 +26,6 @@ from qurl_megatron.observe.samples import (
     read_samples,
     select,
     telling,
-    visible,
 )
 from qurl_megatron.training.groups import kept_of
 from qurl_megatron.training.step import mean_advantages
@@ -57,15 +56,12 @@ def test_of_a_long_text_beginning_and_end_are_kept():
     assert max(map(len, (kept.prompt, kept.answer, kept.response))) < 1.05 * LONGEST
 
 
-def test_characters_that_terminals_obey_or_hide_are_written_out():
-    assert visible("a\tb\n\x1b[2J\r\x00") == "a\tb\n␛[2J␍␀"
-    assert visible("\u202e\u200b\ud800\x7f\U000e0041") == "\\u202e\\u200b\\ud800\\u007f\\U000e0041"
-    assert visible("é中🙂") == "é中🙂"
-    told = example(response="one\ntwo", reward=-0.5, advantage=0.25, finish="length")
+def test_an_example_is_a_few_lines_in_which_nothing_steers_the_terminal():
+    told = example(response="one\x1b\ntwo", reward=-0.5, advantage=0.25, finish="length")
     assert as_text(told) == (
         "step 1, train prompt 7: reward −0.500, advantage +0.250, 2 tokens, cut off at the limit\n"
         "  prompt    12 + 3 =\n"
-        "  response  one\n"
+        "  response  one?\n"
         "            two\n"
         "  answer    15"
     )
@@ -113,11 +109,12 @@ KEPT = [
 ]
 
 
-def rewards_of(**wanted) -> list[tuple[int, float]]:
-    return [(one.step, one.reward) for one in select(KEPT, **wanted)]
+def test_the_newest_step_is_shown_or_another_or_a_prompt_in_all_of_them(tmp_path):
+    keep(tmp_path, *KEPT)
 
+    def rewards_of(**wanted) -> list[tuple[int, float]]:
+        return [(kept.step, kept.reward) for kept in select(tmp_path, **wanted)]
 
-def test_the_newest_step_is_shown_or_another_or_a_prompt_in_all_of_them():
     assert rewards_of() == [(2, 0.5), (2, 0.0), (2, 1.0)]
     assert rewards_of(step=0, worst=1) == [(0, 0.0)]
     assert rewards_of(step=0, best=2) == [(0, 0.5), (0, 1.0)]
@@ -130,13 +127,10 @@ def test_the_newest_step_is_shown_or_another_or_a_prompt_in_all_of_them():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--step", "1"], "--step 1 has no examples; kept are steps 0 and 2"),
+        (["--step", "1"], "--step 1 has no examples; kept are 2 steps from 0 to 2"),
         (["--worst", "0"], "--worst must be 1 or more, got 0"),
-        (["--prompt", "x"], "--prompt 'x' is in none of the prompts that are kept\n"),
-        (
-            ["--step", "2", "--prompt", "+ 0"],
-            "'+ 0' is in none of the prompts that are kept of step",
-        ),
+        (["--prompt", "x"], "--prompt 'x' is in none of the 6 prompts kept\n"),
+        (["--step", "2", "--prompt", "+ 0"], "'+ 0' is in none of the 3 prompts kept\n"),
     ],
 )
 def test_what_was_not_kept_is_said(tmp_path, capsys, options, message):
@@ -158,7 +152,7 @@ def test_a_terminal_that_knows_ascii_alone_shows_them_too(tmp_path):
     command = [sys.executable, "-m", "qurl_megatron.cli", "samples", str(tmp_path)]
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(command, capture_output=True, env=env, check=True)
-    assert b"response  \\u4e2d\\u241b" in done.stdout
+    assert b"response  \\u4e2d?" in done.stdout
 
 
 def test_the_report_quotes_the_first_middle_and_last_step_and_runs_nothing_of_it(tmp_path):
@@ -181,7 +175,7 @@ def test_the_report_quotes_the_first_middle_and_last_step_and_runs_nothing_of_it
         ),
     ]
     assert "<script" not in page and page.count("&lt;/pre&gt;&lt;script&gt;") == 2
-    assert "{{ 7 * 7 }}␛\\u202e" in page and "\x1b" not in page and "\u202e" not in page
+    assert "{{ 7 * 7 }}??" in page and "\x1b" not in page and "\u202e" not in page
     assert re.search(r"<details><summary>1\d\d more characters</summary><pre>x+</pre>", page)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe import JsonlSink, TensorBoardSink, WandbSink, read_metrics
+from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink, WandbSink, read_metrics
 from tests.support.disks import fill, small_disk
 from tests.support.examples import example
 
@@ -216,7 +216,7 @@ def test_wandb_gets_metrics_and_tables_and_hears_of_a_failure(tmp_path, wandb):
     _, log, table, end = wandb()
     assert (log["step"], log["data"]) == (1, {"reward/mean": 0.5})
     (row,) = table["data"]["samples/train"]
-    assert (row["response"], row["advantage"]) == ("␀", 0.25)
+    assert (row["response"], row["advantage"]) == ("?", 0.25)
     assert end == {"call": "finish", "exit_code": 1}
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.report import write_report
-from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline, write_trace
+from qurl_megatron.observe.report import write_report, write_trace
+from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline
 from tests.support.observe_fake_run import write_fake_run
 
 

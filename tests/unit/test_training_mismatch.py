@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qurl_megatron.algo.segments import owners_of
-from qurl_megatron.observe import merge, values
+from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.training.mismatch import Alarms, mismatch
 
 
