@@ -154,7 +154,7 @@ def test_reading_and_following_a_run_loads_nothing_heavy():
         "import sys\n"
         "from qurl_megatron.observe import metrics, progress, samples, sinks, timeline\n"
         "from qurl_megatron.evaluation import study_results\n"
-        "heavy = {'torch', 'matplotlib', 'tensorboard', 'rich'} & set(sys.modules)\n"
+        "heavy = {'torch', 'matplotlib', 'tensorboard'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
