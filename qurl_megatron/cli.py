@@ -162,7 +162,7 @@ def study(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Measure accuracy on benchmark files: Avg@1 (greedy) and Avg@k, with confidence intervals."""
-    from qurl_megatron.evaluation.command import evaluate as run
+    from qurl_megatron.evaluation.evaluate import evaluate as run
 
     if arguments.run_dir:
         return run(arguments, _settings_of(arguments.run_dir, arguments.step))
@@ -179,7 +179,7 @@ def _settings_of(run_dir: Path, step: int | None):
         step: the checkpoint's; None: the newest.
     """
     from qurl_megatron.config import load
-    from qurl_megatron.evaluation.options import Defaults
+    from qurl_megatron.evaluation.eval_plan import Defaults
     from qurl_megatron.training.state import RECIPE, checkpoints
 
     by_step = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
@@ -396,7 +396,7 @@ def _study_options(command: argparse.ArgumentParser) -> None:
 
 
 def _eval_options(command: argparse.ArgumentParser) -> None:
-    from qurl_megatron.evaluation.options import add_options
+    from qurl_megatron.evaluation.eval_plan import add_options
 
     add_options(command, ROLLOUT)
 

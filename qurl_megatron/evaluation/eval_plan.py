@@ -1,29 +1,144 @@
-"""``qurl eval``, decided: the options and a run's recipe become a plan for each model."""
+"""``qurl eval``, decided: its options and a run's recipe become a plan for each model.
+
+Every ``qurl`` command reads the options, so what needs torch is imported where it is used.
+"""
 
 import argparse
 import dataclasses
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
-from qurl_megatron.engines.embedded.read_weights import refuse_other_scheme, stored_scheme
 from qurl_megatron.engines.kinds import ENGINE_KINDS
-from qurl_megatron.evaluation.options import Defaults
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant.export import read_quantization
-from qurl_megatron.rewards import KINDS
-from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.schemes import SERVED
 from qurl_megatron.tensors.arch import read_config
 
 TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
 ADOPTED_S = 30.0  # for engines that should already be there to answer
 FOR_OWN_ENGINES = ("backend", "engines", "tensor", "scheme")  # options that --url excludes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Defaults of the options: these values, or a run's recipe."""
+
+    run: Path | None = None  # whose recipe it is
+    model: Path | None = None
+    start: Path | None = None  # the model that the run began with
+    prompt_key: str = ""
+    answer_key: str = ""
+    scheme: str = "none"
+    dtype: str = "bfloat16"
+    chat: bool = False
+    top_p: float = 0.95
+    rollout: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(temperature=0.6, max_new_tokens=4096)
+    )
+    reward: RewardConfig = field(
+        default_factory=lambda: RewardConfig(workers=len(os.sched_getaffinity(0)))
+    )
+
+
+def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None:
+    """Add the options; those left out are None, for a run's recipe to fill in."""
+    plain = Defaults()
+    parser.add_argument(
+        "benchmarks",
+        type=Path,
+        nargs="+",
+        metavar="BENCH",
+        help="JSONL or parquet file of prompts and answers; some ship in launch/benchmarks",
+    )
+    which = parser.add_argument_group("the model and its engines")
+    which.add_argument(
+        "--model",
+        type=Path,
+        help="Hugging Face folder or Megatron checkpoint; with --run, in place of its checkpoint; "
+        "with --url, only its tokenizer is read",
+    )
+    which.add_argument(
+        "--run",
+        dest="run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="the newest checkpoint of a run, with its recipe's settings as defaults (top-p 1)",
+    )
+    which.add_argument("--step", type=int, metavar="N", help="of --run, the checkpoint of step N")
+    which.add_argument(
+        "--before",
+        action="store_true",
+        help="of --run, also the model that it began with, and how much has changed since",
+    )
+    which.add_argument(
+        "--url",
+        dest="urls",
+        action="append",
+        default=[],
+        help="an engine that already runs, over SGLang's protocol; may be given several times; its "
+        "API key is taken from QURL_API_KEY",
+    )
+    which.add_argument("--backend", choices=tuple(ENGINE_KINDS), help="default embedded")
+    which.add_argument(
+        "--scheme",
+        choices=schemes,
+        help="format an embedded engine rounds the weights to (default none); a folder that is "
+        "quantized is taken as it is, and so is any by SGLang",
+    )
+    which.add_argument("--dtype", choices=("bfloat16", "float32"), help="default bfloat16")
+    which.add_argument("--engines", type=int, metavar="N", help="engines to start (default 1)")
+    which.add_argument("--tensor", type=int, metavar="N", help="GPUs of one SGLang engine")
+    which.add_argument(
+        "--engine-arg",
+        dest="engine_args",
+        action="append",
+        metavar="ARG",
+        help="further option of SGLang's server, e.g. --engine-arg=--mem-fraction-static=0.8",
+    )
+
+    how = parser.add_argument_group("the questions and answers")
+    how.add_argument(
+        "--k", type=int, default=32, help="sampled responses per problem; 1: only greedy, Avg@1"
+    )
+    how.add_argument("--temperature", type=float, help=f"default {plain.rollout.temperature:g}")
+    how.add_argument("--top-p", type=float, help=f"default {plain.top_p:g}")
+    how.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"default {plain.rollout.max_new_tokens}, or what the model's context leaves",
+    )
+    how.add_argument("--seed", type=int, default=0, help="of sampling and bootstrap")
+    how.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="make each problem a user turn of the model's chat template (default no)",
+    )
+    how.add_argument("--suffix", default="", metavar="TEXT", help="line added to every problem")
+    for column in ("prompt", "answer"):
+        how.add_argument(
+            f"--{column}-key", metavar="KEY", help=f"where a row has its {column}, a dotted path"
+        )
+    how.add_argument(
+        "--reward",
+        metavar="KIND",
+        help="how they are scored: math (default), last_number, exact, or a function of your own, "
+        "file.py:name or package.module:name",
+    )
+    how.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="results and responses; the same command goes on in it where it was stopped "
+        "(default runs/eval/MODEL, or RUN_DIR/eval/STEP); with --before, the folder of both",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +181,8 @@ class EvaluationPlan:
         if self.rollout.environment:
             settings["environment"] = self.rollout.environment
             settings["max_turns"] = self.rollout.max_turns
+        from qurl_megatron.rewards.own_code import checksums, named_code
+
         own_code = named_code(self.reward, self.rollout)
         for key, checksum in checksums(own_code).items():
             settings[f"code of {own_code[key]}"] = checksum
@@ -82,11 +199,6 @@ class EvaluationPlan:
         if not (folder / "config.json").is_file():  # a tokenizer alone, for engines that run
             return math.inf
         return read_config(folder).get("max_position_embeddings") or math.inf
-
-    def shortened(self, max_new_tokens: int) -> "EvaluationPlan":
-        """Return the plan with another limit on responses."""
-        rollout = dataclasses.replace(self.rollout, max_new_tokens=max_new_tokens)
-        return dataclasses.replace(self, rollout=rollout)
 
 
 def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[EvaluationPlan]:
@@ -151,6 +263,8 @@ def _plan(
 
 def _reward(option: str, base: RewardConfig) -> RewardConfig:
     """The recipe's reward with the kind or the function of --reward in place of its own."""
+    from qurl_megatron.rewards import KINDS
+
     none: dict[str, Any] = dict(kind="", function="", url="", key_env="")
     if ":" in option:
         return dataclasses.replace(base, **{**none, "function": option}).beside(Path())
@@ -210,6 +324,9 @@ def _scheme(option: str | None, defaults: Defaults, backend: str, model: Path) -
     Raises:
         ConfigError: the backend cannot make it of this checkpoint; names the tool that can.
     """
+    from qurl_megatron.engines.embedded.read_weights import refuse_other_scheme, stored_scheme
+    from qurl_megatron.quant.export import read_quantization
+
     scheme = option or defaults.scheme
     if ENGINE_KINDS[backend].quantizes:
         if option is None and (stored := stored_scheme(model)):

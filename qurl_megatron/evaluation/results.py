@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from qurl_megatron.evaluation.answers import GradedAnswer, Key
-from qurl_megatron.evaluation.benchmarks import ProblemSet
+from qurl_megatron.evaluation.benchmarks import Benchmark, GradedAnswer, Key
 
 DRAWS = 10_000
 LEVEL = 0.95
@@ -119,7 +118,7 @@ Line = tuple[str, int | None, Scores, float | None]
 
 
 def score(
-    benchmark: ProblemSet, answers: Answers, responses: Mapping[str, int], seed: int
+    benchmark: Benchmark, answers: Answers, responses: Mapping[str, int], seed: int
 ) -> Scores:
     """Score a benchmark that is fully answered."""
     scores = {}
@@ -190,7 +189,7 @@ def tokens_per_second(answers: Sequence[GradedAnswer]) -> float:
     return tokens / seconds
 
 
-def rows(benchmark: ProblemSet, answers: Answers) -> list[dict[str, Any]]:
+def rows(benchmark: Benchmark, answers: Answers) -> list[dict[str, Any]]:
     """Each problem with its share of right responses, by mode."""
     table_rows: list[dict[str, Any]] = [{"id": problem.id} for problem in benchmark.problems]
     for (mode, index), of_problem in sorted(answers.items()):

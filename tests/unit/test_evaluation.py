@@ -19,17 +19,16 @@ from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer as Words
 from qurl_megatron.evaluation import results
-from qurl_megatron.evaluation.answers import AnswerFile, GradedAnswer
 from qurl_megatron.evaluation.benchmarks import (
+    AnswerFile,
+    Benchmark,
+    GradedAnswer,
     Problem,
-    ProblemSet,
-    fingerprint,
     read_benchmarks,
     with_prompts,
 )
-from qurl_megatron.evaluation.command import evaluate
-from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plans
-from qurl_megatron.evaluation.options import Defaults, add_options
+from qurl_megatron.evaluation.eval_plan import Defaults, EvaluationPlan, add_options, make_plans
+from qurl_megatron.evaluation.evaluate import evaluate
 from qurl_megatron.evaluation.results import (
     interval,
     pass_at,
@@ -95,13 +94,13 @@ def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def asked(benchmark: ProblemSet) -> list[tuple[str, str, str]]:
+def asked(benchmark: Benchmark) -> list[tuple[str, str, str]]:
     return [(p.id, p.question.text, p.question.answer) for p in benchmark.problems]
 
 
-def benchmark_of(name: str, problems: int) -> ProblemSet:
+def benchmark_of(name: str, problems: int) -> Benchmark:
     made = tuple(Problem(str(i), Question("?", "1")) for i in range(problems))
-    return ProblemSet(name, Path(f"{name}.jsonl"), made)
+    return Benchmark(name, Path(f"{name}.jsonl"), made)
 
 
 def test_scores_of_a_benchmark_and_their_mean_add_up_by_hand():
@@ -246,12 +245,13 @@ def test_answers_on_disk_survive_a_cut_line_and_refuse_other_settings(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])  # in the middle of the last response
     again = AnswerFile(path, {"limit": 2}, modes)
-    assert again.answers == {**given, ("sampled", 1): given["sampled", 1][:1]}
-    again.add(given["sampled", 1][1:])
+    assert again.answers == {key: given[key] for key in given if key != ("sampled", 1)}
+    again.add(given["sampled", 1])
     assert path.read_bytes() == whole
-    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-2]))  # between two problems
-    assert AnswerFile(path, {"limit": 2}, modes).count(("sampled", 1)) == 0
+    again.forget(set(given))
+    assert not path.exists()
 
+    path.write_bytes(whole)
     with pytest.raises(ConfigError, match=r"other settings \(limit: 2 there, 3 here; new: None th"):
         AnswerFile(path, {"limit": 3, "new": 1}, modes)
     path.write_bytes(whole.replace(b'"mode"', b'"mode', 1))
@@ -527,35 +527,6 @@ def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_p
         planned("--step", "4", "--model", str(model))
 
 
-@pytest.mark.parametrize("embedded", [True, False])
-def test_more_samples_are_added_to_fewer_and_end_as_if_asked_for_at_once(
-    embedded, bench, model, tmp_path, capsys
-):
-    with FakeEngine(embedded=embedded) as engine:
-
-        def asked(out: str, k: int) -> list[int]:
-            """Seeds of the samples that were drawn."""
-            engine.calls.clear()
-            assert run(bench, model, tmp_path / out, *urls(engine), "--k", str(k)) == 0
-            found = json.loads((tmp_path / out / "results.json").read_text())
-            assert found["benchmarks"]["ladder"]["sampled"]["k"] == found["settings"]["k"] == k
-            return [
-                params["sampling_seed"]
-                for body in engine.bodies("/generate")
-                for params in body["sampling_params"]
-                if "sampling_seed" in params
-            ]
-
-        at_once = asked("whole", 8)
-        few, added = asked("out", 4), asked("out", 8)
-        assert sorted(few + added) == sorted(at_once) and len(few) == len(added) == 24
-        assert responses(tmp_path / "out") == responses(tmp_path / "whole")
-        assert asked("out", 4) == asked("out", 2) == []
-        assert len(responses(tmp_path / "out")) == 6 * 9
-        assert len(asked("out", 11)) == 6 * 3
-    assert "settings" not in capsys.readouterr().err
-
-
 def plan_of(bench: Path, folder: Path, *options: str, **theirs: Any) -> EvaluationPlan:
     [plan] = make_plans(parsed([str(bench), "--model", str(folder), *options]), Defaults(**theirs))
     return plan
@@ -593,12 +564,11 @@ def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model
     before, _ = make_plans(arguments, theirs)
     before.out.mkdir(parents=True)
     [benchmark] = read_benchmarks([bench])
-    problems = fingerprint(with_prompts(benchmark, Words(model), chat=False, suffix="").prompts)
+    problems = with_prompts(benchmark, Words(model), chat=False, suffix="").fingerprint
     for settings, change in (
         ({"problems": "", **before.settings}, r"problems:  there, \w+ here"),
         ({"problems": problems, **before.settings, "dtype": "x"}, "dtype: x there, bfloat16 here"),
     ):
-        settings.pop("k")
         path = before.out / "ladder.samples.jsonl"
         path.write_text(json.dumps({"settings": settings}) + "\n")
         message = rf"start/ladder.* other settings \({change}.*delete that"

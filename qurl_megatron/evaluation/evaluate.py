@@ -1,0 +1,457 @@
+"""``qurl eval``: engines up, benchmarks answered, results out.
+
+Avg@1 is decoded greedily, Avg@k sampled; both go through ``fleet.collect``, as in training.
+
+Embedded engines get batches that follow from the file, the settings and the number of engines
+alone, and a batch is kept whole or not at all: interrupted and resumed, an evaluation ends in the
+same bits. SGLang engines get everything at once, and a problem is graded and kept as soon as it has
+all of its responses. There each response has a seed of its own, but the engine's arithmetic depends
+on what shares its batch.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron import __version__
+from qurl_megatron.checkpoints.integrity import refuse_damaged
+from qurl_megatron.checkpoints.places import description_of, find_torch_dist
+from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.engines.starting import refuse_not_installed
+from qurl_megatron.evaluation import results
+from qurl_megatron.evaluation.benchmarks import (
+    AnswerFile,
+    Benchmark,
+    GradedAnswer,
+    read_benchmarks,
+    tally_of,
+    with_prompts,
+)
+from qurl_megatron.evaluation.eval_plan import Defaults, EvaluationPlan, make_plans
+from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.supervisor import IN_ALL
+from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.kit.disk import claimed, write_whole
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.observe.text import how_many
+from qurl_megatron.rewards import RewardPool, check_rewards
+from qurl_megatron.rewards.pool import RewardDown, graded, refuse_none_scored
+from qurl_megatron.rewards.workers import EnvironmentPool, check_environment
+from qurl_megatron.schemes import ROLLOUT, simulation
+from qurl_megatron.tensors.arch import read_config
+from qurl_megatron.types import Prompt, Sample
+
+PACKAGES = ("math-verify", "numpy", "torch", "transformers")  # on which results may depend
+BATCH = 256  # responses of one batch of an embedded engine, about
+ATTEMPTS = 3  # at a batch whose engines have all failed
+PROGRESS_S = 10.0  # between two lines of progress
+
+
+def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
+    """Answer the benchmarks, write the results and print the table.
+
+    Raises:
+        ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
+    """
+    defaults = defaults or Defaults()
+    plans = make_plans(arguments, defaults)
+    last = plans[-1]  # the plans differ by their model alone
+    refuse_not_installed(last.rollout)
+    if last.scheme in ROLLOUT and (simulated := simulation(last.scheme, "--scheme ")):
+        print(simulated, flush=True)
+    check_rewards(last.reward, last.reward_key)
+    check_environment(last.rollout)
+    benchmarks = read_benchmarks(
+        arguments.benchmarks,
+        prompt_key=arguments.prompt_key or defaults.prompt_key,
+        answer_key=arguments.answer_key or defaults.answer_key,
+        answers=bool(last.reward.kind),
+    )
+    for benchmark in benchmarks:
+        print(benchmark.summary, flush=True)
+    fitted = arguments.max_new_tokens is None
+    scores = [_evaluate(plan, benchmarks, fitted=fitted) for plan in plans]
+    if arguments.before:
+        _compare(plans, benchmarks, scores)
+    return 0
+
+
+def _evaluate(
+    plan: EvaluationPlan, benchmarks: Sequence[Benchmark], *, fitted: bool
+) -> list[results.Scores]:
+    """Have one plan's engines answer, write the results and print them.
+
+    Args:
+        fitted: responses end where the model's context does, if it is shorter than the plan's.
+
+    Returns:
+        The scores of each benchmark.
+
+    Raises:
+        ConfigError: an engine cannot be reached or fails for good; no response has a score; there
+            are answers made with other settings.
+    """
+    if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
+        print(f"comparing the checksums of {checkpoint}", flush=True)
+        refuse_damaged(checkpoint)  # once, where each engine would for itself
+    described = description_of(plan.model)
+    tokenizer = Tokenizer(described)
+    prompted = []
+    for benchmark in benchmarks:
+        prompted.append(with_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix))
+    room = plan.context - max(benchmark.longest for benchmark in prompted)
+    if fitted and 1 <= room < plan.rollout.max_new_tokens:
+        print(
+            f"responses end at {room} tokens, which the model's context leaves beside the longest "
+            "prompt (--max-new-tokens sets another limit)",
+            flush=True,
+        )
+        rollout = dataclasses.replace(plan.rollout, max_new_tokens=int(room))
+        plan = dataclasses.replace(plan, rollout=rollout)
+    with ExitStack() as stack:
+        stack.enter_context(claimed(plan.out, "an evaluation"))
+        if not plan.rollout.urls:  # else the engines must say first which weights they serve
+            _answer_files(plan, prompted, plan.settings)
+        print(f"evaluating {plan.model} by {plan.reward.setting}", flush=True)
+        fleet = Fleet(
+            plan.rollout,
+            plan.model,
+            scheme=plan.scheme,
+            dtype=plan.dtype,
+            log_dir=plan.out / "logs",
+            # A model that only its engines understand may say it elsewhere; tokens are but decoded.
+            vocabulary=read_config(described).get("vocab_size", 2**31),
+            fixed=True,
+        )
+        try:
+            rewards = stack.enter_context(RewardPool(plan.reward, plan.reward_key))
+            turns = None
+            if plan.rollout.environment:
+                pool = stack.enter_context(EnvironmentPool(plan.rollout))
+                turns = Turns(pool, tokenizer, chat=plan.chat)
+            stack.enter_context(fleet)
+            evaluator = Evaluator(plan, fleet, rewards, tokenizer, turns)
+            scores = _answer(evaluator, prompted)
+        except (EngineError, RewardDown) as error:
+            kept = any(plan.out.glob("*.samples.jsonl"))
+            advice = "; the answers so far are kept, and the same command goes on" if kept else ""
+            raise ConfigError(f"{error}{advice}") from error
+    print((plan.out / "results.md").read_text(encoding="utf-8"), end="")
+    print(f"results: {plan.out / 'results.json'}", flush=True)
+    return scores
+
+
+def _answer_files(
+    plan: EvaluationPlan, benchmarks: Sequence[Benchmark], settings: dict[str, Any]
+) -> list[AnswerFile]:
+    """Raise ``ConfigError`` where there are answers made with other settings."""
+    files = []
+    for benchmark in benchmarks:
+        depends = {"problems": benchmark.fingerprint, **settings}
+        path = plan.out / f"{benchmark.name}.samples.jsonl"
+        files.append(AnswerFile(path, depends, plan.responses))
+    return files
+
+
+def _answer(evaluator: "Evaluator", benchmarks: Sequence[Benchmark]) -> list[results.Scores]:
+    """Answer benchmark after benchmark, writing the results so far after each."""
+    plan = evaluator.plan
+    settings = plan.settings
+    engines = describe_engines(evaluator.fleet, plan.context)
+    if plan.rollout.urls:
+        served = {f"{engine['model']} @ {engine['weight_version']}" for engine in engines}
+        settings["served"] = sorted(served)
+    files = _answer_files(plan, benchmarks, settings)
+    if limits := [engine["max_tokens"] for engine in engines if "max_tokens" in engine]:
+        for benchmark in benchmarks:
+            benchmark.check_lengths(plan.rollout.max_new_tokens, min(limits))
+    versions = {"qurl": __version__, "python": platform.python_version()}
+    document: dict[str, Any] = {
+        "model": str(plan.model),
+        "settings": settings,
+        "engines": engines,
+        "versions": versions | {package: metadata.version(package) for package in PACKAGES},
+        "benchmarks": {},
+    }
+    lines: list[results.Line] = []
+    every: list[GradedAnswer] = []
+    for benchmark, file in zip(benchmarks, files, strict=True):
+        evaluator.answer(benchmark, file)
+        every += file.every
+        score = results.score(benchmark, file.answers, plan.responses, plan.seed)
+        speed = results.tokens_per_second(file.every)
+        lines.append((benchmark.name, len(benchmark.problems), score, speed))
+        document["benchmarks"][benchmark.name] = {
+            "file": str(benchmark.path),
+            "problems": len(benchmark.problems),
+            **results.as_json(score),
+            "tokens_per_s": round(speed, 1),
+            # More than one: somebody published to the engines meanwhile.
+            "weight_versions": sorted({answer.version for answer in file.every}),
+            "unscored": tally_of(file.every).failed,
+            "left_out": sum(answer.left_out for answer in file.every),
+            "rows": results.rows(benchmark, file.answers),
+        }
+        _write(plan.out / "results.json", document)
+    scores = [score for _, _, score, _ in lines]
+    if len(benchmarks) > 1:
+        average = results.mean(scores)
+        lines.append(("mean", None, average, None))
+        _write(plan.out / "results.json", {**document, "mean": results.as_json(average)})
+    table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
+    write_whole(plan.out / "results.md", "\n\n".join([table, *_notes(plan, every)]) + "\n")
+    return scores
+
+
+def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
+    """Warn of responses without a score, and of conversations that ended early."""
+    notes = []
+    if (tally := tally_of(answers)).failed:
+        notes.append(
+            f"{how_many(tally.failed, 'response')} could not be scored and got "
+            f"{plan.reward.failed:g}: {tally.said()}"
+        )
+    if left_out := sum(answer.left_out for answer in answers):
+        notes.append(
+            f"{left_out} of {how_many(len(answers), 'response')} ended early: what the environment "
+            f"said next did not fit into --max-new-tokens {plan.rollout.max_new_tokens}, which "
+            "all turns and its words share; raise it, or have the environment say less"
+        )
+    return notes
+
+
+def _compare(
+    plans: Sequence[EvaluationPlan],
+    benchmarks: Sequence[Benchmark],
+    scores: Sequence[Sequence[results.Scores]],
+) -> None:
+    """Print how two models differ on the same problems, and write it beside their results."""
+    before, after = plans
+    lines: list[tuple[str, int, results.Pairs]] = []
+    changes = {}
+    for benchmark, first, second in zip(benchmarks, *scores, strict=True):
+        pairs = results.pairs(benchmark.name, first, second, after.seed)
+        lines.append((benchmark.name, len(benchmark.problems), pairs))
+        changes[benchmark.name] = results.as_json(pairs)
+    document = {"before": str(before.model), "after": str(after.model), "benchmarks": changes}
+    path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
+    _write(path, document)
+    table = results.pair_table(lines, right_or_wrong=after.reward.right_or_wrong)
+    write_whole(path.with_suffix(".md"), table + "\n")
+    print(f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}", flush=True)
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
+    """Each engine's report of itself, as far as it bears on results.
+
+    Args:
+        context: tokens that the model takes, for engines that do not say.
+    """
+    descriptions = []
+    for engine in fleet.serving():
+        if (client := engine.client) is None:  # it has died since
+            continue
+        info = client.server_info()
+        cache, length = info.get("max_total_num_tokens"), info.get("context_length")
+        limit = min(cache or math.inf, length or context)
+        facts = {
+            "kind": engine.kind.name,
+            "model": info.get("model_path"),
+            "weight_version": client.weight_version(),
+            "scheme": info.get("scheme") or info.get("quantization"),
+            "dtype": info.get("dtype"),
+            "tensor": engine.tp,
+            "version": info.get("version"),
+            "max_tokens": int(limit) if math.isfinite(limit) else None,
+        }
+        descriptions.append({key: value for key, value in facts.items() if value is not None})
+    return descriptions
+
+
+@dataclass
+class Evaluator:
+    """Answers benchmarks with the engines of a fleet."""
+
+    plan: EvaluationPlan
+    fleet: Fleet
+    rewards: RewardPool
+    tokenizer: Tokenizer
+    turns: Turns | None  # where an environment answers, as in training
+
+    def answer(self, benchmark: Benchmark, file: AnswerFile) -> None:
+        """Add the missing answers to the file.
+
+        New answers without a single score would be an accuracy of 0: they are refused, and not
+        kept.
+
+        Raises:
+            EngineError: no engine is left, or none can answer; earlier answers are in the file.
+            ConfigError, RewardDown: no new answer has a score.
+        """
+        engines = self.fleet.serving()
+        batch = math.inf
+        if all(engine.kind.repeats for engine in engines):
+            batch = BATCH * len(engines)
+        before = set(file.answers)
+        for mode in self.plan.responses:
+            _Round(self, benchmark, file, mode, batch).answer()
+        new = [answer for answer in file.every if answer.key not in before]
+        scorer = self.plan.reward.setting
+        if self.plan.reward_key.startswith("--"):
+            scorer = f"{self.plan.reward_key}={self.plan.reward.described}"
+        try:
+            refuse_none_scored(tally_of(new), scorer)
+        except (ConfigError, RewardDown):
+            file.forget({answer.key for answer in new})
+            raise
+
+
+@dataclass
+class _Round:
+    """All problems of a benchmark in one mode."""
+
+    evaluator: Evaluator
+    benchmark: Benchmark
+    file: AnswerFile
+    mode: str
+    batch: float  # responses that embedded engines are asked for at once; infinite for others
+    last_progress: float = 0.0
+
+    def answer(self) -> None:
+        prompts = self.benchmark.prompts
+        if self.batch == math.inf:
+            self._answer_batch(prompts)
+            return
+        size = max(1, int(self.batch) // self.evaluator.plan.responses[self.mode])
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
+            if self._missing(batch):  # what was written of it goes: it is not whole
+                self.file.forget({(self.mode, prompt.index) for prompt in batch})
+            self._answer_batch(batch)
+
+    def _missing(self, batch: Sequence[Prompt]) -> list[Prompt]:
+        return [prompt for prompt in batch if (self.mode, prompt.index) not in self.file.answers]
+
+    def _answer_batch(self, batch: Sequence[Prompt]) -> None:
+        """Generate until each problem has all its responses, waiting for engines that restart."""
+        attempts = ATTEMPTS
+        while missing := self._missing(batch):
+            try:
+                self._generate(missing)
+            except EngineError as error:
+                attempts -= 1
+                if error.ours or not attempts or not self._serving_again():
+                    raise
+
+    def _serving_again(self) -> bool:
+        """Wait for an engine to serve again; False where none will."""
+        fleet = self.evaluator.fleet
+        end = time.monotonic() + IN_ALL * fleet.config.start_limit_s
+        while not fleet.serving():
+            if not fleet.engines() or time.monotonic() > end:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def _generate(self, prompts: Sequence[Prompt]) -> None:
+        started = time.monotonic()
+        if self.batch < math.inf:
+            samples = self._ask(prompts)
+            self._keep(samples, time.monotonic() - started)
+            return
+        kept: deque[Future] = deque()
+
+        def hand_over(samples: list[Sample]) -> None:
+            nonlocal started
+            if kept and kept[0].done():
+                kept.popleft().result()  # nothing more is asked once answers cannot be kept
+            now = time.monotonic()
+            kept.append(clerk.submit(self._keep, samples, now - started))
+            started = now
+
+        with ThreadPoolExecutor(1) as clerk:  # grades and writes while others are generated
+            try:
+                self._ask(prompts, hand_over)
+            finally:
+                for future in kept:
+                    future.result()
+
+    def _ask(
+        self, prompts: Sequence[Prompt], finished: Callable[[list[Sample]], None] | None = None
+    ) -> list[Sample]:
+        fleet, plan, turns = self.evaluator.fleet, self.evaluator.plan, self.evaluator.turns
+        if self.mode == "greedy":
+            limit = plan.rollout.max_new_tokens
+            return greedy(fleet, prompts, limit, finished=finished, turns=turns)
+        return collect(
+            fleet,
+            prompts,
+            fleet.config,
+            seed=plan.seed,
+            step=EVALUATION,
+            top_p=plan.top_p,
+            finished=finished,
+            turns=turns,
+        )
+
+    def _keep(self, samples: list[Sample], seconds: float) -> None:
+        """Grade and write all responses to some problems.
+
+        Args:
+            seconds: that the engines took for them.
+        """
+        evaluator = self.evaluator
+        scored, grades = graded(samples, evaluator.rewards, evaluator.tokenizer)
+        each = evaluator.plan.responses[self.mode]
+        answers = []
+        for place, (sample, failure) in enumerate(zip(scored, grades.failures, strict=True)):
+            index = sample.prompt.index
+            answers.append(
+                GradedAnswer(
+                    mode=self.mode,
+                    problem=index,
+                    id=self.benchmark.problems[index].id,
+                    sample=place % each,
+                    reward=sample.reward,
+                    finish=sample.finish_reason,
+                    tokens=sample.written_tokens,
+                    seconds=seconds / len(samples),
+                    version=max(version for version, _ in sample.versions),
+                    text=sample.text,
+                    unscored=f"{failure.cause}: {failure.why}" if failure else "",
+                    left_out=sample.left_out,
+                )
+            )
+        self.file.add(answers)
+        self._print_progress()
+
+    def _print_progress(self) -> None:
+        """Print a line to stderr, now and then and at the end."""
+        prompts = self.benchmark.prompts
+        left = len(self._missing(prompts))
+        if time.monotonic() < self.last_progress + PROGRESS_S and left:
+            return
+        self.last_progress = time.monotonic()
+        print(
+            f"{self.benchmark.name}, {self.mode}: {len(prompts) - left} of {len(prompts)} problems",
+            file=sys.stderr,
+            flush=True,
+        )
