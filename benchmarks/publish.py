@@ -176,8 +176,7 @@ class PublishTurns:
         import torch.distributed as dist
 
         from qurl_megatron.observe.metrics import merge, values
-        from qurl_megatron.publish.publisher import Publisher
-        from qurl_megatron.publish.senders import make_sender
+        from qurl_megatron.publish.publisher import Publisher, make_sender
 
         self._version += 2
         folder = self._plan.work / f"turn-{self._version}"
@@ -186,7 +185,6 @@ class PublishTurns:
         sync = SyncConfig(
             transport=transport,  # type: ignore[arg-type]
             dir=str(self._plan.memory),
-            keep=1,
         )
         sender = make_sender(sync, self._rollout, self._policy, folder)
         with Publisher(self._policy, self._fleet, self._quant, sync, sender) as publisher:

@@ -22,7 +22,6 @@ from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import stored
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.manifest import manifest_of
 from qurl_megatron.wire.message import Blob
 
 BUCKET = 256 << 20  # bytes
@@ -76,11 +75,8 @@ class Version:
         self.sender = FilesSender(root, "tp0", leads=False)
         self.sender.begin(1)
         self.blobs: list[Blob] = []
-        shapes: dict[str, tuple[int, ...]] = {}
         for parts in _buckets(self._tensors(source)):
-            shapes |= {part.name: part.shape for part in parts}
             self.blobs.append(self.sender.put(len(self.blobs), parts))
-        self.sender.seal(manifest_of(1, scheme, self.blobs, shapes))
 
     def _tensors(self, source: Checkpoint) -> Iterator[Shard]:
         for op in source.ops():

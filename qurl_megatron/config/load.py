@@ -30,6 +30,7 @@ REMOVED = {
     "once behind reward.url",
     "reward.mix": "have reward.function add up what it likes, ours among them (docs/rewards.md)",
     "train.share_prefix": "each response is computed with its prompt; leave the key out",
+    "sync.keep": "files of a version are deleted once all engines have it; leave the key out",
 }
 """Sections and keys that recipes once had, with advice for each."""
 

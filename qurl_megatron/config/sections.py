@@ -791,9 +791,6 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty
     takes memory-backed storage where everything is on one machine, else train.run_dir/versions."""
 
-    keep: int = key(2, at_least(1))
-    """Newest published versions that are kept while the run lives, by the transport files."""
-
     receipt_wait_s: float = key(90.0, positive())
     """Seconds until the trainer sees, on the shared folder of files, that an engine has loaded a
     version: more than a network filesystem remembers a folder (NFS: up to 60)."""

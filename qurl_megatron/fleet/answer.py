@@ -26,7 +26,7 @@ from qurl_megatron.kit.record import Count, Malformed, convert, decode, shortene
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import FinishReason, Versions, in_a_row
-from qurl_megatron.wire.naming import MIXED, Names
+from qurl_megatron.wire.lease import MIXED, Names
 
 ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
 LOWEST = -104.0

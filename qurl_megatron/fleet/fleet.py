@@ -29,8 +29,7 @@ from qurl_megatron.fleet.tenancy import Tenancy
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
-from qurl_megatron.wire.lease import Owner
-from qurl_megatron.wire.naming import Names
+from qurl_megatron.wire.lease import Names, Owner
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 EXCUSED_S = 15.0  # an adopted engine that fails updates sits out this long, then twice, ...

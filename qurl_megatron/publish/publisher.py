@@ -3,19 +3,23 @@
 While the engines load one bucket, the ranks quantize the next; no more than two are in memory.
 """
 
+import os
+import shutil
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from qurl_megatron.actor.aligned import Align
-from qurl_megatron.actor.megatron import held, on_lead
+from qurl_megatron.actor.megatron import everywhere, held, on_lead, share
 from qurl_megatron.actor.policy import Policy
-from qurl_megatron.config import QuantConfig, SyncConfig
+from qurl_megatron.config import QuantConfig, RolloutConfig, SyncConfig
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.kit.clock import now
@@ -25,17 +29,80 @@ from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.publish.drift import Drift
 from qurl_megatron.publish.shards import RankShards
 from qurl_megatron.publish.update import BlobsFor, Update
-from qurl_megatron.wire.manifest import manifest_of
+from qurl_megatron.wire import SLOTS
+from qurl_megatron.wire.lease import Owner
 from qurl_megatron.wire.message import Blob, encoded
-from qurl_megatron.wire.transport import Failures, Rank, Sender
+from qurl_megatron.wire.session import TRANSPORTS
+from qurl_megatron.wire.transport import Failures, Rank, Sender, Site
 
 MIB = 2**20
 
 Blobs = dict[Rank | None, Blob]
 """One training rank's part of a bucket, by the engine rank it is for; None: for all of them."""
 
-Contribution = tuple[Blobs, dict[str, tuple[int, ...]]]
-"""A training rank's part of one round, and the whole shapes of the tensors it has parts of."""
+
+def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
+    """Open this rank's end of the transport that ``sync`` asks for; all ranks call it together.
+
+    Raises:
+        ConfigError: the transport cannot reach these engines; names the key and the fix.
+    """
+    ranks = policy.ranks
+    hosts = everywhere(socket.gethostname())
+    one_machine = len(set(hosts)) == 1 and not rollout.urls and not rollout.rendezvous
+    shared = partial(share, waiting_for="opening the transport")
+    parameters = sum(p.numel() for p in policy.gpt.parameters())
+    bucket = min(int(sync.bucket_mb * MIB), 4 * parameters)
+    room = ranks.device.type == "cuda" or _shm_free() > SLOTS * ranks.world_size * bucket
+    token = None
+    if ranks.leads:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        token = Owner.of(run_dir).token
+    # Stages differ in size: one rank's answer holds for all.
+    transport = TRANSPORTS[choose(sync, one_machine=one_machine, room=shared(room))]
+    return transport.sender.open(
+        Site(
+            rank=ranks.rank,
+            size=ranks.world_size,
+            leads=ranks.leads,
+            device=ranks.device,
+            name=f"pp{ranks.pipeline.rank}-tp{ranks.tensor.rank}-copy{ranks.copies.rank}",
+            run_dir=run_dir,
+            token=shared(token),
+            one_machine=one_machine,
+            bytes=4 * parameters * ranks.tensor.size * ranks.pipeline.size,
+            share=shared,
+            shared=sync.dir,
+            host=sync.host,
+            receipt_wait_s=sync.receipt_wait_s,
+            timeout_s=rollout.update_timeout_s,
+        )
+    )
+
+
+def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
+    """Return the name of the transport for engines here, or elsewhere.
+
+    Args:
+        room: the machine's shared memory has room for the buckets of all ranks.
+
+    Raises:
+        ConfigError: the requested one cannot reach them.
+    """
+    if sync.transport == "auto":
+        return sync.on_one_machine if one_machine and room else "files"
+    if TRANSPORTS[sync.transport].sender.one_machine and not one_machine:
+        raise ConfigError(
+            f"sync.transport={sync.transport} needs trainer and engines on one machine, and "
+            "engines that the run starts itself; use group, or files with sync.dir on a shared "
+            "filesystem"
+        )
+    return sync.transport
+
+
+def _shm_free() -> int:
+    """Bytes free in /dev/shm; containers often have 64 MB."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
 
 
 @dataclass
@@ -51,8 +118,7 @@ class _Spent:
 
 
 class Publisher:
-    """All ranks make one and call it together. Leaving it as a context removes the sent
-    versions."""
+    """All ranks make one and call it together. Leaving it as a context closes the sender."""
 
     def __init__(
         self,
@@ -78,10 +144,8 @@ class Publisher:
         assert not stage or sender.lasting, "a bucket is gone with the next"
         self.policy, self.fleet, self.sync, self.sender = policy, fleet, sync, sender
         self.stage, self.timeline = stage, timeline
-        self.scheme = quant.scheme
         self._drift = Drift(quant)
-        limit = int(sync.bucket_mb * MIB)
-        self._shards = RankShards(policy, quant, quant.scheme, limit, seed)
+        self._shards = RankShards(policy, quant, quant.scheme, int(sync.bucket_mb * MIB), seed)
 
     def __enter__(self) -> "Publisher":
         return self
@@ -108,13 +172,12 @@ class Publisher:
             for index in range(self._shards.rounds):
                 fill = partial(self._fill, index, version, engines, failures, spent)
                 alive = self._agree(fill, lead.load if lead else None)
-                for engine in engines.keys() - alive.keys():
-                    self.sender.drop(engine)
-                engines, failures = alive, {}
+                engines, failures = self._without(engines, alive), {}
                 self.sender.deliver(index)
                 spent.send_s += time.perf_counter() - spent.filled
-            self._agree(self.sender.settle, lead.commit if lead else None)
-        self.sender.finish(keep=self.sync.keep)
+            served = self._agree(self.sender.settle, lead.commit if lead else None)
+            self._without(engines, served)
+        self.sender.finish()
         return {
             **self._drift.metrics(),
             **(lead.metrics if lead else {}),
@@ -146,6 +209,12 @@ class Publisher:
 
         return on_lead(acted, self.policy.ranks, waiting_for="publishing")
 
+    def _without(self, engines: Mapping[str, int], alive: Mapping[str, int]) -> Mapping[str, int]:
+        """Drop the engines that are not alive; return the others."""
+        for engine in engines.keys() - alive.keys():
+            self.sender.drop(engine)
+        return alive
+
     def _fill(
         self,
         index: int,
@@ -153,7 +222,7 @@ class Publisher:
         engines: Mapping[str, int],
         failures: Failures,
         spent: _Spent,
-    ) -> tuple[Contribution, Failures]:
+    ) -> tuple[Blobs, Failures]:
         """Quantize this rank's bucket of one round and put it where the engines can fetch it.
 
         Args:
@@ -181,7 +250,7 @@ class Publisher:
         size = sum(blob.bytes for blob in blobs.values())
         spent.bytes += size
         spent.largest = max(spent.largest, size)
-        return (blobs, {shard.name: shard.shape for shard in shards}), failures
+        return blobs, failures
 
 
 class _Lead:
@@ -190,7 +259,7 @@ class _Lead:
     def __init__(self, publisher: Publisher, fleet: Fleet, version: int, stack: ExitStack) -> None:
         self.publisher, self.fleet, self.version, self.stack = publisher, fleet, version, stack
         self.metrics: dict[str, Metric] = {}
-        self._rounds: list[list[Contribution]] = []
+        self._staged: list[BlobsFor] = []
 
     def begin(self, begun: list) -> dict[str, int]:
         """Return the engines that are to take the version, with their tensor sizes."""
@@ -205,43 +274,33 @@ class _Lead:
             self._update.connect()
         return self._update.sizes
 
-    def load(self, parts: list[tuple[Contribution, Failures]]) -> dict[str, int]:
+    def load(self, parts: list[tuple[Blobs, Failures]]) -> dict[str, int]:
         """Have the engines load one round; return those that are left, with their tensor sizes."""
-        self._fail([failures for _, failures in parts])
-        contributions = [contribution for contribution, _ in parts]
-        if self.publisher.sender.lasting:
-            self._rounds.append(contributions)
-        if not self.publisher.stage:
-            self._update.bucket(_blobs_for(contributions))
+        self._drop(failures for _, failures in parts)
+        blobs_for = _blobs_for([blobs for blobs, _ in parts])
+        if self.publisher.stage:
+            self._staged.append(blobs_for)
+        else:
+            self._update.bucket(blobs_for)
         return self._update.sizes
 
-    def commit(self, failures: list[Failures]) -> None:
-        """Have the engines serve the version."""
-        self._fail(failures)
-        publisher = self.publisher
-        if publisher.sender.lasting:
-            blobs: list[Blob] = []
-            shapes: dict[str, tuple[int, ...]] = {}
-            for contributions in self._rounds:
-                for rank_blobs, rank_shapes in contributions:
-                    blobs += rank_blobs.values()
-                    shapes |= rank_shapes
-            publisher.sender.seal(manifest_of(self.version, publisher.scheme, blobs, shapes))
-        if publisher.stage:
-            for contributions in self._rounds:
-                self._update.bucket(_blobs_for(contributions))
-        times = self._update.commit(publisher.sender.receipts)
+    def commit(self, failures: list[Failures]) -> dict[str, int]:
+        """Have the engines serve the version; return those that do, with their tensor sizes."""
+        self._drop(failures)
+        for blobs_for in self._staged:
+            self._update.bucket(blobs_for)
+        times = self._update.commit(self.publisher.sender.receipts)
         self.metrics = {
             "sync/load_s": Max(times.load_s),
             "sync/paused_s": Max(times.paused_s),
             "sync/loaded_bytes": Sum(times.bytes),
         }
-        if publisher.timeline:
+        if timeline := self.publisher.timeline:
             end = now()
-            pause_began = end - times.paused_s
-            publisher.timeline.add(Span("update", "publish", self.version, pause_began, end))
+            timeline.add(Span("update", "publish", self.version, end - times.paused_s, end))
+        return self._update.sizes
 
-    def _fail(self, failures: Sequence[Failures]) -> None:
+    def _drop(self, failures: Iterable[Failures]) -> None:
         for rank_failures in failures:
             for engine, reason in rank_failures.items():
                 self._update.drop(engine, reason)
@@ -261,10 +320,10 @@ def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -
             )
 
 
-def _blobs_for(contributions: Sequence[Contribution]) -> BlobsFor:
+def _blobs_for(parts: Sequence[Blobs]) -> BlobsFor:
     """Return all training ranks' blobs by engine rank, made JSON once for all engines."""
     by_place: dict[Rank | None, list[Blob]] = {}
-    for blobs, _ in contributions:
+    for blobs in parts:
         for to, blob in blobs.items():
             of_place = by_place.setdefault(to, [])
             if blob.pieces:

@@ -46,7 +46,7 @@ class Update:
         engines: Sequence[EngineRecord],
         version: int,
         config: SyncConfig,
-        describe: Callable[[str], dict[str, Any]],
+        describe: Callable[[str, int], dict[str, Any]],
     ) -> None:
         """
         Args:
@@ -175,7 +175,7 @@ class Update:
     def _call(
         self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
-        session, transport = self._session[engine.name], self._describe(engine.name)
+        session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
         messages: dict[int, Message] = {}  # ranks that get the same blobs share one
         by_rank: list[Message] = []
         for rank in range(engine.tp):

@@ -25,8 +25,7 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.kit.stop import StopRequest
-from qurl_megatron.publish.publisher import Publisher
-from qurl_megatron.publish.senders import make_sender
+from qurl_megatron.publish.publisher import Publisher, make_sender
 from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.guard import NotFinite, examine, norm_of

@@ -7,11 +7,9 @@ here, in a sentence.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
-from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.message import FORMAT, SAME_PACKAGE
 
 NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
@@ -19,35 +17,19 @@ NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 default is on. In one communicator they must agree."""
 
 
-@dataclass(frozen=True)
-class Need:
-    """A fact that has to be the same at both ends."""
-
-    name: str
-    reason: str
-    fix: str
-
-
-_PROTOCOL = Need("protocol", "their messages are incompatible", SAME_PACKAGE)
-_NCCL = Need(
-    "nccl",
-    "NCCL only connects equal versions",
-    "install one NCCL (nvidia-nccl) in both environments, or set sync.transport=files",
-)
-_SETTINGS = [
-    Need(
-        name,
-        "all ends of a communicator need the same value",
-        f"start both with the same {name}, or set sync.transport=files",
-    )
-    for name in NCCL_SETTINGS
-]
-NEEDS: dict[str, list[Need]] = {
-    "gloo": [_PROTOCOL],
-    "memory": [_PROTOCOL],
-    "nccl": [_PROTOCOL, _NCCL, *_SETTINGS],
+_PROTOCOL = {"protocol": f"their messages are incompatible; {SAME_PACKAGE}"}
+_NCCL = {
+    "nccl": "NCCL only connects equal versions; install one NCCL (nvidia-nccl) in both "
+    "environments, or set sync.transport=files"
 }
-"""By carrier of the bytes. Files need nothing: every message names its format."""
+for _name in NCCL_SETTINGS:
+    _NCCL[_name] = (
+        "all ends of a communicator need the same value; start both with the same "
+        f"{_name}, or set sync.transport=files"
+    )
+NEEDS = {"gloo": _PROTOCOL, "memory": _PROTOCOL, "nccl": _PROTOCOL | _NCCL}
+"""By carrier of the bytes: what has to be the same at both ends, and why, with the fix. Files need
+nothing: every message names its format."""
 
 
 def own_facts() -> dict[str, str]:
@@ -70,20 +52,14 @@ def disagreement(kind: str, trainer: Mapping[str, str], engine: Mapping[str, str
     Args:
         kind: a key of ``NEEDS``.
     """
-    for need in NEEDS[kind]:
-        ours, theirs = trainer.get(need.name, "unknown"), engine.get(need.name, "unknown")
+    for name, reason in NEEDS[kind].items():
+        ours, theirs = trainer.get(name, "unknown"), engine.get(name, "unknown")
         if ours != theirs:
             return (
-                f"the trainer has {need.name} {ours} (torch {trainer.get('torch')}), the engine "
-                f"{need.name} {theirs} (torch {engine.get('torch')}), and {need.reason}; {need.fix}"
+                f"the trainer has {name} {ours} (torch {trainer.get('torch')}), the engine "
+                f"{name} {theirs} (torch {engine.get('torch')}), and {reason}"
             )
     return None
-
-
-def check(kind: str, trainer: Mapping[str, str]) -> None:
-    """Raise ConfigError if this engine and the trainer cannot be joined."""
-    if reason := disagreement(kind, trainer, own_facts()):
-        raise ConfigError(reason)
 
 
 def settle_nccl() -> None:

@@ -1,15 +1,14 @@
-"""Buckets as safetensors files in a folder that trainer and engines share.
+"""Buckets as files in a folder that trainer and engines share.
 
-    root/v000012/pp0-tp0-b00003.safetensors   one per training rank and bucket
-    root/v000012/manifest.json                written last; see wire/manifest.py
-    root/receipts/                            left by engines
+    root/v000012-pp0-tp0-b00003   one per training rank and bucket, until all engines have loaded it
+    root/receipts/                left by engines
 
 A file appears whole, under its name, or not at all. It is not forced to disk: checksums show the
 damage after a power cut.
 """
 
+import contextlib
 import functools
-import json
 import mmap
 import os
 import shutil
@@ -27,12 +26,9 @@ from qurl_megatron.kit import filesystem
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.undertaker import bury, remove
-from qurl_megatron.tensors.formats_on_disk import NAMES
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.wire.manifest import MANIFEST, Manifest
-from qurl_megatron.wire.message import ALIGNMENT, Blob, Piece, Receipt, checksum, piece_at, raw
-from qurl_megatron.wire.receipts import collect, leave
-from qurl_megatron.wire.transport import Rank, Sender, Site
+from qurl_megatron.wire.message import Blob, Receipt, checksum, lay_out, raw
+from qurl_megatron.wire.transport import Rank, Sender, Site, receipt_name
 
 RECEIPTS = "receipts"
 refusing = functools.partial(filesystem.refusing, key="sync.dir")
@@ -45,9 +41,9 @@ class FilesSender(Sender):
     def __init__(self, root: Path, rank: str, *, leads: bool, receipt_wait_s: float = 90.0) -> None:
         """
         Args:
-            root: versions go to ``root/v000012``; engines see it under the same path.
-            rank: begins the names of this rank's files; no other training rank's may be the same.
-            leads: this rank deletes old versions, and at the end the root.
+            root: engines see it under the same path.
+            rank: part of the names of this rank's files; no other training rank's may be the same.
+            leads: this rank deletes the root at the end.
             receipt_wait_s: how long a network filesystem may take to show an engine's receipt.
 
         Raises:
@@ -55,7 +51,8 @@ class FilesSender(Sender):
         """
         self.root = root.absolute()
         self.rank, self.leads, self.receipt_wait_s = rank, leads, receipt_wait_s
-        self.folder = self.root
+        self._version = 0
+        self._files: list[Path] = []
         with refusing(self.root, size=0):
             (self.root / RECEIPTS).mkdir(parents=True, exist_ok=True)
         if leads:
@@ -71,41 +68,35 @@ class FilesSender(Sender):
         root = site.share(root)
         return cls(root, site.name, leads=site.leads, receipt_wait_s=site.receipt_wait_s)
 
-    def describe(self, engine: str) -> dict[str, Any]:
+    def describe(self, engine: str, ranks: int) -> dict[str, Any]:
         return {"kind": self.kind, "receipts": str(self.root / RECEIPTS)}
 
     def begin(self, version: int) -> None:
-        self.folder = self.root / f"v{version:06d}"
-        with refusing(self.folder, size=0):
-            self.folder.mkdir(exist_ok=True)
-            (self.folder / MANIFEST).unlink(missing_ok=True)
-            for old in self.folder.glob(f"{self.rank}-b*"):
-                old.unlink()
+        self.finish()
+        self._version = version
 
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
-        path = self.folder / f"{self.rank}-b{index:05d}.safetensors"
-        header, places, size = _header(parts)
-        aside = path.with_suffix(".tmp")
-        with refusing(path, size=len(header) + size, half_written=aside):
+        path = self.root / f"v{self._version:06d}-{self.rank}-b{index:05d}"
+        planned, size = lay_out(parts)
+        aside, pieces = path.with_suffix(".tmp"), []
+        with refusing(path, size=size, half_written=aside):
             with aside.open("wb", buffering=0) as file:
-                _write(file.fileno(), memoryview(header))
-                pieces = [_written(file.fileno(), *place) for place in places]
+                for piece, part in zip(planned, parts, strict=True):
+                    data = raw(part.value.cpu())
+                    _write(file.fileno(), data.numpy().data, piece.offset)
+                    pieces.append(msgspec.structs.replace(piece, checksum=checksum(data)))
+                file.truncate(size)
             aside.rename(path)
-        return Blob({"path": str(path), "offset": len(header)}, size, tuple(pieces))
+        self._files.append(path)
+        return Blob({"path": str(path)}, size, tuple(pieces))
 
-    def seal(self, manifest: Manifest) -> None:
-        path, content = self.folder / MANIFEST, msgspec.json.encode(manifest)
-        with refusing(path, size=len(content)):
-            write_whole(path, content, sync=True)
+    def take_receipt(self, name: str) -> bytes | None:
+        return take(self.root / RECEIPTS / name)
 
-    def receipts(self, session: str, ranks: int) -> list[Receipt]:
-        return collect(self.root / RECEIPTS, session, ranks, self.receipt_wait_s)
-
-    def finish(self, *, keep: int) -> None:
-        if self.leads:
-            for old in sorted(self.root.glob("v*"))[:-keep]:
-                # A network filesystem keeps files that an engine still has open for a while.
-                shutil.rmtree(old, ignore_errors=True)
+    def finish(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        self._files.clear()
 
     def close(self) -> None:
         if self.leads:
@@ -129,7 +120,7 @@ def must_be_ours(path: Path, found: os.stat_result, is_kind) -> None:
 
 
 def versions_root(site: Site) -> Path:
-    """Return the recipe's folder, else one in memory if versions fit, else the run's."""
+    """Return the recipe's folder, else one in memory if a version fits, else the run's."""
     name = f"qurl-{site.token}-versions"
     if site.shared:
         return Path(site.shared) / name
@@ -150,16 +141,16 @@ class FilesReceiver:
         return transport == self._transport
 
     def fetch(self, blob: Blob) -> Tensor:
-        path, offset = Path(blob.where["path"]), blob.where["offset"]
+        path = Path(blob.where["path"])
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size != offset + blob.bytes:
+                if size != blob.bytes:
                     raise ConfigError(
-                        f"{path} has {size} bytes instead of {offset + blob.bytes}: it is cut off, "
+                        f"{path} has {size} bytes instead of {blob.bytes}: it is cut off, "
                         "or another process writes there"
                     )
-                return mapped(file.fileno(), size)[offset:]
+                return mapped(file.fileno(), size)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be read ({error.strerror}); trainer and engines must share the "
@@ -186,35 +177,51 @@ def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _header(parts: Sequence[Shard]) -> tuple[bytes, list[tuple[Shard, int]], int]:
-    """Return a safetensors header, where each part lies after it, and the bytes of all parts.
+def leave(folder: Path, receipt: Receipt) -> None:
+    """Write a receipt whole.
 
-    Wide formats come first: without gaps, which the format forbids, every tensor then begins at a
-    multiple of its element's size.
+    Raises:
+        ConfigError: it cannot be written there.
     """
-    entries: dict[str, dict] = {}
-    places, end = [], 0
-    for part in sorted(parts, key=lambda part: -part.value.itemsize):
-        assert part.name not in entries, f"{part.name} is twice in one bucket"
-        start, end = end, end + part.value.nbytes
-        entries[part.name] = {
-            "dtype": NAMES[part.value.dtype],
-            "shape": list(part.value.shape),
-            "data_offsets": [start, end],
-        }
-        places.append((part, start))
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, places, end
+    path = folder / receipt_name(receipt.session, receipt.rank)
+    try:
+        write_whole(path, msgspec.json.encode(receipt))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}); trainer and engines must share that "
+            "folder"
+        ) from None
 
 
-def _written(descriptor: int, part: Shard, offset: int) -> Piece:
-    """Append a tensor; return it as a piece."""
-    data = raw(part.value.cpu())
-    _write(descriptor, data.numpy().data)
-    return piece_at(part, offset, checksum(data))
+def take(path: Path) -> bytes | None:
+    """Return a receipt's content and delete it; None: it is not there.
+
+    Names are never used twice, so the first look for one asks the server of a network filesystem.
+    Its answer that a name is absent may be remembered for a minute, unless the folder is opened
+    again before the next look.
+    """
+    for look in range(2):
+        if look:
+            _refresh(path.parent)
+        with contextlib.suppress(FileNotFoundError):
+            content = path.read_bytes()
+            path.unlink()
+            return content
+    return None
 
 
-def _write(descriptor: int, data: memoryview) -> None:
+def _refresh(folder: Path) -> None:
+    """Clear a network filesystem's cache of a folder's names."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some filesystems have nothing to do for a folder
+            os.fsync(opened)
+        os.fstat(opened)
+    finally:
+        os.close(opened)
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
     while data:  # the system takes at most 2 GiB at once
-        data = data[os.write(descriptor, data) :]
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

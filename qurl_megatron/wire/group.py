@@ -1,11 +1,23 @@
 """Buckets from point to point, over gloo or NCCL, cut to each engine rank's own part.
 
-Each engine has a link of its own to all training ranks (``link``), so an engine that fails does not
-disturb the others. A link stays open from version to version. Its ends meet in a TCP store that the
-leading training rank hosts, and receipts come back through it. Neither side needs a default group,
-and none that it has is touched.
+Each engine has a link of its own: a process group of all training ranks (first) and its ranks
+(after them), so an engine that fails does not disturb the others. Its ends meet in a TCP store that
+the leading training rank hosts, and receipts come back through it. Neither side needs a default
+group, and none that it has is touched.
 
-Whatever a peer does, die or only stop, every wait ends within its timeout.
+A link stays open from version to version. A training rank drops it unless the engine has the whole
+version, so that no bytes of one are ever taken for the next one's. Before every version each end
+leaves a line in the store and reads everybody's, so all come to the same conclusion: a link that
+every end holds is used again, otherwise all open the same new one. An end may have dropped it, and
+the engine may be another process under its old name.
+
+gloo connects every pair when the group is made. NCCL would make a communicator for each pair that
+sends, at its first message, and block indefinitely on the peer meanwhile. So the group's one
+communicator is made at once, serves all pairs, and an empty greeting from every training rank to
+every engine rank opens the connections that NCCL opens late; all of it under a deadline.
+
+Whatever a peer does, die or only stop, every wait ends within its timeout, and a link that failed
+is aborted, so that no kernel keeps waiting on the GPU.
 
 Nothing here is encrypted or authenticated, as with all of gloo and NCCL: bind the store to an
 address that only the cluster reaches.
@@ -14,10 +26,12 @@ address that only the cluster reaches.
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -27,14 +41,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.network import own_address
+from qurl_megatron.kit.record import Malformed, Record, decode
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.link import POLL_S, Link, Meeting, Refused, agreed_link
+from qurl_megatron.wire.facts import disagreement, own_facts
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
-from qurl_megatron.wire.receipts import missing, received
-from qurl_megatron.wire.transport import Failures, Rank, Sender, Site
+from qurl_megatron.wire.transport import POLL_S, Failures, Rank, Sender, Site, receipt_name
 
 CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
+KEPT = 2  # meetings whose lines stay in the store: a late end may still read the one before
+GREETING = 2**30  # tag; far above the number of any bucket
+ABORT_S = 30.0
+GRACE_S = 0.1
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class LinkError(RuntimeError):
+    """Why a link cannot be opened or used; a RuntimeError as all of torch's are."""
+
+
+class Refused(LinkError):
+    """The two ends can never be joined; waiting does not help."""
 
 
 def host_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -96,8 +124,10 @@ class GroupSender(Sender):
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s or CONNECT_S[self.device.type]
         self.receipt_wait_s = receipt_wait_s
+        self._facts = own_facts()
         self._run = secrets.token_hex(4)  # sent to engines by the leading rank alone
         self._updates = 0  # begun; all ranks count alike, so it makes names that all know
+        self._finished = True
         self._links: dict[str, Link] = {}
         self._stores: dict[str, dist.TCPStore] = {}  # one for each engine, to wait there
         self._failures: Failures = {}
@@ -121,7 +151,7 @@ class GroupSender(Sender):
             store = join_store(host, port, site.timeout_s)
         return cls(store, site.rank, site.size, device=site.device, timeout_s=site.timeout_s)
 
-    def describe(self, engine: str) -> dict[str, Any]:
+    def describe(self, engine: str, ranks: int) -> dict[str, Any]:
         return {
             "kind": self.kind,
             "backend": "nccl" if self.device.type == "cuda" else "gloo",
@@ -129,13 +159,18 @@ class GroupSender(Sender):
             "port": self.store.port,
             "run": self._run,
             "engine": engine,
+            "ranks": ranks,
             "update": self._updates,
             "senders": self.size,
             "timeout_s": self.timeout_s,
             "connect_timeout_s": self.connect_timeout_s,
+            "facts": self._facts,
         }
 
     def begin(self, version: int) -> None:
+        if not self._finished:
+            self._hang_up()  # the links may hold bytes of a version that was abandoned
+        self._finished = False
         self._failures.clear()
         self._ready.clear()
         self._updates += 1
@@ -144,7 +179,8 @@ class GroupSender(Sender):
         for gone in self._links.keys() - engines.keys():
             self.drop(gone)
         if engines:
-            with ThreadPoolExecutor(len(engines)) as pool:  # a missing engine delays no other
+            # A missing engine delays no other.
+            with unwatched(), ThreadPoolExecutor(len(engines)) as pool:
                 links = list(pool.map(self._connect, engines.keys(), engines.values()))
             for engine, link in zip(engines, links, strict=True):
                 if isinstance(link, Link):
@@ -170,13 +206,12 @@ class GroupSender(Sender):
     def deliver(self, index: int) -> None:
         ready = sorted(self._ready.pop(index, {}).items(), key=lambda item: item[0])
         for engine, link in list(self._links.items()):
-            tp = len(link.moved)
-            messages = [(self.size + rank, memory) for (of, rank), memory in ready if of == tp]
+            messages = [
+                (self.size + rank, memory) for (tp, rank), memory in ready if tp == link.ranks
+            ]
             link.deadline[index] = time.monotonic() + self.timeout_s
             with self._dropping(engine):
                 link.sending[index] = link.send(messages, index)
-                for rank, _ in messages:
-                    link.moved[rank - self.size] += 1
 
     def settle(self) -> Failures:
         for index in sorted({i for link in self._links.values() for i in link.sending}):
@@ -191,50 +226,41 @@ class GroupSender(Sender):
             # Buckets on their way may still be read: later ones get memory of their own.
             self._memory.clear()
 
-    def receipts(self, session: str, ranks: int) -> list[Receipt]:
-        deadline = time.monotonic() + self.receipt_wait_s
-        receipts = []
-        for rank in range(ranks):
-            key = _receipt(session, rank)
-            while not (arrived := self.store.check([key])) and time.monotonic() < deadline:
-                time.sleep(POLL_S)
-            if arrived:
-                receipts.append(received(self.store.get(key), session, rank))
-            else:
-                receipts.append(missing(session, rank))
-            self.store.delete_key(key)
-        return receipts
+    def take_receipt(self, name: str) -> bytes | None:
+        if not self.store.check([name]):
+            return None
+        content = self.store.get(name)
+        self.store.delete_key(name)
+        return content
+
+    def finish(self) -> None:
+        self._finished = True
 
     def close(self) -> None:
-        for engine in list(self._links):
-            self.drop(engine)
+        self._hang_up()
         self._stores.clear()
         self._memory.clear()
 
-    def _connect(self, engine: str, tp: int) -> Link | str:
-        """Return the link, or why there is none."""
-        about, old_link = self.describe(engine), self._links.get(engine)
-        if old_link is not None and len(old_link.moved) != tp:
+    def _hang_up(self) -> None:
+        for engine in list(self._links):
             self.drop(engine)
-            old_link = None
+
+    def _connect(self, engine: str, ranks: int) -> "Link | str":
+        """Return the link, or why there is none."""
+        about = self.describe(engine, ranks)
         try:
             store = self._stores.get(engine)
             if store is None:
                 store = join_store(about["host"], about["port"], self.connect_timeout_s)
                 self._stores[engine] = store
-            meeting = Meeting(about, store)
-            if self.rank == 0:
-                meeting.announce(tp)
-            link = agreed_link(meeting, old_link, rank=self.rank, tp=tp, device=self.device)
+            return agreed_link(about, store, self._links.get(engine), self.rank, self.device)
         except Refused as error:
             return str(error)
         except (RuntimeError, OSError) as error:  # torch raises these for most failures on the way
             return (
-                f"training rank {self.rank} could not reach its {tp} ranks within "
+                f"training rank {self.rank} could not reach its {ranks} ranks within "
                 f"{self.connect_timeout_s:g} s: {_gist(error)}"
             )
-        link.sending.clear()  # of a version that was abandoned; all of it has come
-        return link
 
     def _await(self, index: int) -> None:
         """Wait until all engines have the bucket ``index``, or are dropped."""
@@ -267,13 +293,13 @@ class GroupReceiver:
         if transport["backend"] == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._run = self._of(transport)
+        self._sender = _without_update(transport)
         self._link: Link | None = None
         self._store: dist.TCPStore | None = None
         self._meet(transport)
 
     def follow(self, transport: dict[str, Any]) -> bool:
-        if self._of(transport) != self._run:
+        if _without_update(transport) != self._sender:
             return False  # another trainer's, or another way
         self._meet(transport)
         return True
@@ -294,14 +320,13 @@ class GroupReceiver:
                 f"training rank {source} did not send {blob.bytes / 1e6:.1f} MB within "
                 f"{self._timeout_s:g} s: {_gist(error)}"
             ) from None
-        self._link.moved[source] += 1
         return memory
 
     def report(self, receipt: Receipt) -> None:
         try:
             assert self._store is not None, "a session is on"
             content = msgspec.json.encode(receipt).decode()
-            self._store.set(_receipt(receipt.session, receipt.rank), content)
+            self._store.set(receipt_name(receipt.session, receipt.rank), content)
         except RuntimeError as error:
             raise ConfigError(f"the trainer's store is gone: {_gist(error)}") from None
 
@@ -312,13 +337,13 @@ class GroupReceiver:
 
     def _meet(self, transport: dict[str, Any]) -> None:
         host, port, wait_s = (transport[x] for x in ("host", "port", "connect_timeout_s"))
+        rank = transport["senders"] + self._rank
         try:
             if self._store is None:
                 self._store = join_store(host, port, wait_s)
-            meeting = Meeting(transport, self._store)
-            rank, tp = transport["senders"] + self._rank, meeting.size()
             old_link, self._link = self._link, None
-            self._link = agreed_link(meeting, old_link, rank=rank, tp=tp, device=self._device)
+            with unwatched():
+                self._link = agreed_link(transport, self._store, old_link, rank, self._device)
         except Refused as error:
             raise ConfigError(str(error)) from None
         except (RuntimeError, OSError) as error:
@@ -332,10 +357,269 @@ class GroupReceiver:
         if link is not None:
             link.abort()
 
-    def _of(self, transport: Mapping[str, Any]) -> list:
-        """Return a sender's identity, of whatever kind, from its description."""
-        names = ("kind", "host", "port", "run", "engine", "backend", "senders")
-        return [transport.get(name) for name in names]
+
+class Hello(Record, frozen=True):
+    """One end's line in the store."""
+
+    link: str = ""  # the one it holds; "": none
+    refusal: str = ""  # why it cannot be joined
+
+
+def read_hello(content: bytes) -> Hello:
+    """Parse one end's line.
+
+    Raises:
+        LinkError: it is of another version of this package.
+    """
+    try:
+        return decode(Hello, content)
+    except Malformed as error:
+        raise LinkError(f"an end of the link sent a malformed line: {error}") from None
+
+
+def agreed_link(
+    about: Mapping[str, Any],
+    store: dist.Store,
+    current: "Link | None",
+    rank: int,
+    device: torch.device,
+) -> "Link":
+    """Return the link for this version: the current one if every end holds it, else a new one.
+
+    Args:
+        about: ``GroupSender.describe``.
+        rank: in the link's group.
+
+    Raises:
+        RuntimeError: there is none; the current one is aborted.
+    """
+    hello = Hello(current.id if current else "")
+    if rank >= about["senders"]:
+        refusal = disagreement(about["backend"], about["facts"], own_facts())
+        hello = msgspec.structs.replace(hello, refusal=refusal or "")
+    try:
+        hellos = _met(about, store, rank, hello)
+        for other in hellos:
+            if other.refusal:
+                raise Refused(other.refusal)
+        if current is not None and all(other.link == current.id for other in hellos):
+            return current
+    except RuntimeError:
+        if current is not None:
+            current.abort()
+        raise
+    if current is not None:
+        current.abort()
+    return open_link(about, store, rank, device)
+
+
+def _met(about: Mapping[str, Any], store: dist.Store, rank: int, hello: Hello) -> list[Hello]:
+    """Leave this end's line; return everybody's: training ranks first, then the engine's.
+
+    Raises:
+        LinkError: somebody did not come in time; names them.
+    """
+
+    def key(other: int, update: int) -> str:
+        return f"meeting/{update}/{about['engine']}/{other}"
+
+    update, senders = about["update"], about["senders"]
+    store.set(key(rank, update), msgspec.json.encode(hello).decode())
+    store.delete_key(key(rank, update - KEPT - 1))
+    keys = [key(other, update) for other in range(senders + about["ranks"])]
+    try:
+        store.wait(keys, timedelta(seconds=about["connect_timeout_s"]))
+    except RuntimeError as error:
+        late = [other for other, name in enumerate(keys) if not store.check([name])]
+        if not late:
+            raise LinkError(str(error)) from None
+        names = [
+            f"training rank {other}" if other < senders else f"engine rank {other - senders}"
+            for other in late
+        ]
+        raise LinkError(f"{', '.join(names)} did not come") from None
+    return [read_hello(content) for content in store.multi_get(keys)]
+
+
+@dataclass
+class Link:
+    """The way between the trainer and one engine, as one end has it."""
+
+    id: str
+    group: Any  # a ProcessGroupGloo or NCCL, whose methods torch's types leave out
+    device: torch.device
+    ranks: int  # of the engine
+    sending: dict[int, list[dist.Work]] = field(default_factory=dict)  # by bucket
+    deadline: dict[int, float] = field(default_factory=dict)
+
+    def send(self, messages: Sequence[tuple[int, Tensor]], tag: int) -> list[dist.Work]:
+        """Begin to send to the given ranks of the group, to all of them at once.
+
+        Raises:
+            RuntimeError: the link is broken.
+        """
+        if not messages:
+            return []
+        if self.device.type == "cpu":
+            return [self.group.send([memory], rank, tag) for rank, memory in messages]
+        return self._at_once(self.group.send, messages, tag)
+
+    def receive(self, messages: Sequence[tuple[int, Tensor]], tag: int, deadline: float) -> None:
+        """Wait for messages from the given ranks of the group.
+
+        Raises:
+            RuntimeError: the link is broken, or nothing came in time.
+        """
+        if self.device.type == "cpu":
+            works = [self.group.recv([memory], rank, tag) for rank, memory in messages]
+        else:
+            works = self._at_once(self.group.recv, messages, tag)
+        for work in works:
+            self.finish(work, deadline)
+
+    def _at_once(
+        self, move: Callable, messages: Sequence[tuple[int, Tensor]], tag: int
+    ) -> list[dist.Work]:
+        """Begin all moves together: one after another they would wait for each other."""
+        self.group._start_coalescing()
+        try:
+            for rank, memory in messages:
+                move([memory], rank, tag)
+        finally:  # a group of calls left open would swallow this thread's next collective
+            work = self.group._end_coalescing()
+        return [work]
+
+    def finish(self, work: dist.Work, deadline: float) -> None:
+        """Wait until bytes are sent or here.
+
+        Raises:
+            RuntimeError: the peer is gone, or the deadline is past.
+        """
+        left_s = max(deadline - time.monotonic(), 0.001)  # gloo takes 0 for "forever"
+        if self.device.type == "cpu":
+            work.wait(timedelta(seconds=left_s))
+            return
+        # NCCL's own wait makes the stream wait alone. Work that ended unobserved is not late.
+        deadline = max(deadline, time.monotonic() + GRACE_S)
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise LinkError("timed out")
+            time.sleep(POLL_S)
+        work.wait()
+
+    def abort(self) -> None:
+        """Stop all that moves on it; whatever waits for it fails."""
+        self.sending.clear()
+        if self.device.type == "cpu":
+            self.group.abort()
+            return
+        try:
+            within(ABORT_S, self.group.abort)
+        except LinkError:  # NCCL hangs in the abort: leave it to the thread and carry on
+            return
+
+
+def open_link(about: Mapping[str, Any], store: dist.Store, rank: int, device: torch.device) -> Link:
+    """Open this version's new link; every end calls it, with its rank in the group.
+
+    Raises:
+        RuntimeError: not all came in time, or they cannot reach each other.
+    """
+    senders, ranks, wait_s = about["senders"], about["ranks"], about["connect_timeout_s"]
+    deadline = time.monotonic() + wait_s
+    name = f"{about['engine']}/{about['update']}"
+    prefixed = dist.PrefixStore(f"link/{name}", store)
+    group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
+    if device.type == "cpu":
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types lack it
+        gloo._timeout = timedelta(seconds=wait_s)
+        # By itself gloo listens where this machine's name points to, which may be nowhere.
+        address = own_address(about["host"], about["port"])
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        group = dist.ProcessGroupGloo(prefixed, rank, senders + ranks, gloo)
+        return Link(name, group, device, ranks)
+    # ``finish`` keeps the time, not NCCL's watchdog, which would end this process.
+    nccl = dist.ProcessGroupNCCL.Options()
+    nccl._timeout = timedelta(days=1)
+    group = dist.ProcessGroupNCCL(prefixed, rank, senders + ranks, nccl)
+    link = Link(name, group, device, ranks)
+
+    def join() -> None:
+        group.eager_connect_single_device(device)
+        _greet(link, rank, senders, deadline)
+
+    try:
+        within(deadline - time.monotonic(), join, late=link.abort)
+    except RuntimeError:
+        link.abort()
+        raise
+    return link
+
+
+def _greet(link: Link, rank: int, senders: int, deadline: float) -> None:
+    """One byte from every training rank to every engine rank."""
+    sends = rank < senders
+    peers = range(senders, senders + link.ranks) if sends else range(senders)
+    memory = torch.zeros(len(peers), dtype=torch.uint8, device=link.device)
+    messages = [(peer, memory[i : i + 1]) for i, peer in enumerate(peers)]
+    if not sends:
+        link.receive(messages, GREETING, deadline)
+        return
+    for work in link.send(messages, GREETING):
+        link.finish(work, deadline)
+
+
+def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any] | None = None) -> Any:
+    """Run ``act`` in a thread and return its result: NCCL's calls take no deadline.
+
+    Args:
+        late: called in the thread if ``act`` returns when nobody waits for it any more.
+
+    Raises:
+        LinkError: it took longer. The thread stays until ``act`` returns.
+    """
+    done: Future = Future()
+    given_up = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome = act()
+        except BaseException as error:  # the caller's
+            done.set_exception(error)
+        else:
+            done.set_result(outcome)
+        if given_up.is_set() and late is not None:
+            late()
+
+    thread = threading.Thread(target=run, name="link", daemon=True)
+    thread.start()
+    thread.join(max(seconds, 0.0))
+    if thread.is_alive():
+        given_up.set()
+        raise LinkError(f"not done within {seconds:.1f} s")
+    return done.result()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """A block in which NCCL groups are made whose watchdog ends no process.
+
+    torch reads that from the environment, which all threads share.
+    """
+    before = os.environ.get(WATCHDOG)
+    os.environ[WATCHDOG] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[WATCHDOG]
+        else:
+            os.environ[WATCHDOG] = before
+
+
+def _without_update(transport: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sender's identity, of whatever kind, from its description."""
+    return {name: value for name, value in transport.items() if name != "update"}
 
 
 def _listen(host: str) -> socket.socket:
@@ -347,10 +631,6 @@ def _listen(host: str) -> socket.socket:
             f"training rank 0 cannot listen at {host!r} for engines ({reason}); set sync.host to "
             "an address of its own machine that they reach, as `ip address` shows them there"
         ) from None
-
-
-def _receipt(session: str, rank: int) -> str:
-    return f"receipt/{session}/{rank}"
 
 
 def _gist(error: Exception) -> str:

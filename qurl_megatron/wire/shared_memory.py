@@ -23,10 +23,9 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.undertaker import bury, remove
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.facts import check, own_facts
-from qurl_megatron.wire.files import RECEIPTS, mapped, must_be_ours, private_folder
+from qurl_megatron.wire.facts import disagreement, own_facts
+from qurl_megatron.wire.files import RECEIPTS, leave, mapped, must_be_ours, private_folder, take
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
-from qurl_megatron.wire.receipts import collect, leave
 from qurl_megatron.wire.transport import Rank, Sender, Site
 
 refusing = functools.partial(filesystem.refusing, key="sync.transport=files and sync.dir")
@@ -87,7 +86,7 @@ class MemorySender(Sender):
         site.share(None)  # nobody makes anything there before
         return cls(site.token, site.rank, leads=site.leads, device=site.device)
 
-    def describe(self, engine: str) -> dict[str, Any]:
+    def describe(self, engine: str, ranks: int) -> dict[str, Any]:
         return {
             "kind": self.kind,
             "receipts": str(self.folder / RECEIPTS),
@@ -106,8 +105,8 @@ class MemorySender(Sender):
         pieces = fill(slot.of(size), planned, [part.value for part in parts])
         return Blob(slot.where, size, pieces)
 
-    def receipts(self, session: str, ranks: int) -> list[Receipt]:
-        return collect(self.folder / RECEIPTS, session, ranks, self.receipt_wait_s)
+    def take_receipt(self, name: str) -> bytes | None:
+        return take(self.folder / RECEIPTS / name)
 
     def close(self) -> None:
         for slot in self._slots:
@@ -119,7 +118,8 @@ class MemorySender(Sender):
 class MemoryReceiver:
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
         self._transport = transport
-        check("memory", transport["facts"])
+        if reason := disagreement("memory", transport["facts"], own_facts()):
+            raise ConfigError(reason)
         self._receipts = Path(transport["receipts"])
         self._open: dict[str, tuple[dict[str, Any], Tensor]] = {}
 

@@ -1,6 +1,6 @@
 """A transport brings a bucket's bytes from a training rank to an engine rank.
 
-    files    safetensors on a shared filesystem: the newest versions stay
+    files    files on a shared filesystem, there until all engines have the version
     memory   two buckets of memory that both processes map: one machine
     group    point to point over gloo or NCCL: several machines, nothing but the network
 
@@ -15,14 +15,14 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
     put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
     ...                         the ranks make bucket i + 1 meanwhile
     settle()                    L awaits the calls
-    seal(manifest)              L, if puts last
     receipts(session, ranks)    L, after "check"
-    finish(keep=...)
+    finish()
 
 An engine that fails is dropped, by ``connect``, ``deliver`` or ``settle`` themselves or by ``drop``
 when the lead learned of it otherwise; the way to the others stays open.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from qurl_megatron.kit.record import Malformed, decode, shortened
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.wire.manifest import Manifest
-from qurl_megatron.wire.message import Blob, Receipt
+from qurl_megatron.wire.message import SAME_PACKAGE, Blob, Receipt
+
+POLL_S = 0.001
+SLOWEST_POLL_S = 1.0
 
 Rank = tuple[int, int]
 """An engine's TP size and a rank in it. All engines of one size need the same cuts."""
@@ -68,22 +71,23 @@ class Sender:
     """One training rank's end.
 
     A transport whose engines find the bytes by themselves sets ``kind`` and overrides only
-    ``open``, ``describe``, ``begin``, ``put``, ``receipts``, ``finish`` and ``close``, and ``seal``
-    where it is ``lasting``.
+    ``open``, ``describe``, ``put``, ``take_receipt`` and ``close``, and, where it is ``lasting``,
+    ``begin`` and ``finish``.
     """
 
     kind: ClassVar[str]
     cut: ClassVar[bool] = False  # each engine rank gets blobs of its own, cut to its part
-    lasting: ClassVar[bool] = False  # blobs stay until the next version
+    lasting: ClassVar[bool] = False  # blobs stay until the version is finished
     one_machine: ClassVar[bool] = False  # it reaches no further
+    receipt_wait_s: float  # how long a receipt may take to be seen
 
     @classmethod
     def open(cls, site: Site) -> "Sender":
         """Open this rank's end; all training ranks call it together."""
         raise NotImplementedError
 
-    def describe(self, engine: str) -> dict[str, Any]:
-        """Return ``Message.transport``, with which a receiver opens its end."""
+    def describe(self, engine: str, ranks: int) -> dict[str, Any]:
+        """Return ``Message.transport``, with which an engine's ranks open their ends."""
         raise NotImplementedError
 
     def begin(self, version: int) -> None:
@@ -128,19 +132,30 @@ class Sender:
     def drop(self, engine: str) -> None:
         """Send this engine nothing more, and wait for it no longer."""
 
-    def seal(self, manifest: Manifest) -> None:
-        """On the leading rank, once all is put: make ``lasting`` buckets a version.
-
-        Raises:
-            ConfigError: no room, or no right to write.
-        """
-
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
-        """Take the engine ranks' receipts of "check"; a missing one is an error in its place."""
+        """Take the engine ranks' receipts of "check"; a missing one is an error in its place.
+
+        An engine leaves its receipts before it answers.
+        """
+        deadline, pause_s = time.monotonic() + self.receipt_wait_s, POLL_S
+        by_rank: dict[int, Receipt] = {}
+        while True:
+            for rank in range(ranks):
+                if rank not in by_rank:
+                    content = self.take_receipt(receipt_name(session, rank))
+                    if content is not None:
+                        by_rank[rank] = received(content, session, rank)
+            if len(by_rank) == ranks or time.monotonic() > deadline:
+                return [by_rank.get(rank) or missing(session, rank) for rank in range(ranks)]
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, SLOWEST_POLL_S)
+
+    def take_receipt(self, name: str) -> bytes | None:
+        """Return a receipt and remove it; None: it is not there yet."""
         raise NotImplementedError
 
-    def finish(self, *, keep: int) -> None:
-        """The version is with the engines; delete all but the ``keep`` newest."""
+    def finish(self) -> None:
+        """All engines that take part have the version: nobody fetches from it any more."""
 
     def close(self) -> None:
         """Remove everything that this end made."""
@@ -171,3 +186,25 @@ class Receiver(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+def receipt_name(session: str, rank: int) -> str:
+    """Return where a receipt is left; no name is used twice."""
+    return f"{session}-{rank}.json"
+
+
+def received(content: bytes, session: str, rank: int) -> Receipt:
+    """Read an engine rank's receipt; nonsense is that engine's error, and no other's."""
+    try:
+        receipt = decode(Receipt, content)
+    except Malformed as error:
+        reason = f"an engine left a malformed receipt ({error}); {SAME_PACKAGE}"
+        return Receipt(session, rank, reason, 0, 0.0)
+    if (receipt.session, receipt.rank) != (session, rank):
+        whose = f"of rank {receipt.rank} in {shortened(receipt.session)}"
+        return Receipt(session, rank, f"engine rank {rank} left a receipt {whose}", 0, 0.0)
+    return receipt
+
+
+def missing(session: str, rank: int) -> Receipt:
+    return Receipt(session, rank, f"engine rank {rank} left no receipt", 0, 0.0)

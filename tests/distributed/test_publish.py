@@ -11,6 +11,7 @@ from tests.support.policies import build, recipe
 from tests.support.published import SEED, assert_published, assert_whole, nudged, publish
 from tests.support.publishing import KeepsVersions
 from tests.support.ranks import run_on_ranks
+from tests.support.versions import joined
 
 DRIFT = {
     "quant/code_flip_rate",
@@ -32,17 +33,16 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(publish, 4, backend, tmp_path, config, scheme, tmp_path / "out", 0)
 
-    assert_published(tmp_path / "out/0", folder, scheme)
+    assert_published(tmp_path / "out/0.pt", folder, scheme)
 
 
 def publish_by_chance(device, config, kind, out):
-    from qurl_megatron.publish.publisher import Publisher
-    from qurl_megatron.publish.senders import make_sender
+    from qurl_megatron.publish.publisher import Publisher, make_sender
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
         quant = QuantConfig(scheme="fp8", rounding=kind, uaq_scale=1.5)
-        sync = SyncConfig(transport="files", keep=1, bucket_mb=0.003, dir=str(out / "root"))
+        sync = SyncConfig(transport="files", bucket_mb=0.003, dir=str(out / "root"))
         for turn, versions in (("first", (0, 1)), ("resumed", (1,))):
             fleet = KeepsVersions(out / turn) if ranks.leads else None
             sender = make_sender(sync, config.rollout, policy, out)
@@ -62,7 +62,7 @@ def test_a_version_rounded_by_chance_is_the_same_from_every_layout_and_when_it_i
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(publish_by_chance, 4, backend, tmp_path, config, kind, tmp_path)
     for place, version in (("first/0", 0), ("first/1", 1), ("resumed/1", 1)):
-        assert_published(tmp_path / place, folder, "fp8", kind=kind, version=version)
+        assert_published(tmp_path / f"{place}.pt", folder, "fp8", kind=kind, version=version)
 
 
 def publish_to_memory(device, config, scheme, out):
@@ -102,22 +102,16 @@ def test_a_version_is_made_in_the_memory_that_engines_map(scheme, layout, backen
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(publish_to_memory, 2, backend, tmp_path, config, scheme, tmp_path)
 
-    parts: dict = {}
+    parts: list = []
     for rank in range(2):
-        for piece, tensor in torch.load(tmp_path / f"sent-{rank}.pt", weights_only=False):
-            parts.setdefault(piece.name, []).append((piece, tensor.cpu()))
-    found = {}
-    for name, pieces in parts.items():
-        pieces.sort(key=lambda part: part[0].start)
-        tensors = [tensor for _, tensor in pieces]
-        found[name] = torch.cat(tensors, dim=pieces[0][0].dim or 0)
-    assert_whole(found, folder, scheme)
+        parts += torch.load(tmp_path / f"sent-{rank}.pt", weights_only=False, map_location="cpu")
+    assert_whole(joined(parts), folder, scheme)
 
 
 def choose_where_stages_differ(device, config, out):
     import torch.distributed as dist
 
-    from qurl_megatron.publish import senders
+    from qurl_megatron.publish import publisher
     from qurl_megatron.wire import SLOTS
 
     with megatron_runtime(config.parallel) as ranks:
@@ -126,8 +120,8 @@ def choose_where_stages_differ(device, config, out):
         dist.all_gather_object(sizes, sum(p.numel() for p in policy.gpt.parameters()))
         assert sizes[0] != sizes[1]
         # Room for the buckets of the smaller stage, and not for those of the larger.
-        senders._shm_free = lambda: 4 * SLOTS * ranks.world_size * sum(sizes) // 2
-        sender = senders.make_sender(SyncConfig(), config.rollout, policy, out)
+        publisher._shm_free = lambda: 4 * SLOTS * ranks.world_size * sum(sizes) // 2
+        sender = publisher.make_sender(SyncConfig(), config.rollout, policy, out)
         (out / f"{ranks.rank}.kind").write_text(sender.kind)
         dist.barrier()
         sender.close()
@@ -155,8 +149,9 @@ def test_drift_metrics_do_not_depend_on_the_layout(layout, backend, tmp_path):
         assert 0.9 < alone["quant/update_passed"] < 1.1
         for name in DRIFT:
             assert split[name] == pytest.approx(alone[name], rel=2e-2), name
-        # Norms and row-parallel scales are there once: the same bytes, however they are split.
-        assert split["sync/bytes"] == alone["sync/bytes"]
+        # Norms and row-parallel scales are there once, however they are split: twice, they would
+        # add 3,200 bytes. Parts begin at multiples of 64 bytes, which leaves gaps.
+        assert split["sync/bytes"] == pytest.approx(alone["sync/bytes"], abs=1024)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +173,7 @@ def test_what_passes_of_an_update_is_the_same_number_on_every_layout(layout, bac
 def publish_nan(device, config, out):
     import torch.distributed as dist
 
-    from qurl_megatron.publish.publisher import Publisher
-    from qurl_megatron.publish.senders import make_sender
+    from qurl_megatron.publish.publisher import Publisher, make_sender
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.0)

@@ -50,8 +50,7 @@ def build(phase, config, ranks):
 
 
 def train_and_publish(phase, config, policy, critic, out) -> None:
-    from qurl_megatron.publish.publisher import Publisher
-    from qurl_megatron.publish.senders import make_sender
+    from qurl_megatron.publish.publisher import Publisher, make_sender
     from qurl_megatron.training.step import improve
 
     fleet = KeepsVersions(out) if policy.ranks.leads else None

@@ -76,7 +76,7 @@ def test_what_a_phase_takes_is_what_the_formulas_say(nccl, tmp_path):
     config = replace(
         small_recipe(folder, tensor=2, data=2),
         quant=QuantConfig(scheme="int8"),
-        sync=SyncConfig(bucket_mb=0.25, keep=1, dir=str(tmp_path / "versions")),
+        sync=SyncConfig(bucket_mb=0.25, dir=str(tmp_path / "versions")),
     )
     out = tmp_path / "out"
     out.mkdir()

@@ -52,7 +52,7 @@ def test_each_phase_takes_the_memory_that_the_dry_run_says(case, nccl, tmp_path)
     config = replace(
         small_recipe(folder, **CASES[case]),
         quant=QuantConfig(scheme="int8"),
-        sync=SyncConfig(bucket_mb=0.25, keep=1, dir=str(tmp_path / "versions")),
+        sync=SyncConfig(bucket_mb=0.25, dir=str(tmp_path / "versions")),
     )
     out = tmp_path / "out"
     out.mkdir()

@@ -39,7 +39,7 @@ class Sends:
 
     def meet(self, version: int) -> None:
         self.sender.begin(version)
-        dist.broadcast_object_list([self.sender.describe("a")], src=0)
+        dist.broadcast_object_list([self.sender.describe("a", 2)], src=0)
         assert self.sender.connect({"a": 2}) == {}
 
     def put(self, index: int) -> list:
@@ -51,6 +51,7 @@ class Sends:
     def move(self, index: int, blobs: list) -> None:
         self.sender.deliver(index)
         assert self.sender.settle() == {}
+        self.sender.finish()
 
 
 class Receives:

@@ -229,7 +229,7 @@ class Publication:
         self.buckets += 1
 
     def call(self, action: str, index: int = 0, blobs: Sequence[Blob] = ()) -> None:
-        transport = self.senders[0].describe("engine")
+        transport = self.senders[0].describe("engine", self.server.case.tensor)
         message = Message(action, self.session, self.version, index, transport, tuple(blobs))
         ranks = self.server.case.tensor
         self.server.client.update_weights_from_tensor(payload([message] * ranks), LOADER)

@@ -74,7 +74,10 @@ def publish(
                         sender.drop(engine)
                     sender.deliver(index)
             _drop(update, lead.settle())
-            return update.commit(lead.receipts)
+            taken = update.commit(lead.receipts)
+        for sender in senders:
+            sender.finish()
+    return taken
 
 
 def _drop(update: Update, failures: dict[str, str]) -> None:

@@ -1,13 +1,13 @@
 """A new version for the engines of a fleet, from a test instead of a trainer."""
 
 import secrets
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from qurl_megatron.config import SyncConfig
@@ -17,11 +17,11 @@ from qurl_megatron.fleet.roster import EngineRecord
 from qurl_megatron.publish.update import Update
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.message import Receipt, message_in
-from qurl_megatron.wire.naming import Names
-from qurl_megatron.wire.receipts import leave
+from qurl_megatron.wire.files import FilesSender, leave
+from qurl_megatron.wire.lease import Names
+from qurl_megatron.wire.message import Blob, Receipt, message_in
 from tests.support.fake_engine import FakeEngine, token_at
+from tests.support.versions import read_version
 
 
 def publish(
@@ -40,7 +40,7 @@ def publish(
 
     with (
         fleet.publication() as engines,
-        Update(fleet, engines, version, SyncConfig(), lambda engine: {}) as update,
+        Update(fleet, engines, version, SyncConfig(), lambda engine, ranks: {}) as update,
     ):
         update.connect()
         update.commit(receipts)
@@ -94,8 +94,8 @@ def publish_tensors(fleet: Fleet, version: int, tensors: Mapping[str, Tensor]) -
 
 
 class KeepsVersions:
-    """Stands for a fleet of one engine, which takes everything in and keeps copies of versions that
-    come as files."""
+    """Stands for a fleet of one engine, which takes everything in and keeps versions that come as
+    files, each whole in a file of torch's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.names, self.lock = folder, Names(""), threading.Lock()
@@ -110,14 +110,22 @@ class KeepsVersions:
 
     def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
         assert list(engines) == [self._engine]
-        if path := self._engine.client.path:
-            shutil.copytree(path, self.folder / str(version))
+        if blobs := self._engine.client.take_blobs():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.save(read_version(blobs), self.folder / f"{version}.pt")
 
 
 class _Notes:
     """A client whose engine says yes to everything."""
 
-    url, version, path = "http://nowhere", "", None
+    url = "http://nowhere"
+
+    def __init__(self) -> None:
+        self.version, self._blobs = "", []
+
+    def take_blobs(self) -> list[Blob]:
+        blobs, self._blobs = self._blobs, []
+        return blobs
 
     def __getattr__(self, name: str) -> Callable:
         assert name in ("pause", "begin_weight_update", "end_weight_update", "flush", "resume")
@@ -131,9 +139,8 @@ class _Notes:
 
     def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
         [message] = map(message_in, serialized)
-        for blob in message.blobs:
-            if "path" in blob.where:
-                self.path = Path(blob.where["path"]).parent
+        if message.transport["kind"] == "files":
+            self._blobs += message.blobs
         if message.action in ("check", "finish"):
             whole = Receipt(message.session, 0, None, 0, 0.0)
             leave(Path(message.transport["receipts"]), whole)

@@ -1,39 +1,37 @@
-"""Published versions read back whole, with everything that their manifest promises verified."""
+"""Published versions read back whole, with every checksum verified."""
 
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from qurl_megatron.kit.record import decode
-from qurl_megatron.wire.manifest import MANIFEST, Manifest, TensorEntry
-from qurl_megatron.wire.message import checksum
+from qurl_megatron.wire.files import FilesReceiver
+from qurl_megatron.wire.message import Blob, Piece, checksum, piece_of
+
+Pieces = Iterable[tuple[Piece, Tensor]]
 
 
-def read_manifest(folder: Path) -> Manifest:
-    return decode(Manifest, (folder / MANIFEST).read_bytes())
+def read_version(blobs: Iterable[Blob]) -> dict[str, Tensor]:
+    """Every tensor of a version in files."""
+    receiver = FilesReceiver({"receipts": ""}, 0)
+    pieces = []
+    for blob in blobs:
+        data = receiver.fetch(blob)
+        pieces += [(piece, piece_of(data, piece)) for piece in blob.pieces]
+    for piece, value in pieces:
+        assert checksum(value) == piece.checksum, f"{piece.name} is damaged"
+    return joined(pieces)
 
 
-def read_version(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of a version, joined from its slices."""
-    manifest = read_manifest(folder)
-    readers = {}
-    for name, size in manifest.files.items():
-        assert (folder / name).stat().st_size == size, name
-        readers[name] = safe_open(folder / name, framework="pt")
-    return {name: _joined(name, entry, readers) for name, entry in manifest.tensors.items()}
-
-
-def _joined(name: str, entry: TensorEntry, readers: dict[str, safe_open]) -> Tensor:
-    whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    for part in entry.slices:
-        tensor = readers[part.file].get_tensor(name)
-        assert tensor.dtype == whole.dtype, name
-        assert checksum(tensor) == part.checksum, f"{name} in {part.file} is damaged"
-        place = whole
-        if entry.split_dim is not None:
-            place = whole.narrow(entry.split_dim, part.start, part.length)
-        assert tensor.shape == place.shape, name
-        place.copy_(tensor)
-    return whole
+def joined(pieces: Pieces) -> dict[str, Tensor]:
+    """Whole tensors; their slices must lie one behind the other."""
+    by_name: dict[str, list[tuple[Piece, Tensor]]] = {}
+    for piece, value in pieces:
+        by_name.setdefault(piece.name, []).append((piece, value))
+    tensors = {}
+    for name, parts in by_name.items():
+        parts.sort(key=lambda part: part[0].start)
+        starts = [piece.start for piece, _ in parts]
+        assert starts == [0, *(piece.stop for piece, _ in parts[:-1])], name
+        tensors[name] = torch.cat([value for _, value in parts], dim=parts[0][0].dim or 0)
+    return tensors

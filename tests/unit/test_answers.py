@@ -22,7 +22,7 @@ from qurl_megatron.fleet.answer import (
 )
 from qurl_megatron.kit.record import Malformed
 from qurl_megatron.tensors.arch import StopIds
-from qurl_megatron.wire.naming import MIXED, UNKNOWN_VERSION, Names
+from qurl_megatron.wire.lease import MIXED, UNKNOWN_VERSION, Names
 
 ASKED = Asked("a", 5)
 RULES = Rules(vocabulary=10, names=Names("abc"), confirmed=7)

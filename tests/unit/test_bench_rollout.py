@@ -177,7 +177,7 @@ def test_random_weights_are_a_whole_version_as_engines_load_it(tmp_path, scheme)
     number, dtype = subject.quant_scheme, subject.dtype
     version = Version(model_folder("tiny", tmp_path), number, dtype, tmp_path / "versions")
     decoder = Decoder(version.arch, number, DTYPES[dtype], torch.device("cpu"))
-    tensors = read_version(version.sender.folder)
+    tensors = read_version(version.blobs)
     decoder.check(tensors)
     kinds = {tensors[name].dtype for name in tensors if name.endswith("q_proj.weight")}
     assert kinds == {

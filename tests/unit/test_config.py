@@ -65,6 +65,7 @@ def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(reci
         ("algo.name=GRPO", "cispo, got 'GRPO'; did you mean 'grpo'?"),
         ("algo.xyz=1", "unknown key algo.xyz; `qurl show RECIPE` prints the 27 keys of algo"),
         ("train.share_prefix=false", "train.share_prefix no longer exists: each response is"),
+        ("sync.keep=3", "sync.keep no longer exists: files of a version are deleted"),
         ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
         ("train.steps=many", "train.steps must be of type int, got 'many'"),
@@ -171,7 +172,7 @@ def test_a_variants_folder_has_a_plain_name_whatever_it_is_a_variant_of(recipe):
     "override",
     [
         *("train.steps=7", "train.save_rollouts=true", "train.eval_every=5", "train.micro_batch=2"),
-        *("checkpoint.every=3", "sync.keep=3", "rollout.engines=2", "rollout.timeout_s=60"),
+        *("checkpoint.every=3", "sync.bucket_mb=3", "rollout.engines=2", "rollout.timeout_s=60"),
         *("guard.kl_above=0.1", "reward.workers=3", "model.recompute=true"),
     ],
 )

@@ -20,9 +20,9 @@ from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.wire.link import Hello, LinkError, read_hello
+from qurl_megatron.wire.group import Hello, LinkError, read_hello
 from qurl_megatron.wire.message import Blob, Message, Piece, Receipt
-from qurl_megatron.wire.receipts import collect
+from qurl_megatron.wire.transport import received
 
 QUICK = settings(max_examples=300, derandomize=True, deadline=None, database=None)
 JSON = st.recursive(
@@ -83,7 +83,7 @@ MESSAGE = Message(
     "bucket", "v7-engine-0-01", 7, 2, {"kind": "files"}, (Blob({"path": "/x"}, 96, (PIECE,)),)
 )
 RECEIPT = Receipt("v7-engine-0-01", 0, None, 100, 0.5, "ab")
-HELLO = Hello("link", (0, 1), {"torch": "2"})
+HELLO = Hello("link", "refusal")
 
 
 def one_line(error: Exception) -> None:
@@ -132,9 +132,7 @@ def test_an_update_of_another_format_is_refused_with_the_fix():
 @QUICK
 @given(almost(msgspec.json.encode(RECEIPT)))
 def test_a_receipt_is_its_ranks_own_or_says_what_is_wrong(text):
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "v7-engine-0-01-0.json").write_bytes(text)
-        [receipt] = collect(Path(folder), "v7-engine-0-01", 1, 0.0)
+    receipt = received(text, "v7-engine-0-01", 0)
     assert (receipt.session, receipt.rank) == ("v7-engine-0-01", 0)
     assert receipt.error is None or receipt.error or text
     assert type(receipt.bytes) is int and receipt.seconds >= 0 and isinstance(receipt.pointers, str)
@@ -148,8 +146,7 @@ def test_a_line_of_a_meeting_is_one_or_a_link_error(text):
     except LinkError as error:
         one_line(error)
         return
-    assert isinstance(hello.link, str) and all(type(n) is int for n in hello.moved)
-    assert all(isinstance(fact, str) for fact in hello.facts.values())
+    assert isinstance(hello.link, str) and isinstance(hello.refusal, str)
 
 
 @pytest.mark.parametrize("name", ["\0", "missing", "folder", "binary"])

@@ -4,28 +4,22 @@ import contextlib
 import dataclasses
 import errno
 import os
-import threading
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from qurl_megatron.kit import undertaker
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.wire import facts
-from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.manifest import manifest_of
+from qurl_megatron.wire import facts, transport
+from qurl_megatron.wire.files import FilesSender, leave
 from qurl_megatron.wire.message import Message, Receipt, Room, checksum, piece_of, word_sum
-from qurl_megatron.wire.receipts import collect, leave
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.shared_memory import MemorySender
 from tests.support.remote import Remote
 from tests.support.shards import shard
-from tests.support.versions import read_manifest, read_version
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 
 SHM = Path("/dev/shm")
 
@@ -71,7 +65,7 @@ def check(memory: torch.Tensor, blob, sent: list) -> None:
 
 
 def over_the_wire(sender, blob):
-    message = Message("bucket", "s", 1, 0, sender.describe("http://a:1"), (blob,))
+    message = Message("bucket", "s", 1, 0, sender.describe("http://a:1", 1), (blob,))
     return Message.from_json(message.to_json())
 
 
@@ -84,7 +78,7 @@ def test_what_is_made_in_its_room_is_sent_from_there(tmp_path):
         made.append(dataclasses.replace(part, value=place.copy_(part.value)))
     addresses = [part.value.data_ptr() for part in made]
     blob = sender.put(0, made)
-    receiver = open_receiver(sender.describe("http://a:1"), 0)
+    receiver = open_receiver(sender.describe("http://a:1", 1), 0)
     check(receiver.fetch(blob), blob, sent)
     memory = sender.room(0, 1)
     assert [piece_of(memory, piece).data_ptr() for piece in blob.pieces] == addresses
@@ -106,7 +100,7 @@ def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kep
     more = shard("more", torch.arange(1 << 20))
     sent = [*(made[i] for i in kept), more]
     blob = sender.put(0, sent)
-    receiver = open_receiver(sender.describe("http://a:1"), 0)
+    receiver = open_receiver(sender.describe("http://a:1", 1), 0)
     check(receiver.fetch(blob), blob, [*(drawn[i] for i in kept), more])
     receiver.close()
     sender.close()
@@ -140,8 +134,8 @@ def test_what_is_put_is_fetched(sender):
 
 
 class Engine:
-    def __init__(self, transport, rank):
-        self.receiver, self.rank = open_receiver(transport, rank), rank
+    def __init__(self, way, rank):
+        self.receiver, self.rank = open_receiver(way, rank), rank
 
     def sums(self, blob):
         memory = self.receiver.fetch(blob)
@@ -154,7 +148,7 @@ class Engine:
 @pytest.mark.parametrize("kind", ["files", "memory"])
 def test_other_processes_see_the_bytes_and_leave_receipts(kind, tmp_path):
     sender = make_sender(kind, tmp_path)
-    engines = [Remote(Engine, sender.describe("a"), rank) for rank in range(2)]
+    engines = [Remote(Engine, sender.describe("a", 1), rank) for rank in range(2)]
     try:
         sender.begin(1)
         for index in range(5):
@@ -189,17 +183,27 @@ def test_what_a_sender_has_removed_is_no_business_of_the_undertakers(kind, tmp_p
     wait_until(lambda: not is_held())
 
 
-def test_a_receipt_that_comes_late_is_waited_for_and_one_that_is_missing_is_an_error(sender):
-    receiver = open_receiver(sender.describe("a"), 1)
+class Clock:
+    """The outside's: it jumps where somebody sleeps, and ``then`` happens meanwhile."""
 
-    def late():
-        time.sleep(0.1)
-        receiver.report(Receipt("v2", 1, "boom", 0, 0.0))
+    def __init__(self, monkeypatch, then=lambda: None) -> None:
+        self.now, self.then = 0.0, then
+        monkeypatch.setattr(transport, "time", self)
 
-    thread = threading.Thread(target=late)
-    thread.start()
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.then()
+
+
+def test_a_receipt_that_comes_late_is_waited_for_and_one_that_is_missing_is_an_error(
+    sender, monkeypatch
+):
+    receiver = open_receiver(sender.describe("a", 1), 1)
+    Clock(monkeypatch, lambda: receiver.report(Receipt("v2", 1, "boom", 0, 0.0)))
     lost, there = sender.receipts("v2", 2)
-    thread.join()
     assert "rank 0 left no receipt" in lost.error and there.error == "boom"
 
 
@@ -209,17 +213,17 @@ class Nfs:
 
     def __init__(self, monkeypatch):
         self._absent: set[str] = set()
-        self._read, self._fsync = Path.read_text, os.fsync
+        self._read, self._fsync = Path.read_bytes, os.fsync
         monkeypatch.setattr(os, "listdir", lambda folder=".": [])
         monkeypatch.setattr(Path, "iterdir", lambda folder: iter(()))
-        monkeypatch.setattr(Path, "read_text", lambda path, **given: self.read_text(path, **given))
+        monkeypatch.setattr(Path, "read_bytes", lambda path: self.read_bytes(path))
         monkeypatch.setattr(os, "fsync", self.fsync)
 
-    def read_text(self, path, **given):
+    def read_bytes(self, path):
         if str(path) in self._absent:
             raise FileNotFoundError(2, "remembered as absent", str(path))
         try:
-            return self._read(path, **given)
+            return self._read(path)
         except FileNotFoundError:
             self._absent.add(str(path))
             raise
@@ -229,20 +233,18 @@ class Nfs:
         self._absent.clear()
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.3], ids=["before the first look", "later"])
-def test_a_receipt_is_found_where_listings_and_absences_are_remembered(
-    after_s, tmp_path, monkeypatch
-):
-    folder = tmp_path / "receipts"
-    folder.mkdir()
+def test_a_receipt_is_found_where_listings_and_absences_are_remembered(tmp_path, monkeypatch):
+    sender = make_sender("files", tmp_path)
     Nfs(monkeypatch)
-    thread = threading.Timer(after_s, leave, (folder, Receipt("v2", 0, None, 1, 0.0)))
-    thread.start()
-    if not after_s:
-        thread.join()
-    (receipt,) = collect(folder, "v2", 1, PATIENCE_S)
-    assert receipt.error is None
-    thread.join()
+    left = []
+
+    def late():
+        if not left:
+            left.append(leave(sender.root / "receipts", Receipt("v2", 0, None, 1, 0.0)))
+
+    Clock(monkeypatch, late)
+    (receipt,) = sender.receipts("v2", 1)
+    assert left and receipt.error is None
 
 
 def test_an_unknown_transport_is_refused():
@@ -255,84 +257,28 @@ def test_an_unknown_transport_is_refused():
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_bucket_is_a_safetensors_file_that_others_can_read(tmp_path):
-    sender = make_sender("files", tmp_path)
-    sender.begin(12)
-    blob = sender.put(3, parts(0))
-    path = tmp_path / "versions/v000012/pp0-tp0-b00003.safetensors"
-    assert blob.where["path"] == str(path)
-    found = load_file(path)
-    for part in parts(0):
-        assert torch.equal(found[part.name].float(), part.value.float())
-
-
-def two_ranks(tmp_path, version=5):
-    """A version of one tensor in two slices, from two ranks, the second one's in two buckets."""
-    whole = torch.arange(60, dtype=torch.int8).view(12, 5)
-    senders = [FilesSender(tmp_path / "r", f"pp0-tp{i}", leads=i == 0) for i in range(2)]
-    for sender in senders:
+def test_files_of_a_version_go_when_it_is_finished_or_the_next_begins(tmp_path):
+    sender, other = (FilesSender(tmp_path, f"tp{rank}", leads=rank == 0) for rank in range(2))
+    kept = other.put(0, parts(0))
+    for version in (8, 9):
         sender.begin(version)
-    blobs = [
-        senders[0].put(0, [shard("w", whole[:6], 0), shard("n", torch.ones(3))]),
-        senders[1].put(0, [shard("w", whole[6:8], 0, 6), shard("v", whole[:0], 0, 12)]),
-        senders[1].put(1, [shard("w", whole[8:], 0, 8)]),
-    ]
-    return senders, blobs, whole
-
-
-def test_the_blobs_of_all_ranks_make_up_a_version(tmp_path):
-    senders, blobs, whole = two_ranks(tmp_path)
-    shapes = {"w": (12, 5), "n": (3,)}
-    senders[0].seal(manifest_of(5, "int8", reversed(blobs), shapes))
-    manifest = read_manifest(tmp_path / "r/v000005")
-    assert (manifest.version, manifest.scheme) == (5, "int8")
-    found = read_version(tmp_path / "r/v000005")
-    assert torch.equal(found["w"], whole) and torch.equal(found["n"], torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    "change,shapes,message",
-    [
-        (lambda blobs: blobs[:2], {"w": (12, 5), "n": (3,)}, "tensor w: slices .* tile"),
-        (lambda blobs: [*blobs, blobs[2]], {"w": (12, 5), "n": (3,)}, "tensor w: slices .* tile"),
-        (lambda blobs: blobs, {"w": (12, 5), "n": (3,), "x": (1,)}, "lacks, .* x"),
-        (lambda blobs: blobs, {"w": (12, 5)}, "should not have, n"),
-    ],
-    ids=["a slice is missing", "a slice is there twice", "a tensor is missing", "one too many"],
-)
-def test_blobs_that_do_not_make_up_a_version_are_refused(tmp_path, change, shapes, message):
-    _, blobs, _ = two_ranks(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        manifest_of(5, "int8", change(blobs), shapes)
-
-
-def test_a_version_begun_anew_is_unfinished_and_keeps_nothing_of_its_rank(tmp_path):
-    senders, blobs, _ = two_ranks(tmp_path)
-    senders[0].seal(manifest_of(5, "int8", blobs, {"w": (12, 5), "n": (3,)}))
-    senders[1].begin(5)
-    left = {path.name for path in (tmp_path / "r/v000005").iterdir()}
-    assert left == {"pp0-tp0-b00000.safetensors"}
-
-
-def test_only_the_newest_versions_are_kept(tmp_path):
-    sender = make_sender("files", tmp_path)
-    for version in (8, 9, 10, 100):
-        sender.begin(version)
-        sender.put(0, parts(0))
-        sender.finish(keep=2)
-    assert {path.name for path in sender.root.glob("v*")} == {"v000010", "v000100"}
+        blob = sender.put(3, parts(version))
+    assert blob.where == {"path": str(tmp_path / "v000009-tp0-b00003")}
+    assert not list(tmp_path.glob("v000008*"))
+    sender.finish()
+    assert [str(path) for path in tmp_path.glob("v*")] == [kept.where["path"]]
     sender.close()
-    assert not sender.root.exists()
+    assert not tmp_path.exists()
 
 
 def test_a_full_disk_is_told_with_what_is_needed_and_leaves_no_half_a_file(tmp_path):
     sender = make_sender("files", tmp_path)
     sender.begin(1)
-    half = sender.folder / "pp0-tp0-b00000.tmp"
+    half = sender.root / "v000001-pp0-tp0-b00000.tmp"
     half.symlink_to("/dev/full")  # the one place that is always full
-    with pytest.raises(ConfigError, match=r"b00000.safetensors.*No space.*MB are free.*sync.dir"):
+    with pytest.raises(ConfigError, match=r"b00000 cannot.*No space.*MB are free.*sync.dir"):
         sender.put(0, parts(0))
-    assert not list(sender.folder.iterdir())
+    assert not list(sender.root.glob("v*"))
     sender.put(0, parts(0))  # there is room again
 
 
@@ -345,13 +291,13 @@ def test_a_file_that_is_gone_or_cut_off_is_named(tmp_path):
     sender = make_sender("files", tmp_path)
     sender.begin(1)
     blob = sender.put(0, parts(0))
-    receiver = open_receiver(sender.describe("a"), 0)
+    receiver = open_receiver(sender.describe("a", 1), 0)
     path = Path(blob.where["path"])
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ConfigError, match=r"b00000.safetensors has \d+ bytes instead of"):
+    with pytest.raises(ConfigError, match=r"b00000 has \d+ bytes instead of"):
         receiver.fetch(blob)
     path.unlink()
-    with pytest.raises(ConfigError, match=r"b00000.safetensors cannot be read.*share"):
+    with pytest.raises(ConfigError, match=r"b00000 cannot be read.*share"):
         receiver.fetch(blob)
 
 
@@ -373,7 +319,7 @@ def test_two_buckets_of_memory_are_all_there_ever_is(tmp_path):
 
 def test_a_receiver_follows_a_trainer_that_was_started_anew_under_the_same_name(tmp_path):
     killed = make_sender("memory", tmp_path)  # never closed
-    receiver = open_receiver(killed.describe("a"), 0)
+    receiver = open_receiver(killed.describe("a", 1), 0)
     receiver.fetch(killed.put(0, parts(0)))
     second = make_sender("memory", tmp_path)
     blob = second.put(0, parts(1))
@@ -382,7 +328,7 @@ def test_a_receiver_follows_a_trainer_that_was_started_anew_under_the_same_name(
 
 def test_a_slot_that_is_not_what_the_trainer_made_is_refused(tmp_path):
     sender = make_sender("memory", tmp_path)
-    receiver = open_receiver(sender.describe("a"), 0)
+    receiver = open_receiver(sender.describe("a", 1), 0)
     blob = sender.put(0, parts(0))
     path = Path(blob.where["slot"])
 
@@ -413,7 +359,7 @@ def test_another_users_slot_or_folder_is_refused(tmp_path):
     blob = sender.put(0, parts(0))
     os.chown(blob.where["slot"], 12345, 12345)
     with pytest.raises(ConfigError, match="is not what this user's trainer makes"):
-        open_receiver(sender.describe("a"), 0).fetch(blob)
+        open_receiver(sender.describe("a", 1), 0).fetch(blob)
     os.chown(sender.folder, 12345, 12345)
     with pytest.raises(ConfigError, match="is not what this user's trainer makes"):
         make_sender("memory", tmp_path)
@@ -440,7 +386,7 @@ def test_expandable_segments_cannot_be_shared_and_are_refused(tmp_path, monkeypa
 
 def test_memory_of_another_version_of_the_package_is_refused(tmp_path, monkeypatch):
     sender = MemorySender("test", 0, leads=True, root=tmp_path)
-    told = sender.describe("a")
+    told = sender.describe("a", 1)
     sender.close()
     monkeypatch.setattr(facts, "FORMAT", "qurl-update-0")
     with pytest.raises(ConfigError, match="the engine protocol qurl-update-0 .*; install the same"):
@@ -451,7 +397,7 @@ def test_memory_of_another_version_of_the_package_is_refused(tmp_path, monkeypat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_bucket_is_opened_by_its_handle(tmp_path):
     sender = MemorySender("test", 0, leads=True, device="cuda", root=tmp_path)
-    engine = Remote(Engine, sender.describe("a"), 0)
+    engine = Remote(Engine, sender.describe("a", 1), 0)
     try:
         for index in range(4):
             on_gpu = [dataclasses.replace(p, value=p.value.cuda()) for p in parts(index, 1000)]

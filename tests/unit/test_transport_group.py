@@ -12,8 +12,7 @@ import torch
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import facts
-from qurl_megatron.wire.group import GroupSender, host_store, join_store
-from qurl_megatron.wire.link import Hello, still_open
+from qurl_megatron.wire.group import GroupSender, Hello, LinkError, _met, host_store, join_store
 from qurl_megatron.wire.message import Receipt, checksum, piece_of
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.transport import Site
@@ -68,7 +67,7 @@ class Trainer:
         return {name: link.id for name, link in self.sender._links.items()}
 
     def finish(self):
-        self.sender.finish(keep=1)
+        self.sender.finish()
 
 
 class Engine:
@@ -136,7 +135,7 @@ def connect(trainers, engines):
     """``engines``: name -> its ranks."""
     together(trainers, "begin", 1)
     for name, ranks in engines.items():
-        transport = trainers[0].call("describe", name)
+        transport = trainers[0].call("describe", name, len(ranks))
         for rank in ranks:
             rank.start("open", transport)
     sizes = {name: len(ranks) for name, ranks in engines.items()}
@@ -243,7 +242,7 @@ def test_what_an_abandoned_version_left_in_a_link_is_not_taken_for_the_next_one(
 def test_the_next_version_may_take_another_way_or_come_from_another_trainer(cast, tmp_path):
     trainers, engine = cast.trainers(), cast(Engine, 0)
     connect(trainers, {"a": [engine]})
-    group = trainers[0].call("describe", "a")
+    group = trainers[0].call("describe", "a", 1)
     assert not engine.call("follows", {"kind": "files", "receipts": str(tmp_path)})
     assert not engine.call("follows", {**group, "run": "another"})
 
@@ -265,7 +264,7 @@ def test_an_engine_of_another_version_of_the_package_is_refused_in_a_sentence(ca
     trainers, old, well = cast.trainers(), cast(Engine, 0, "qurl-update-0"), [cast(Engine, 0)]
     together(trainers, "begin", 1)
     for name, engine in (("old", old), ("well", well[0])):
-        engine.start("open", trainers[0].call("describe", name))
+        engine.start("open", trainers[0].call("describe", name, 1))
     sentence = (
         rf"the trainer has protocol {facts.FORMAT} \(torch .*\), the engine protocol qurl-update-0 "
         r"\(torch .*\), and their messages are incompatible; install the same version of "
@@ -323,21 +322,6 @@ def test_the_trainer_takes_sglangs_settings_of_nccl_unless_it_has_its_own(monkey
     monkeypatch.delenv("NCCL_CUMEM_ENABLE")
 
 
-@pytest.mark.parametrize(
-    "links,sent,come,expected",
-    [
-        (["a", "a", "a"], [(3,), (2,)], (3, 2), True),
-        (["a", "a", "a"], [(3,), (2,)], (3, 1), False),  # one is still on its way
-        (["a", "", "a"], [(3,), ()], (3, 2), False),
-        (["a", "a", "b"], [(3,), (2,)], (3, 2), False),
-        (["", "", ""], [(), ()], (), False),
-    ],
-)
-def test_a_link_stays_open_where_all_hold_it_and_nothing_is_left_in_it(links, sent, come, expected):
-    ends = zip(links, [*sent, come], strict=True)
-    assert still_open([Hello(link, moved, {}) for link, moved in ends], senders=2) == expected
-
-
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_an_engine_that_is_lost_in_mid_transfer_is_dropped_and_the_other_served(cast, number):
     trainers = cast.trainers()
@@ -363,15 +347,32 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_dropped_and_the_other_served(
     assert together(trainers, "settle")[0] == {}
 
 
-def test_a_bucket_that_is_still_on_its_way_is_not_overwritten(cast):
-    trainers, engine = cast.trainers(), cast(Engine, 0)
-    connect(trainers, {"a": [engine]})
-    (blob,) = trainers[0].call("put", 0, 1, 64000)  # goes when the engine asks for it
-    trainers[0].call("deliver", 0)
-    trainers[0].start("put", 2, 1, 64000)  # into the same memory
-    time.sleep(0.5)
-    engine.call("fetch", blob)  # compares the checksum
-    trainers[0].result()
+class Way:
+    """A link on which bytes go only when they are waited for."""
+
+    ranks = 1
+
+    def __init__(self) -> None:
+        self.sending, self.deadline, self.gone = {}, {}, []
+
+    def send(self, messages, tag):
+        return [memory for _, memory in messages]
+
+    def finish(self, memory, deadline):
+        self.gone.append(memory.clone())
+
+
+def test_a_bucket_that_is_still_on_its_way_is_not_overwritten():
+    sender = GroupSender(host_store(HOST, 20.0), 0, 1)
+    sender._links["a"] = way = Way()
+    pieces = []
+    for index in range(4):
+        blob = sender.put(index, codes(0, index, 1, 0, 640), to=(1, 0))
+        pieces.append(blob.pieces)
+        sender.deliver(index)
+    assert len(way.gone) == 2  # the third bucket has the memory of the first
+    for memory, sent in zip(way.gone, pieces, strict=False):
+        assert [checksum(piece_of(memory, piece)) for piece in sent] == [p.checksum for p in sent]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
@@ -392,7 +393,7 @@ def test_an_engine_that_does_not_come_keeps_the_others_waiting_no_longer_than_ag
     trainers = cast.trainers(connect_timeout_s=4.0)
     well = cast(Engine, 0)
     together(trainers, "begin", 1)
-    well.start("open", trainers[0].call("describe", "well"))
+    well.start("open", trainers[0].call("describe", "well", 1))
     begun = time.monotonic()
     failures = together(trainers, "connect", {"absent": 2, "well": 1})
     assert time.monotonic() - begun < PATIENCE_S
@@ -405,14 +406,32 @@ def test_an_engine_that_does_not_come_keeps_the_others_waiting_no_longer_than_ag
     assert len(well.call("fetch", blobs[1][0])) == blobs[1][0].bytes
 
 
-def test_an_engine_alone_waits_for_the_training_ranks_no_longer_than_agreed(cast):
-    trainers = cast.trainers(connect_timeout_s=2.0)
-    together(trainers, "begin", 1)
-    transport = trainers[0].call("describe", "a")
-    begun = time.monotonic()
-    with pytest.raises(ConfigError, match="engine rank 0 could not meet the training ranks at"):
-        cast(Engine, 0).call("open", transport)
-    assert time.monotonic() - begun < PATIENCE_S
+class Store:
+    """Has the lines of some, and those who wait for the others wait in vain."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines, self.waited = set(lines), None
+
+    def set(self, key, value):
+        self.lines.add(key)
+
+    def delete_key(self, key):
+        pass
+
+    def check(self, keys):
+        return set(keys) <= self.lines
+
+    def wait(self, keys, timeout):
+        self.waited = timeout
+        raise RuntimeError("wait timeout")
+
+
+def test_an_end_waits_no_longer_than_agreed_and_names_who_did_not_come():
+    about = {"update": 7, "engine": "a", "senders": 2, "ranks": 2, "connect_timeout_s": 9.0}
+    store = Store("meeting/7/a/1")
+    with pytest.raises(LinkError, match="^training rank 0, engine rank 1 did not come"):
+        _met(about, store, 2, Hello())
+    assert store.waited == timedelta(seconds=9)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid"])
@@ -434,6 +453,5 @@ def test_the_store_is_bound_to_the_given_address_alone():
     import socket
 
     store = host_store(HOST, 5.0)
-    store.set_timeout(timedelta(seconds=1))
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.2", store.port), timeout=1)
+        socket.create_connection(("127.0.0.2", store.port))

@@ -26,13 +26,13 @@ def test_a_message_says_the_same_whether_its_blobs_were_json_already():
 
 
 def test_blobs_are_described_once_for_all_engines_of_a_size_and_empty_ones_left_out():
-    whole = _blobs_for([({None: BLOBS[0]}, {}), ({None: NOTHING}, {}), ({None: BLOBS[1]}, {})])
+    whole = _blobs_for([{None: BLOBS[0]}, {None: NOTHING}, {None: BLOBS[1]}])
     cut = {
         (tp, rank): Blob({"slot": 10 * tp + rank}, 96, (PIECE,))
         for tp in (1, 2)
         for rank in range(tp)
     }
-    by_rank = _blobs_for([(cut, {}), ({(2, 1): BLOBS[0], (2, 0): NOTHING}, {})])
+    by_rank = _blobs_for([cut, {(2, 1): BLOBS[0], (2, 0): NOTHING}])
     for tp, rank, expected in [
         (1, 0, (cut[1, 0],)),
         (2, 0, (cut[2, 0],)),
