@@ -247,9 +247,9 @@ class Publisher:
         spent.quantize_s += quantized - start
         spent.put_s += spent.filled - quantized
         spent.send_s += spent.filled - quantized
-        size = sum(blob.bytes for blob in blobs.values())
-        spent.bytes += size
-        spent.largest = max(spent.largest, size)
+        for blob in blobs.values():
+            spent.bytes += sum(piece.bytes for piece in blob.pieces)
+        spent.largest = max(spent.largest, sum(blob.bytes for blob in blobs.values()))
         return blobs, failures
 
 

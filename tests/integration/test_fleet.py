@@ -171,6 +171,7 @@ def publish_where_there_is_no_room(device, config, disk, other, out):
             return error
 
         publisher.publish(0)
+        dist.barrier()
         assert not list((disk / "versions").glob("v*"))  # nobody needs them any more
         errors = [no_room(publisher, 1, leave=3 << 20)]
         if ranks.rank == 1:
