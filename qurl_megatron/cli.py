@@ -89,13 +89,15 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     config = load(_recipe(arguments.recipe), arguments.overrides)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
-        from qurl_megatron.plan.dry_run import dry_run, render
+        from qurl_megatron.plan.footprint import footprint, render
+        from qurl_megatron.training.shapes import find_models
         from qurl_megatron.training.start import look_over
 
         inputs = look_over(config, arguments.config)
         for mistake in inputs.mistakes:
             print(f"qurl: {mistake}", file=sys.stderr, flush=True)
-        print(render(dry_run(config, arguments.config, gpu_gib=arguments.gpu_gib)), flush=True)
+        models = find_models(config, arguments.config)
+        print(render(footprint(config, models, gpu_gib=arguments.gpu_gib)), flush=True)
     if inputs.data:
         print("\n".join(["data", *(f"  {line}" for line in inputs.data)]))
     return 2 if inputs.mistakes else 0

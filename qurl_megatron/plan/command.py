@@ -10,10 +10,10 @@ from qurl_megatron.config import RunConfig, load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import aligned
 from qurl_megatron.plan.constants import GB, Constants, gpu_of
-from qurl_megatron.plan.layouts import check_backend, overrides
+from qurl_megatron.plan.layouts import overrides
 from qurl_megatron.plan.memory import GIB
 from qurl_megatron.plan.planner import Planner, Prediction
-from qurl_megatron.plan.workload import workload
+from qurl_megatron.plan.seconds import Roofline, Workload
 from qurl_megatron.training.shapes import find_models
 
 HEAD = ("layout", "GiB", "rollout", "train", "publish", "step s", "tokens/s/GPU", "limited by")
@@ -42,7 +42,11 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
     """Return a planner of the recipe on the GPUs that the options name."""
-    check_backend(config.rollout)
+    if config.rollout.backend != "sglang":
+        raise ConfigError(
+            "qurl plan predicts SGLang engines on GPUs, and "
+            f"rollout.backend={config.rollout.backend}: set rollout.backend=sglang"
+        )
     node = arguments.gpus_per_node
     for name, value in (("--gpus", arguments.gpus), ("--gpus-per-node", node)):
         if value < 1:
@@ -57,9 +61,36 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
         gpu = replace(gpu, network=arguments.network_gbps * GB)
     models = find_models(config, arguments.config)
     models.policy.refuse_without_engine(f"model.path={config.model.path}: ")
-    constants = Constants()
-    work = workload(config, constants, arguments.mean_tokens, arguments.mean_prompt_tokens)
-    return Planner(config, models, gpu, constants, work, node=node)
+    roof = Roofline(gpu=gpu, constants=Constants(), node=node)
+    work = workload(config, arguments.mean_tokens, arguments.mean_prompt_tokens)
+    return Planner(config, models, roof, work)
+
+
+def workload(config: RunConfig, mean: float | None, prompt: float | None) -> Workload:
+    """Return the work that a step of the recipe asks for.
+
+    Args:
+        mean, prompt: mean lengths of responses and prompts; None takes the constants' shares.
+
+    Raises:
+        ConfigError: one of them is beyond the recipe's limit.
+    """
+    longest, longest_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
+    for option, value, key, limit in (
+        ("--mean-tokens", mean, "rollout.max_new_tokens", longest),
+        ("--mean-prompt-tokens", prompt, "data.max_prompt_tokens", longest_prompt),
+    ):
+        if value is not None and not 0 < value <= limit:
+            raise ConfigError(f"{option} {value:g} must lie between 1 and {key}={limit}")
+    return Workload(
+        prompts=config.data.prompts_per_step,
+        samples=config.rollout.samples_per_prompt,
+        prompt=prompt or Constants.mean_prompt * longest_prompt,
+        mean=mean or Constants.mean_response * longest,
+        longest=longest,
+        minibatches=config.algo.minibatches,
+        epochs=config.algo.epochs,
+    )
 
 
 def best_trainers(layouts: Sequence[Prediction]) -> list[Prediction]:
@@ -104,7 +135,11 @@ def render(
         for best in curve:
             speed = (f"{best.step:.1f}", f"{best.speed:.0f}", best.limit)
             scaling.append((str(best.choice.gpus), best.choice.label(), *speed))
-        text += ["", *aligned(scaling, words=WORDS), stop_sentence(curve, planner.constants.worth)]
+        text += [
+            "",
+            *aligned(scaling, words=WORDS),
+            stop_sentence(curve, planner.roof.constants.worth),
+        ]
     return "\n".join(text) + "\n"
 
 
@@ -127,7 +162,7 @@ def _cells(row: Prediction) -> list[str]:
         ("* " if row.own else "  ") + row.choice.label(),
         f"{row.bytes / GIB:.1f}",
         f"{row.rollout.seconds:.1f}",
-        f"{row.training.seconds:.1f}",
+        f"{row.training:.1f}",
         f"{row.publish:.1f}",
         f"{row.step:.1f}",
         f"{row.speed:.0f}",
@@ -141,14 +176,14 @@ def as_json(
     layouts: Sequence[Prediction],
     curve: Sequence[Prediction],
 ) -> dict[str, Any]:
-    """Return everything, for programs; ``qurl report`` shows ``own`` beside a run."""
+    """Return everything, for programs."""
     recipe_layout = next((layout for layout in layouts if layout.own), None)
     return {
-        "gpu": {"name": arguments.gpu, **vars(planner.gpu)},
+        "gpu": {"name": arguments.gpu, **vars(planner.roof.gpu)},
         "gpus": arguments.gpus,
         "gpus_per_node": arguments.gpus_per_node,
         "work": asdict(planner.work),
-        "constants": asdict(planner.constants),
+        "constants": asdict(planner.roof.constants),
         "own": recipe_layout and _row(planner, recipe_layout),
         "layouts": [_row(planner, layout) for layout in layouts],
         "scaling": [_row(planner, best) for best in curve],
@@ -165,16 +200,15 @@ def _row(planner: Planner, row: Prediction) -> dict[str, Any]:
         "phase": row.phase,
         "seconds": {
             "rollout": row.rollout.seconds,
-            "score": row.training.score,
-            "train": row.training.train,
+            "score": row.score.seconds,
+            "train": row.train.seconds,
             "publish": row.publish,
             "reload": row.reload,
             "step": row.step,
         },
-        "metrics": row.logged,
         "rollout_parts": row.rollout.parts,
-        "training_parts": row.training.parts,
-        "slots": row.rollout.slots,
+        "score_parts": row.score.parts,
+        "train_parts": row.train.parts,
         "tokens_per_s_and_gpu": row.speed,
         "limited_by": row.limit,
         "overrides": overrides(planner.config, row.config),

@@ -82,43 +82,28 @@ def gpu_of(kind: str, scheme: str) -> Gpu:
 class Constants:
     """The share of a data sheet that software reaches, and assumptions about the work."""
 
-    gemm: float = 0.5
-    """Share of dense FLOP/s; estimate: products of a training pass with what lies between
-    them. Megatron-LM's README reports 41 to 48 % of H100s for whole steps of pre-training."""
+    flops: float = 0.5
+    """Share of dense FLOP/s; estimate, of products with what lies between them and of attention:
+    Megatron-LM's README reports 41 to 48 % of H100s for whole steps of pre-training,
+    FlashAttention-2 and -3 from 35 to 75 % (arXiv:2407.08608)."""
 
-    attention: float = 0.45
-    """Share of dense BF16 FLOP/s; estimate, between FlashAttention-2 (35 %) and -3 (up to 75
-    %) on H100 (arXiv:2407.08608)."""
-
-    attention_backward: float = 2.5
-    """Forward passes; five products to two: FlashAttention-2 (arXiv:2307.08691)."""
-
-    layer_launch: float = 0.25e-3
-    """Seconds a layer and pass, one way; estimate: 30 to 50 kernels, launched from Python."""
+    hbm: float = 0.6
+    """Share of HBM bandwidth; estimate: weights and cache read in a decode step."""
 
     collective: float = 0.75
     """Share of a link; estimate: nccl-tests of large messages on DGX H100 give 0.7 to 0.85."""
 
-    training_latency: float = 30e-6
-    """Seconds a collective; estimate: NCCL's latency among 8 GPUs of a machine."""
+    latency: float = 12e-6
+    """Seconds an all-reduce of a decode step; estimate: SGLang's one-shot all-reduce."""
 
-    prefill: float = 0.5
-    """Share of dense FLOP/s; estimate."""
-
-    decode_gemm: float = 0.5
-    """Share of dense FLOP/s; estimate: products of some hundred rows, any number format."""
-
-    decode_hbm: float = 0.6
-    """Share of HBM bandwidth; estimate: weights and cache read in a decode step."""
-
-    decode_latency: float = 12e-6
-    """Seconds an all-reduce; estimate: SGLang's one-shot all-reduce of small messages."""
+    layer_launch: float = 0.25e-3
+    """Seconds a layer and pass, one way; estimate: 30 to 50 kernels, launched from Python."""
 
     decode_layer: float = 25e-6
-    """Seconds a layer and step; estimate: 8 to 10 small kernels in a CUDA graph."""
+    """Seconds a layer and decode step; estimate: 8 to 10 small kernels in a CUDA graph."""
 
     decode_step: float = 3e-3
-    """Seconds a step; estimate: scheduling, sampling and log-probs of an engine."""
+    """Seconds a decode step; estimate: scheduling, sampling and log-probs of an engine."""
 
     reload: float = 3.0
     """Seconds a step; estimate: colocated engines release memory and take it back."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Literal
 
-from qurl_megatron.config import ParallelConfig, RolloutConfig, RunConfig
+from qurl_megatron.config import ParallelConfig, RunConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.shapes import engine_divides
@@ -173,16 +173,3 @@ def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ",".join(f'"{item}"' for item in value) + "]"
     return str(value)
-
-
-def check_backend(rollout: RolloutConfig) -> None:
-    """Refuse engines whose speed nobody predicts.
-
-    Raises:
-        ConfigError: they are not SGLang's.
-    """
-    if rollout.backend != "sglang":
-        raise ConfigError(
-            "qurl plan predicts SGLang engines on GPUs, and "
-            f"rollout.backend={rollout.backend}: set rollout.backend=sglang"
-        )

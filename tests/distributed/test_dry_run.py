@@ -12,7 +12,7 @@ from qurl_megatron.config import (
     RunConfig,
 )
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.plan.dry_run import dry_run
+from qurl_megatron.plan.footprint import footprint
 from tests.support.meta_ranks import small_recipe
 from tests.support.models import random_samples, tiny_checkpoint
 from tests.support.ranks import run_on_ranks
@@ -85,7 +85,7 @@ def test_a_dry_run_counts_what_a_real_run_holds(case, backend, tmp_path):
     run_on_ranks(
         train_once_and_count, config.parallel.world_size, backend, tmp_path, config, tmp_path
     )
-    stages = dry_run(config).stages
+    stages = footprint(config).stages
     assert len(stages) == config.parallel.pipeline
     for index, stage in enumerate(stages):
         real = json.loads((tmp_path / f"stage-{index}.json").read_text())

@@ -17,7 +17,7 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan import memory
-from qurl_megatron.plan.dry_run import dry_run
+from qurl_megatron.plan.footprint import footprint
 from qurl_megatron.training.state import TrainState
 from tests.emulated.phases import SLACK, Phases, build, save_and_load, train_and_publish
 from tests.support.meta_ranks import small_recipe
@@ -81,7 +81,7 @@ def test_what_a_phase_takes_is_what_the_formulas_say(nccl, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     run_on_ranks(count_all, config.parallel.world_size, nccl, tmp_path, config, out)
-    stage = dry_run(config).stages[0]
+    stage = footprint(config).stages[0]
     for rank in range(config.parallel.world_size):
         real = json.loads((out / f"rank-{rank}.json").read_text())
         most = {name: size - stage.at_rest for name, size in real["most"].items()}

@@ -14,7 +14,7 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import AlgoConfig, OptimizerConfig, QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
-from qurl_megatron.plan.dry_run import dry_run
+from qurl_megatron.plan.footprint import footprint
 from tests.emulated.phases import SLACK, Phases, build, save_and_load, train_and_publish
 from tests.support.cases import all_but
 from tests.support.meta_ranks import small_recipe
@@ -57,7 +57,7 @@ def test_each_phase_takes_the_memory_that_the_dry_run_says(case, nccl, tmp_path)
     out = tmp_path / "out"
     out.mkdir()
     run_on_ranks(go_through_all, config.parallel.world_size, nccl, tmp_path, config, out)
-    for index, stage in enumerate(dry_run(config).stages):
+    for index, stage in enumerate(footprint(config).stages):
         real = json.loads((out / f"stage-{index}.json").read_text())
         for phase, held in real["after"].items():
             assert abs(held - stage.at_rest) < SLACK, phase

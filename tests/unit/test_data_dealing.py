@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from qurl_megatron.data.dealing import deal, over_ranks, plan_passes, shuffled
-from qurl_megatron.plan.training_time import deal_out
-from qurl_megatron.plan.workload import Workload
 
 LENGTHS = [7, 12, 5, 9, 14, 6, 11, 8, 13, 5, 10, 16, 4, 9, 15, 7]
 
@@ -57,20 +55,6 @@ def test_data_ranks_get_like_loads_and_as_many_responses():
     shares = over_ranks(range(8), lengths, 2, evenly=True)
     # From the longest down, in turns: 100 | 70, 60 | 50, 4 | 3, 2 | 1.
     assert [[lengths[i] for i in share] for share in shares] == [[100, 50, 4, 1], [70, 60, 3, 2]]
-
-
-def test_a_plan_deals_responses_as_the_trainer_does():
-    work = Workload(
-        prompts=16, samples=6, prompt=20.0, mean=30.0, longest=200, minibatches=1, epochs=1
-    )
-    lengths = [20 + length for length in work.lengths(96)]
-    for ranks in (1, 2, 3, 8):
-        (minibatch,) = deal(shuffled(96, 1, seed=0), lengths, ranks, 1, budget=400, packed=True)
-        passes = [[[lengths[i] for i in one] for one in microbatches] for microbatches in minibatch]
-        fullest = max(passes, key=lambda its: sum(map(sum, its)))
-        hand = deal_out(work, ranks, 400, 1, True)
-        assert (hand.passes, hand.tokens) == (len(fullest), sum(map(sum, fullest)))
-        assert hand.squares == sum(length * length for its in fullest for length in its)
 
 
 def test_sequences_of_like_length_share_a_pass():

@@ -15,8 +15,7 @@ from qurl_megatron.cli import main
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan import memory
-from qurl_megatron.plan.dry_run import dry_run, render
-from qurl_megatron.plan.footprint import footprint
+from qurl_megatron.plan.footprint import footprint, render
 from qurl_megatron.plan.memory import GIB, Pass, lay_out
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training import start
@@ -109,8 +108,8 @@ def test_keys_and_values_are_split_over_an_engines_ranks_until_one_head_is_left(
 
 
 def test_the_distributed_optimizer_divides_masters_and_moments_by_the_data_ranks(tmp_path):
-    one = dry_run(recipe(tmp_path, "parallel.tensor=8")).stages[0].policy
-    four = dry_run(recipe(tmp_path, "parallel.tensor=8", "parallel.data=4")).stages[0].policy
+    one = footprint(recipe(tmp_path, "parallel.tensor=8")).stages[0].policy
+    four = footprint(recipe(tmp_path, "parallel.tensor=8", "parallel.data=4")).stages[0].policy
     assert (one.weights, one.gradients) == (2 * one.parameters, 4 * one.parameters)
     assert (one.masters, one.moments) == (4 * one.parameters, 8 * one.parameters)
     assert four.masters == pytest.approx(one.masters / 4, rel=1e-3)
@@ -119,7 +118,7 @@ def test_the_distributed_optimizer_divides_masters_and_moments_by_the_data_ranks
 
 
 def test_the_stages_of_a_pipeline_hold_the_model_once(tmp_path):
-    run = dry_run(recipe(tmp_path, "parallel.pipeline=4"))
+    run = footprint(recipe(tmp_path, "parallel.pipeline=4"))
     assert sum(stage.policy.parameters for stage in run.stages) == parameter_count(
         run.models.policy
     )
@@ -131,29 +130,29 @@ def test_the_stages_of_a_pipeline_hold_the_model_once(tmp_path):
 
 def test_few_microbatches_are_all_that_can_be_under_way(tmp_path):
     overrides = ["data.prompts_per_step=2", "train.micro_batch=4", "algo.minibatches=2"]
-    run = dry_run(recipe(tmp_path, "parallel.pipeline=4", *overrides))  # 2 x 8 / 2 / 4
+    run = footprint(recipe(tmp_path, "parallel.pipeline=4", *overrides))  # 2 x 8 / 2 / 4
     assert [stage.passes for stage in run.stages] == [2, 2, 2, 1]
 
 
 def test_context_ranks_share_the_tokens_of_a_pass(tmp_path):
-    whole = dry_run(recipe(tmp_path, "train.max_tokens=8192"))
-    parts = dry_run(recipe(tmp_path, "train.max_tokens=8192", "parallel.context=2"))
+    whole = footprint(recipe(tmp_path, "train.max_tokens=8192"))
+    parts = footprint(recipe(tmp_path, "train.max_tokens=8192", "parallel.context=2"))
     assert (whole.tokens, parts.tokens) == (8192, 4096)
 
 
 def test_a_reference_is_one_more_copy_of_the_weights_unless_it_waits_on_the_host(tmp_path):
-    on_device = dry_run(recipe(tmp_path, "parallel.tensor=8", "algo.kl_coef=0.1")).stages[0]
+    on_device = footprint(recipe(tmp_path, "parallel.tensor=8", "algo.kl_coef=0.1")).stages[0]
     assert on_device.reference == 2 * on_device.policy.parameters
     waits = ["algo.kl_coef=0.1", "algo.reference_memory=host"]
-    assert dry_run(recipe(tmp_path, "parallel.tensor=8", *waits)).stages[0].reference == 0
+    assert footprint(recipe(tmp_path, "parallel.tensor=8", *waits)).stages[0].reference == 0
 
 
 def test_engines_on_the_trainers_gpus_get_what_it_leaves(tmp_path):
     text = '[rollout]\nbackend = "sglang"\nengine_args = ["--mem-fraction-static=0.5"]\n'
-    alone = dry_run(recipe(tmp_path, "parallel.tensor=8", text=text))
+    alone = footprint(recipe(tmp_path, "parallel.tensor=8", text=text))
     own = memory.DRIVER + memory.CONTEXT + memory.NCCL
     assert alone.engine.room == (80 * GIB - own) // 2
-    shared = dry_run(recipe(tmp_path, "parallel.tensor=8", "rollout.colocate=true", text=text))
+    shared = footprint(recipe(tmp_path, "parallel.tensor=8", "rollout.colocate=true", text=text))
     trainer = shared.stages[0].at_rest * (1 + memory.GAPS) + memory.CONTEXT + memory.NCCL
     assert shared.engine.room == pytest.approx((80 * GIB - own - trainer) / 2, abs=1)
     per_token = 2 * 48 * 8 * 128 * 2
@@ -193,15 +192,15 @@ def test_the_phases_of_a_run_add_up():
     ],
 )
 def test_engines_that_map_memory_have_a_context_on_every_trainers_gpu(overrides, mapping, tmp_path):
-    run = dry_run(recipe(tmp_path, "parallel.tensor=8", *overrides))
+    run = footprint(recipe(tmp_path, "parallel.tensor=8", *overrides))
     rows = run.phases(run.stages[0])["publish"]
     assert rows.get("other engines' contexts", 0) == mapping * memory.CONTEXT
 
 
 def test_what_does_not_fit_is_said(tmp_path):
-    run = dry_run(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=48)
+    run = footprint(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=48)
     assert "do not fit" in render(run)
-    assert "do not fit" not in render(dry_run(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=110))
+    assert "do not fit" not in render(footprint(recipe(tmp_path, "parallel.tensor=4"), gpu_gib=110))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +221,7 @@ def test_what_does_not_fit_is_said(tmp_path):
 )
 def test_a_recipe_that_cannot_be_cut_is_refused(overrides, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        dry_run(recipe(tmp_path, *overrides))
+        footprint(recipe(tmp_path, *overrides))
 
 
 def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
@@ -337,10 +336,10 @@ def test_a_dry_run_looks_for_the_recipes_own_code(override, tmp_path, capsys):
 def test_a_model_that_a_warm_start_would_make_has_its_shape(tmp_path):
     given = [f"model.path={tmp_path}/model", "warmstart.steps=1", "data.task_size=200"]
     config = load(ROOT / "launch/recipes/quickstart.toml", given)
-    before = render(dry_run(config))
+    before = render(footprint(config))
     assert "1.64 M parameters" in before and "model/config.json, to be made\n" in before
     warmstart(tmp_path / "model", config.data, config.warmstart, lambda line: None)
-    assert render(dry_run(config)) == before.replace(", to be made", "")
+    assert render(footprint(config)) == before.replace(", to be made", "")
 
 
 FORMULA = {
@@ -407,7 +406,7 @@ def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(changes, sa
     shape.write_text(json.dumps({"model_type": "llama", **sizes, **changes}))
     config = recipe(tmp_path, "parallel.tensor=2", "parallel.sequence=false")
     with pytest.raises(ConfigError, match=said):
-        dry_run(config, shape)
+        footprint(config, find_models(config, shape))
 
 
 def test_the_room_for_log_probs_is_what_they_are_worked_out_in():

@@ -11,18 +11,14 @@ import pytest
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.cli import main
 from qurl_megatron.config import ParallelConfig, load
-from qurl_megatron.plan import rollout_time as rollouts
-from qurl_megatron.plan import training_time as training
-from qurl_megatron.plan.command import best_trainers, stop_sentence
+from qurl_megatron.plan import seconds
+from qurl_megatron.plan.command import best_trainers, stop_sentence, workload
 from qurl_megatron.plan.constants import GPUS, Constants, Gpu, gpu_of
 from qurl_megatron.plan.footprint import footprint
 from qurl_megatron.plan.layouts import Choice, choices, overrides, own_choice, scaled
 from qurl_megatron.plan.memory import GIB, engine_weights
 from qurl_megatron.plan.planner import Planner
-from qurl_megatron.plan.publish_time import publish_time
-from qurl_megatron.plan.rollout_time import DecodeRank, decode_rank, decode_step, rollout_time
-from qurl_megatron.plan.training_time import Hand, Trainer, deal_out, training_time
-from qurl_megatron.plan.workload import Workload, decay, in_turn, workload
+from qurl_megatron.plan.seconds import Engine, Hand, Roofline, Trainer, Workload
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training.shapes import find_models
 
@@ -38,19 +34,15 @@ GPU = Gpu(
     source="a test",
 )
 IDEAL = Constants(
-    gemm=1.0,
-    attention=1.0,
-    attention_backward=2.5,
-    layer_launch=0.0,
+    flops=1.0,
+    hbm=1.0,
     collective=1.0,
-    training_latency=0.0,
-    prefill=1.0,
-    decode_gemm=1.0,
-    decode_hbm=1.0,
-    decode_latency=0.0,
+    latency=0.0,
+    layer_launch=0.0,
     decode_layer=0.0,
     decode_step=0.0,
 )
+ROOF = Roofline(gpu=GPU, constants=IDEAL, node=8)
 ARCH = read_arch(
     {
         "model_type": "llama",
@@ -74,12 +66,14 @@ def work(**changes) -> Workload:
     return Workload(**{**defaults, **changes})
 
 
-def planner(name: str, *settings: str, gpu: str = "h100", constants=None, **lengths) -> Planner:
+def planner(name: str, *settings: str) -> Planner:
     config = load(RECIPES / f"{name}.toml", settings)
-    constants = constants or Constants()
-    asked = workload(config, constants, lengths.get("mean"), lengths.get("prompt"))
-    kind = gpu_of(gpu, config.quant.scheme)
-    return Planner(config, find_models(config), kind, constants, asked, node=8)
+    roof = Roofline(gpu=gpu_of("h100", config.quant.scheme), constants=Constants(), node=8)
+    return Planner(config, find_models(config), roof, workload(config, None, None))
+
+
+def with_constants(**changes) -> Roofline:
+    return replace(ROOF, constants=replace(IDEAL, **changes))
 
 
 # -- what is asked for -------------------------------------------------------------------------
@@ -89,126 +83,92 @@ def planner(name: str, *settings: str, gpu: str = "h100", constants=None, **leng
 def test_lengths_have_the_mean_that_was_asked_for_and_reach_the_limit(mean):
     lengths = work(mean=mean, longest=1000).lengths(4000)
     assert sum(lengths) / 4000 == pytest.approx(mean, rel=0.01)
-    assert lengths[-1] == 1000 and list(lengths) == sorted(lengths)
-    scale = decay(mean, 1000)
+    assert lengths[-1] == 1000 and lengths == sorted(lengths)
+    scale = seconds.decay(mean, 1000)
     assert scale * (1 - math.exp(-1000 / scale)) == pytest.approx(mean, rel=1e-6)
-
-
-def test_responses_come_in_a_mixed_order_that_is_always_the_same():
-    lengths = work().lengths(100)
-    mixed = in_turn(lengths)
-    assert sorted(mixed) == list(lengths) and mixed == in_turn(lengths)
-    assert abs(sum(mixed[:50]) - sum(mixed[50:])) < 0.1 * sum(mixed)
 
 
 # -- rollouts ----------------------------------------------------------------------------------
 
-RANK = DecodeRank(
-    weights=200.0,
-    quantized=100.0,
-    plain=10.0,
-    token=2,
-    attention=1.0,
-    layers=4,
-    hidden=8,
-    tensor=1,
-    scheme="int8",
-)
+ENGINE = Engine(ARCH, "int8", 1)
 
 
 def test_a_decode_step_by_hand():
-    """200 bytes of weights at 100/s; 5 x (100/2000 + 10/1000) s of products; 5 x 20 tokens of 2
-    bytes at 100/s."""
-    found = decode_step(RANK, GPU, IDEAL, running=5, context=20)
-    assert found[rollouts.WEIGHTS] == 2.0 and found[rollouts.COMPUTE] == 0
-    assert found[rollouts.CACHE] == 2.0
-    assert found[rollouts.REDUCE] == found[rollouts.LAUNCH] == 0
-    full = decode_step(RANK, GPU, IDEAL, running=50, context=20)
-    assert full[rollouts.COMPUTE] == pytest.approx(3.0) and full[rollouts.WEIGHTS] == 0
+    """INT8 weights at 100 bytes/s; products of the layers at 2000/s, of the output at 1000/s; 5 x
+    20 tokens of 2 x 4 layers x 2 heads x 2 numbers x 2 bytes."""
+    weights = LINEAR + 4 * 4 * (8 + 4 + 4 + 8 + 16 + 16 + 8) + 2 * (9 * 8 + 80)
+    step = seconds.decode_step(ROOF, ENGINE, running=5, context=20)
+    assert step[seconds.WEIGHTS] == pytest.approx(weights / 100) and step[seconds.COMPUTE] == 0
+    assert step[seconds.CACHE] == pytest.approx(100 * 64 / 100)
+    assert step[seconds.SENDS] == step[seconds.LAUNCH] == 0
+    full = seconds.decode_step(ROOF, ENGINE, running=50, context=20)
+    assert full[seconds.COMPUTE] == pytest.approx(50 * (2 * LINEAR / 2000 + 160 / 1000))
+    assert full[seconds.WEIGHTS] == 0
 
 
 def test_the_ranks_of_an_engine_add_up_twice_a_layer():
     """2 x 4 sums of 2 x 1/2 x 5 x 8 x 2 bytes at 10/s, and half a second each."""
-    halves = replace(RANK, tensor=2)
-    found = decode_step(halves, GPU, replace(IDEAL, decode_latency=0.5), running=5, context=20)
-    assert found[rollouts.REDUCE] == pytest.approx(8 * (80 / 10 + 0.5))
+    step = seconds.decode_step(
+        with_constants(latency=0.5), replace(ENGINE, tensor=2), running=5, context=20
+    )
+    assert step[seconds.SENDS] == pytest.approx(8 * (80 / 10 + 0.5))
 
 
-def test_what_an_engine_reads_is_its_weights_without_the_embedding():
-    rank = decode_rank(ARCH, "none", 1)
-    norms = 4 * 2 * 8 + 8
-    assert rank.weights == 2 * (LINEAR + norms + 10 * 8)
-    assert rank.quantized == 2 * LINEAR and rank.plain == 2 * 80
-    assert rank.token == 2 * 4 * 2 * 2 * 2  # keys and values, 4 layers, 2 heads of 2, 2 bytes
+def rollout(asked=None, engine=ENGINE, roof=ROOF, **changes):
+    options = {**dict(engines=1, room=10**6, requests=256), **changes}
+    return seconds.rollout_time(roof, engine, asked or work(), **options)
 
 
-def test_responses_that_end_make_room_for_those_that_wait():
-    """In two places 3 and 1 begin; after a step 2 takes the place of 1, and both end at 3."""
-    assert list(rollouts.schedule([3, 1, 2], slots=2)) == [(1, 2, 0.5), (2, 2, 1.5)]
-    assert list(rollouts.schedule([3, 1], slots=2)) == [(1, 2, 0.5), (2, 1, 2.0)]
-    assert sum(steps for steps, _, _ in rollouts.schedule([3, 1, 2], slots=1)) == 6
+def test_a_rollout_is_a_step_for_each_token_of_the_longest_and_its_prefill():
+    phase = rollout(work(prompts=1, samples=1))
+    step = seconds.decode_step(ROOF, ENGINE, running=1, context=10 + 50)
+    prefill = 10 * 2 * LINEAR / 2000
+    assert phase.seconds == pytest.approx(100 * sum(step.values()) + prefill)
 
 
-def test_the_cache_holds_what_responses_have_on_average_over_their_lives():
+def test_responses_wait_where_the_cache_or_the_requests_are_full():
+    """The cache has room for 4 responses at their average length, so 12 of 16 wait, or for one."""
     lengths = work().lengths(16)
     age = sum(x * x for x in lengths) / (2 * sum(lengths))
-    assert rollouts.slots_of(work(), 16, room=int(5.5 * (10 + age)), most=256) == 5
-    assert rollouts.slots_of(work(), 16, room=10**6, most=256) == 16
-    assert rollouts.slots_of(work(), 16, room=10**6, most=4) == 4
-
-
-def rollout(asked=None, rank=RANK, **changes):
-    options = {**dict(engines=1, room=10**6, requests=256), **changes}
-    return rollout_time(rank, GPU, IDEAL, asked or work(), **options)
-
-
-def test_a_rollout_is_its_steps_and_its_parts_add_up():
-    same = rollout(work(prompts=1, samples=1))
-    # 100 steps of 2 s of weights, and 2 bytes of 10 + 0.5 ... 99.5 tokens.
-    cache = sum(2 * (10 + age + 0.5) for age in range(100)) / 100
-    prefill = 10 * 100 / 2000
-    assert same.seconds == pytest.approx(200 + cache + prefill)
-    found = rollout()
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    four = rollout(room=int(4.5 * (10 + age)))
+    assert four.seconds == rollout(requests=4).seconds > rollout().seconds
+    assert rollout(room=1).seconds == rollout(requests=1).seconds > four.seconds
 
 
 def test_what_limits_a_rollout_is_named():
-    light = replace(RANK, token=0, attention=0.0)
-    assert rollout(rank=light).limit == rollouts.LONGEST
     many = work(prompts=64, mean=80.0)
-    assert rollout(many, rank=light, room=500).limit == rollouts.ROOM
-    assert rollout(many, rank=light, requests=16).limit == rollouts.REQUESTS
-    assert rollout(many, rank=light).limit == rollouts.COMPUTE
-    assert rollout(work(mean=90.0), rank=light).limit == rollouts.WEIGHTS
-    assert rollout(many).limit == rollouts.CACHE
+    launches = with_constants(decode_step=1000.0)
+    assert rollout(roof=launches).limit == seconds.LONGEST
+    assert rollout(many, roof=launches, room=500).limit == seconds.ROOM
+    assert rollout(many, roof=launches, requests=16).limit == seconds.REQUESTS
+    assert rollout(many).limit == seconds.CACHE
 
 
-@pytest.mark.parametrize("shape", ["Qwen2.5-0.5B-Instruct", "Qwen2.5-14B", "Qwen2.5-32B"])
+@pytest.mark.parametrize("shape", ["Qwen2.5-0.5B-Instruct", "Qwen2.5-32B"])
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("running", [1, 64, 2048])
 def test_eight_bits_are_never_slower_than_bf16_where_there_are_kernels(shape, tensor, running):
     folder = RECIPES.parent / "models" / shape
     arch = read_arch(json.loads((folder / "config.json").read_text()))
     for gpu in GPUS.values():
-        seconds = {
+        roof = Roofline(gpu=gpu, constants=Constants(), node=8)
+        steps = {
             scheme: sum(
-                decode_step(
-                    decode_rank(arch, scheme, tensor), gpu, Constants(), running, 2000
-                ).values()
+                seconds.decode_step(roof, Engine(arch, scheme, tensor), running, 2000).values()
             )
             for scheme in gpu.flops
         }
-        assert max(seconds.values()) == seconds["none"]
+        assert max(steps.values()) == steps["none"]
 
 
 # -- training ----------------------------------------------------------------------------------
 
 
-def trainer(tensor=1, pipeline=1, data=1, **changes) -> Trainer:
+def trainer(tensor=1, pipeline=1, data=1, context=1, **changes) -> Trainer:
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context)
     defaults = dict(
         arch=ARCH,
-        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, data=data),
-        node=8,
+        parallel=parallel,
         recompute=False,
         distributed=True,
         overlap=False,
@@ -217,120 +177,104 @@ def trainer(tensor=1, pipeline=1, data=1, **changes) -> Trainer:
     return Trainer(**{**defaults, **changes})
 
 
-HAND = Hand(passes=2, tokens=50, squares=1000, even=50.0)
+HAND = Hand(passes=2, tokens=50, squares=1000)
 
 
 def test_a_forward_pass_by_hand():
     """2 x (parameters + output layer) x 50 tokens; 2 x 4 layers x 8 x sum of L^2; at 1000/s."""
-    found = training.forward(trainer(), GPU, IDEAL, HAND)
-    assert found[training.PRODUCTS] == pytest.approx(2 * (LINEAR + 80) * 50 / 1000)
-    assert found[training.ATTENTION] == pytest.approx(2 * 4 * 8 * 1000 / 1000)
-    assert found[training.TENSOR] == found[training.CONTEXT] == found[training.SENDS] == 0
-    assert training.forward(trainer(head=False), GPU, IDEAL, HAND)[
-        training.PRODUCTS
-    ] == pytest.approx(2 * LINEAR * 50 / 1000)
+    attention = 2 * 4 * 8 * 1000
+    ahead = seconds.forward(ROOF, trainer(), HAND)
+    assert ahead[seconds.COMPUTE] == pytest.approx((2 * (LINEAR + 80) * 50 + attention) / 1000)
+    assert ahead[seconds.SENDS] == ahead[seconds.LAUNCH] == 0
+    headless = seconds.forward(ROOF, trainer(head=False), HAND)
+    assert headless[seconds.COMPUTE] == pytest.approx((2 * LINEAR * 50 + attention) / 1000)
+    # Tensor ranks add up two times a layer over NVLink.
+    halves = seconds.forward(ROOF, trainer(tensor=2), HAND)
+    assert halves[seconds.SENDS] == pytest.approx(2 * 4 * (2 * 0.5 * 50 * 8 * 2) / 10)
+    assert halves[seconds.COMPUTE] == ahead[seconds.COMPUTE] / 2
+    # Kernels shorter than their launches wait for the host.
+    launched = seconds.forward(with_constants(layer_launch=100.0), trainer(), HAND)
+    assert sum(launched.values()) == pytest.approx(2 * 4 * 100.0)
 
 
-def test_tensor_ranks_add_up_two_times_a_layer_over_nvlink():
-    found = training.forward(trainer(tensor=2), GPU, IDEAL, HAND)
-    assert found[training.TENSOR] == pytest.approx(2 * 4 * (2 * 0.5 * 50 * 8 * 2) / 10)
-    whole = training.forward(trainer(), GPU, IDEAL, HAND)
-    assert found[training.PRODUCTS] == whole[training.PRODUCTS] / 2
-
-
-def test_kernels_shorter_than_their_launches_wait_for_the_host():
-    slow = replace(IDEAL, layer_launch=100.0)
-    found = training.forward(trainer(), GPU, slow, HAND)
-    assert sum(found.values()) == pytest.approx(2 * 4 * 100.0)
+def test_context_ranks_pass_keys_on_behind_attention():
+    """2 x 4 bytes x 2 heads x 2 of 25 tokens in each of 4 layers, less half of the attention."""
+    ahead = seconds.forward(ROOF, trainer(context=2), HAND)
+    assert ahead[seconds.SENDS] == pytest.approx(4 * 25 * 16 / 10 - 2 * 4 * 8 * 1000 / 2 / 1000)
 
 
 def test_an_update_is_three_forward_passes_and_recomputation_a_fourth():
-    ahead = training.forward(trainer(), GPU, IDEAL, HAND)
-    for recompute, more in ((False, 0), (True, 1)):
-        found = training.update(trainer(recompute=recompute), GPU, IDEAL, HAND)
-        assert found[training.PRODUCTS] == pytest.approx((3 + more) * ahead[training.PRODUCTS])
-        attention = (3.5 + more) * ahead[training.ATTENTION]
-        assert found[training.ATTENTION] == pytest.approx(attention)
-        assert found[training.OPTIMIZER] == 1000 * IDEAL.optimizer_bytes / 100
+    ahead = seconds.forward(ROOF, trainer(), HAND)
+    for recompute, passes in ((False, 3), (True, 4)):
+        parts = seconds.update(ROOF, trainer(recompute=recompute), HAND)
+        assert parts[seconds.COMPUTE] == pytest.approx(passes * ahead[seconds.COMPUTE])
+        assert parts[seconds.OPTIMIZER] == 1000 * IDEAL.optimizer_bytes / 100
 
 
 def test_a_pipeline_fills_and_drains():
     """Four stages, two passes: three halves of the work more. Scores of both updates drain once."""
     stages = trainer(pipeline=4)
-    found = training.update(stages, GPU, IDEAL, HAND)
-    outside = (training.BUBBLE, training.OPTIMIZER)
-    busy = sum(s for name, s in found.items() if name not in outside)
-    assert found[training.BUBBLE] == pytest.approx(1.5 * busy)
-    time = training_time(stages, None, GPU, IDEAL, work(), HAND, reference=False)
-    ahead = sum(training.forward(stages, GPU, IDEAL, HAND).values())
-    assert time.score == pytest.approx(2 * ahead * (1 + 3 / 4))
+    parts = seconds.update(ROOF, stages, HAND)
+    busy = parts[seconds.COMPUTE] + parts[seconds.SENDS]
+    assert parts[seconds.BUBBLE] == pytest.approx(1.5 * busy)
+    score, _ = seconds.training_time(ROOF, [stages], work(), HAND, reference=False)
+    ahead = sum(seconds.forward(ROOF, stages, HAND).values())
+    assert score.seconds == pytest.approx(2 * ahead * (1 + 3 / 4))
 
 
 def test_gradients_are_added_up_and_weights_gathered_once_an_update():
     """3/4 of 1000 numbers: 4 bytes there, 2 back, at 10/s; beyond a machine 1/s and a ring of as
     many networks as it has members on a machine."""
-    found = training.update(trainer(data=4), GPU, IDEAL, HAND)
-    assert found[training.GRADIENTS] == pytest.approx(750 * (4 + 2) / 10)
-    across = training.update(trainer(data=4, tensor=4, node=8), GPU, IDEAL, HAND)
-    assert across[training.GRADIENTS] == pytest.approx(750 * (4 + 2) / 2)
-    hidden = training.update(trainer(data=4, overlap=True), GPU, IDEAL, HAND)
-    assert 750 * 2 / 10 <= hidden[training.GRADIENTS] < found[training.GRADIENTS]
-
-
-def test_data_ranks_of_uneven_length_wait_for_the_fullest():
-    """The fullest has twice the mean: half of its time, the optimizer's apart, the others wait."""
-    uneven = replace(HAND, even=25.0)
-    time = training_time(trainer(), None, GPU, IDEAL, work(), uneven, reference=False)
-    passes = time.seconds - time.parts[training.OPTIMIZER]
-    assert time.parts[training.UNEVEN] == pytest.approx(passes / 2)
-    assert time.limit == training.UNEVEN
+    parts = seconds.update(ROOF, trainer(data=4), HAND)
+    assert parts[seconds.GRADIENTS] == pytest.approx(750 * (4 + 2) / 10)
+    across = seconds.update(ROOF, trainer(data=4, tensor=4), HAND)
+    assert across[seconds.GRADIENTS] == pytest.approx(750 * (4 + 2) / 2)
+    hidden = seconds.update(ROOF, trainer(data=4, overlap=True), HAND)
+    assert 750 * 2 / 10 <= hidden[seconds.GRADIENTS] < parts[seconds.GRADIENTS]
 
 
 def test_a_reference_is_scored_too_and_a_critic_scored_and_trained():
-    alone = training_time(trainer(), None, GPU, IDEAL, work(), HAND, reference=False)
-    both = training_time(trainer(), None, GPU, IDEAL, work(), HAND, reference=True)
-    assert both.score == pytest.approx(2 * alone.score) and both.train == alone.train
-    critic = training_time(trainer(), trainer(), GPU, IDEAL, work(), HAND, reference=False)
-    assert critic.seconds == pytest.approx(2 * alone.seconds)
+    def times(*trainers, reference=False):
+        phases = seconds.training_time(ROOF, [*trainers], work(), HAND, reference=reference)
+        return [phase.seconds for phase in phases]
+
+    score, train = times(trainer())
+    assert times(trainer(), reference=True) == pytest.approx([2 * score, train])
+    assert times(trainer(), trainer()) == pytest.approx([2 * score, 2 * train])
 
 
-def test_a_hand_is_the_fullest_of_an_update():
-    whole = deal_out(work(), 1, 1000, 8, True)
+def test_a_hand_is_an_even_share_but_the_longest_response_at_least():
     lengths = [10 + length for length in work().lengths(8)]
-    assert whole == Hand(1, sum(lengths), sum(x * x for x in lengths), sum(lengths))
-    eight = deal_out(work(), 8, 1000, 8, True)
-    assert (eight.passes, eight.tokens, eight.even) == (1, 110, sum(lengths) / 8)
-    padded = deal_out(work(), 1, 0, 4, False)
-    assert padded.passes == 2 and padded.tokens >= sum(lengths)
+    whole = seconds.deal_out(work(), 1, 1000, 8)
+    assert whole == Hand(1, sum(lengths), sum(x * x for x in lengths))
+    assert seconds.deal_out(work(), 8, 1000, 8) == Hand(1, 110, 110**2)
+    padded = seconds.deal_out(work(), 1, 0, 4)  # to the quantile at 4/5
+    assert padded == Hand(2, 8 * lengths[6], 8 * lengths[6] ** 2)
 
 
 # -- publication -------------------------------------------------------------------------------
 
 
-def published(*settings: str, **rates) -> float:
-    config = load(RECIPES / "grpo_qwen2.5_32b.toml", ["sync.bucket_mb=1e9", *settings])
-    arch = find_models(config).policy
-    gpu = replace(GPUS["h100"], **rates)
-    return publish_time(config, arch, gpu, replace(IDEAL, publish_over=1.0, publish_call=0.0))
-
-
 def test_a_publication_by_hand():
-    """One bucket is made, then loaded: 29 bytes of traffic a weight and 33 a byte of each side."""
+    """One bucket is made, then loaded: 29 bytes of traffic a weight and 33 a byte of each side. Or
+    it is written to a disk once, and read by eight engines."""
+
+    def published(transport: str, **rates) -> float:
+        settings = ["sync.bucket_mb=1e9", f"sync.transport={transport}"]
+        config = load(RECIPES / "grpo_qwen2.5_32b.toml", settings)
+        constants = replace(IDEAL, publish_over=1.0, publish_call=0.0)
+        roof = Roofline(gpu=replace(GPUS["h100"], **rates), constants=constants, node=8)
+        return seconds.publish_time(roof, config, arch)
+
     arch = find_models(load(RECIPES / "grpo_qwen2.5_32b.toml")).policy
     version, weights = engine_weights(arch, "int8", 1, 2), parameter_count(arch)
     made = (weights * 29 + version * 33) / 16  # 8 tensor ranks of 2 replicas
     loaded = version / 2 * 33  # engines of two GPUs
     received = version / 2  # a rank of an engine; more than a trainer's rank sends to all eight
-    seconds = (made + loaded) / 1e3 + received / 10
-    assert published("sync.transport=group", hbm=1e3, network=10.0) == pytest.approx(seconds)
-
-
-def test_a_publication_by_files_waits_for_the_disk():
-    """Written once, and read by eight engines."""
-    arch = find_models(load(RECIPES / "grpo_qwen2.5_32b.toml")).policy
-    version = engine_weights(arch, "int8", 1, 2)
-    seconds = published("sync.transport=files", hbm=1e15, network=1.0)
-    assert seconds == pytest.approx(9 * version / IDEAL.disk, rel=1e-3)
+    by_group = (made + loaded) / 1e3 + received / 10
+    assert published("group", hbm=1e3, network=10.0) == pytest.approx(by_group)
+    by_files = 9 * version / IDEAL.disk
+    assert published("files", hbm=1e15, network=1.0) == pytest.approx(by_files, rel=1e-3)
 
 
 # -- layouts -----------------------------------------------------------------------------------
@@ -388,11 +332,11 @@ def test_a_plan_is_sorted_fits_and_marks_the_recipes_layout():
 def test_in_turn_phases_add_up_and_one_step_off_the_longer_one_counts():
     ahead = planner("grpo_qwen2.5_32b")
     own = ahead.predict(own_choice(ahead.config), own=True)
-    both = max(own.rollout.seconds, own.training.seconds)
+    both = max(own.rollout.seconds, own.training)
     assert own.step == pytest.approx(both + own.publish)
     inturn = planner("grpo_qwen2.5_32b", "rollout.max_staleness=0")
     same = inturn.predict(own_choice(inturn.config), own=True)
-    total = same.rollout.seconds + same.training.seconds + same.publish
+    total = same.rollout.seconds + same.training + same.publish
     assert same.step == pytest.approx(total)
     shared = planner("grpo_qwen2.5_14b")
     colocated = shared.predict(own_choice(shared.config), own=True)
@@ -406,12 +350,12 @@ def test_more_gpus_are_never_slower_and_the_end_of_scaling_is_found():
     assert [one.choice.gpus for one in curve] == [8, 16, 32, 64, 128]
     for less, more in zip(curve, curve[1:], strict=False):
         assert more.step <= 1.02 * less.step
-    sentence = stop_sentence(curve, plans.constants.worth)
+    sentence = stop_sentence(curve, plans.roof.constants.worth)
     pattern = r"It stops scaling at (\d+) GPUs: twice as many take ([\d.]+) % off the step"
     gpus, saved = re.match(pattern, sentence).groups()
     best, doubled = (one for one in curve if one.choice.gpus in (int(gpus), 2 * int(gpus)))
     assert float(saved) == pytest.approx(100 * (1 - doubled.step / best.step), abs=0.05)
-    assert sentence.endswith(f"limited by rollout ({rollouts.LONGEST}).")
+    assert sentence.endswith(f"limited by rollout ({seconds.LONGEST}).")
     assert stop_sentence(curve, worth=-10.0).startswith("It scales up to 128 GPUs")
 
 
@@ -437,16 +381,16 @@ GOLDEN = """\
 4 x h100, 256 responses a step of 154 tokens (at most 512) after 102, int8 rollouts, max_staleness 0
 
 layout            GiB  rollout  train  publish  step s  tokens/s/GPU  limited by
-  DP2 + 2 x TP1  26.0      2.0    0.5      0.2     2.7          6004  rollout: the longest response
-  DP2 + 1 x TP2  26.0      2.3    0.5      0.2     2.9          5564  rollout: the longest response
-  PP3 + 1 x TP1  20.2      2.1    0.8      0.2     3.0          5426  rollout: the longest response
-* DP4 & 4 x TP1  50.4      2.0    0.3      0.2     5.5          2997  engines' release and reload
+  DP2 + 2 x TP1  26.0      2.0    0.5      0.2     2.7          6008  rollout: the longest response
+  PP3 + 1 x TP1  20.2      2.1    0.7      0.2     2.9          5634  rollout: the longest response
+  DP2 + 1 x TP2  26.0      2.3    0.5      0.2     2.9          5567  rollout: the longest response
+* DP4 & 4 x TP1  50.4      2.0    0.3      0.2     5.5          2998  engines' release and reload
 
 56 layouts fit; the best trainer beside each of 6 sets of engines is shown (--json: all); * is the recipe's own.
 Fastest, as overrides: parallel.data=2 rollout.engines=2 rollout.engine_args=["--mem-fraction-static=0.85"] rollout.colocate=false
 
 GPUs  best layout    step s  tokens/s/GPU  limited by
-   8  DP4 + 4 x TP1     2.5          3322  rollout: the longest response
+   8  DP4 + 4 x TP1     2.5          3324  rollout: the longest response
 It scales up to 8 GPUs, the most that were simulated.
 """  # noqa: E501
 
@@ -465,11 +409,9 @@ def test_the_command_prints_everything_as_json(capsys):
     assert code == 0 and found["gpus"] == 4 and found["scaling"] == []
     assert found["own"]["layout"] == "DP4 & 4 x TP1"
     assert found["own"] in found["layouts"]
-    seconds = found["own"]["seconds"]
-    phases = sum(value for name, value in seconds.items() if name != "step")
-    assert seconds["step"] == pytest.approx(phases)
-    assert found["own"]["metrics"]["time/step"] == seconds["step"]
-    assert found["constants"]["gemm"] == 0.5 and found["gpu"]["name"] == "h100"
+    *phases, step = found["own"]["seconds"].values()
+    assert step == pytest.approx(sum(phases))
+    assert found["constants"]["flops"] == 0.5 and found["gpu"]["name"] == "h100"
 
 
 def test_a_faster_network_is_taken_from_the_option(capsys):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import load, to_toml
-from qurl_megatron.plan.dry_run import GIB, dry_run
-from qurl_megatron.plan.footprint import Footprint
+from qurl_megatron.plan.footprint import GIB, Footprint, footprint
+from qurl_megatron.training.shapes import find_models
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.toml"))
@@ -43,7 +43,8 @@ def recipe(name: str, *overrides: str):
 def rehearsed(name: str) -> Footprint:
     stage = re.match("deepscaler_1.5b_stage[23]", name)  # these begin with a run's checkpoint
     shape = ROOT / "launch" / "models" / "DeepSeek-R1-Distill-Qwen-1.5B" if stage else None
-    return dry_run(recipe(name), shape, gpu_gib=ON_GPUS[name])
+    config = recipe(name)
+    return footprint(config, find_models(config, shape), gpu_gib=ON_GPUS[name])
 
 
 def row(name: str) -> str:
@@ -87,7 +88,7 @@ def test_a_recipe_fits_its_gpus(name):
 
 def test_a_recipe_that_leaves_too_little_beside_its_engines_is_noted():
     engines = 'rollout.engine_args=["--mem-fraction-static=0.75"]'
-    run = dry_run(recipe("grpo_qwen2.5_14b", engines))
+    run = footprint(recipe("grpo_qwen2.5_14b", engines))
     assert any("in phase publish: lower --mem-fraction-static" in note for note in run.notes)
 
 

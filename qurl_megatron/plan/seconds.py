@@ -1,0 +1,367 @@
+"""Seconds of a step's phases by one roofline: bytes over bandwidths, operations over FLOP/s.
+
+Lengths are not known before a run. They are taken to fall exponentially, cut off at
+``rollout.max_new_tokens``: P(length > x) = exp(-x / s) below it, with s such that the mean is
+right. n responses have the n quantiles, so that a plan does not depend on a draw, and the longest
+one is as long as the limit allows.
+
+A decode step gives every running response a token; it lasts
+
+    max(weights / HBM, 2 x parameters x running / FLOPs) + cache / HBM + all-reduces + launches
+
+(Williams et al. 2009). An engine runs full batches while responses wait; then the batch shrinks,
+and the steps of its tail cost nearly as much as full ones. A pass of the trainer over T tokens, in
+sequences of length L, takes
+
+    forward   = 2 x parameters x T + 2 x layers x heads x head size x sum of L^2
+    backward  = twice as much; with recomputation one more forward
+
+operations (Korthikanti et al. 2022, arXiv:2205.05198), divided over tensor and context ranks.
+Tensor ranks add up twice a layer and direction; a pipeline of p stages fills and drains,
+(p - 1) / m of m passes (Narayanan et al. 2021, arXiv:2104.04473); data ranks add gradients up once
+an update.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from qurl_megatron.checkpoints.ops import hf_shapes, parameter_count
+from qurl_megatron.config import ParallelConfig, RunConfig
+from qurl_megatron.plan import memory
+from qurl_megatron.plan.constants import Constants, Gpu
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.table import is_quantized
+
+LONGEST = "the longest response"
+ROOM, REQUESTS = "room for keys and values", "rollout.requests_per_engine"
+WEIGHTS, COMPUTE, CACHE = "weights' bytes", "compute", "keys' and values' bytes"
+SENDS, LAUNCH, PREFILL = "sends between ranks", "launches", "prefill"
+BUBBLE, GRADIENTS, OPTIMIZER = "the pipeline's bubble", "the gradients' sum", "the optimizer"
+
+BF16 = 2  # bytes
+
+# Bytes of memory that plain torch operators read and write on a GPU while a version is published.
+QUANTIZE_TRAFFIC = 29  # per FP32 weight: read twice for amax; then divide, round, cast
+CODE_TRAFFIC = 33  # per byte of codes: a checksum of fourteen operators on words of 8 bytes; a copy
+
+_parameters = cache(parameter_count)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of a phase by cause."""
+
+    parts: dict[str, float]
+    limit: str
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One step's responses. Lengths in tokens."""
+
+    prompts: int
+    samples: int  # per prompt
+    prompt: float  # mean length
+    mean: float  # length of a response
+    longest: int  # length that a response may have
+    minibatches: int
+    epochs: int
+
+    @property
+    def responses(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def tokens(self) -> float:
+        """Prompts and responses that train."""
+        return self.responses * (self.prompt + self.mean)
+
+    def lengths(self, count: int) -> list[int]:
+        """Return the lengths of ``count`` responses, shortest first."""
+        scale, lengths = decay(self.mean, self.longest), []
+        for i in range(count - 1):
+            # -log1p(-u) is the exponential distribution's quantile; u is the middle of part i.
+            length = round(-scale * math.log1p(-(i + 0.5) / count))
+            lengths.append(min(self.longest, max(1, length)))
+        return [*lengths, self.longest]
+
+
+@cache
+def decay(mean: float, longest: int) -> float:
+    """Solve mean = s (1 - exp(-longest / s)) for s."""
+    low, high = mean, 1e6 * longest
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        if middle * -math.expm1(-longest / middle) < mean:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """GPUs of one kind, and the share of their data sheet that software reaches."""
+
+    gpu: Gpu
+    constants: Constants
+    node: int  # GPUs of a machine
+
+    def compute(self, operations: float, scheme: str = "none") -> float:
+        return operations / (self.gpu.flops[scheme] * self.constants.flops)
+
+    def read(self, size: float) -> float:
+        return size / (self.gpu.hbm * self.constants.hbm)
+
+    def send(self, size: float, extent: int, neighbours: int = 1) -> float:
+        """Seconds of a rank among ranks that span ``extent`` GPUs, ``neighbours`` on a machine."""
+        bandwidth = self.gpu.nvlink
+        if extent > self.node:
+            # A ring leaves a machine once; its members there share their networks for that.
+            bandwidth = min(bandwidth, self.gpu.network * max(1, neighbours))
+        return size / (bandwidth * self.constants.collective)
+
+
+@cache
+def linear_parameters(arch: Arch) -> float:
+    """Numbers in the layers' linear weights that a token meets: of experts, the chosen ones."""
+    total = 0.0
+    for name, shape in hf_shapes(arch).items():
+        if is_quantized(name):
+            met = arch.routed.top_k / arch.routed.count if ".experts." in name else 1
+            total += shape[0] * shape[1] * met
+    return total
+
+
+@dataclass(frozen=True)
+class Engine:
+    arch: Arch
+    scheme: str
+    tensor: int  # GPUs
+
+
+def decode_step(roof: Roofline, engine: Engine, running: float, context: float) -> dict[str, float]:
+    """Return the seconds of one decode step by cause.
+
+    Args:
+        running: responses in the batch.
+        context: tokens before the new one, mean over them.
+    """
+    arch, tensor = engine.arch, engine.tensor
+    embedding = arch.vocab * arch.hidden / tensor
+    weights: float = memory.engine_weights(arch, engine.scheme, tensor, BF16)
+    if not arch.tied:  # of the embedding a step reads a row per response
+        weights -= BF16 * embedding
+    read = roof.read(weights)
+    multiply = roof.compute(2 * running * linear_parameters(arch) / tensor, engine.scheme)
+    multiply += roof.compute(2 * running * embedding)
+    tokens = running * context
+    attention = 4 * arch.num_layers * arch.heads * arch.head_dim / tensor
+    cached = roof.read(tokens * memory.cached_token(arch, tensor, BF16))
+    sums = 0.0
+    if tensor > 1:
+        sent = 2 * (tensor - 1) / tensor * running * arch.hidden * BF16
+        sums = 2 * arch.num_layers * (roof.constants.latency + roof.send(sent, tensor))
+    return {
+        # The weights are read while they are multiplied: the longer of the two counts.
+        WEIGHTS: read if read >= multiply else 0.0,
+        COMPUTE: multiply if multiply > read else 0.0,
+        CACHE: max(cached, roof.compute(tokens * attention)),
+        SENDS: sums,
+        LAUNCH: arch.num_layers * roof.constants.decode_layer + roof.constants.decode_step,
+    }
+
+
+@cache
+def rollout_time(
+    roof: Roofline, engine: Engine, work: Workload, *, engines: int, room: int, requests: int
+) -> Phase:
+    """Return the time until the busiest of ``engines`` has answered its share.
+
+    Its cache must hold running responses at their average length over their lives, E[L^2] / 2 E[L]
+    besides the prompt; SGLang takes the youngest back where chance wants more.
+
+    Args:
+        room: tokens in an engine's cache.
+        requests: ``rollout.requests_per_engine``.
+    """
+    share = math.ceil(work.responses / engines)
+    lengths = work.lengths(share)
+    age = sum(length * length for length in lengths) / (2 * sum(lengths))
+    slots = max(1, min(share, requests, int(room / (work.prompt + age))))
+
+    def decode(steps: float, running: int, generated: float) -> dict[str, float]:
+        step = decode_step(roof, engine, running, work.prompt + generated)
+        return {cause: steps * seconds for cause, seconds in step.items()}
+
+    parts = Counter(decode((share - slots) * work.mean / slots, slots, age))
+    before = 0
+    for ended, length in enumerate(work.lengths(slots)):
+        parts.update(decode(length - before, slots - ended, (before + length) / 2))
+        before = length
+    # Each prompt once on every engine that answers it; its other responses find it cached.
+    prompts = min(share, work.prompts * (1 - (1 - 1 / engines) ** work.samples))
+    operations = 2 * linear_parameters(engine.arch) / engine.tensor * prompts * work.prompt
+    parts[PREFILL] = roof.compute(operations, engine.scheme)
+
+    limit = max(parts, key=lambda cause: parts[cause])
+    even = sum(decode(share * work.mean / slots, slots, work.mean / 2).values())
+    at_once = sum(decode(work.mean, share, work.mean / 2).values())
+    if even < roof.constants.tail * sum(parts.values()):
+        limit = LONGEST
+    elif slots < share and at_once < roof.constants.no_room * even:
+        limit = REQUESTS if slots == requests else ROOM
+    return Phase(dict(parts), limit)
+
+
+@dataclass(frozen=True)
+class Hand:
+    """Work of the fullest data rank in one update."""
+
+    passes: int
+    tokens: float  # of all passes, padding included
+    squares: float  # sum of the squared lengths
+
+
+@cache
+def deal_out(work: Workload, data: int, budget: int, micro_batch: int) -> Hand:
+    """Return what one of ``data`` ranks gets: an even share, but the longest response at least.
+
+    Args:
+        budget, micro_batch: ``train.max_tokens`` and ``.micro_batch``.
+    """
+    count = work.responses // work.minibatches
+    lengths = [work.prompt + length for length in work.lengths(count)]
+    if not budget:
+        # Rows are padded to the longest of a pass: in the mean, this quantile.
+        lengths = [lengths[count * micro_batch // (micro_batch + 1)]] * count
+    tokens = max(sum(lengths) / data, lengths[-1])
+    squares = max(sum(length * length for length in lengths) / data, lengths[-1] ** 2)
+    passes = math.ceil(tokens / budget) if budget else count // data // micro_batch
+    return Hand(passes, tokens, squares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A layout of the trainer, and its model."""
+
+    arch: Arch
+    parallel: ParallelConfig
+    recompute: bool
+    distributed: bool  # optimizer
+    overlap: bool  # of the gradients' sum with the backward pass
+    parameters: int  # of the fullest stage on one rank
+    head: bool = True  # an output layer; a critic's has one row
+    itemsize: int = 2
+
+
+def forward(roof: Roofline, trainer: Trainer, hand: Hand) -> dict[str, float]:
+    """Return the seconds of the fullest stage for all passes of an update, forward."""
+    arch, parallel = trainer.arch, trainer.parallel
+    t, c = parallel.tensor, parallel.context
+    layers = arch.num_layers // parallel.pipeline
+    weights = linear_parameters(arch) / parallel.pipeline
+    if trainer.head:  # of the last stage
+        weights += arch.vocab * arch.hidden
+    attention = roof.compute(2 * layers * arch.heads * arch.head_dim * hand.squares / (t * c))
+    compute = roof.compute(2 * weights * hand.tokens / (t * c)) + attention
+    hidden = hand.tokens / c * arch.hidden * trainer.itemsize
+    sends = 2 * layers * roof.send(2 * (t - 1) / t * hidden, t)
+    if c > 1:
+        keys = 2 * arch.kv_heads * arch.head_dim / t * trainer.itemsize
+        exchange = roof.send(layers * (c - 1) / c * hand.tokens * keys, t * c)
+        # Each block of keys travels while attention to the one before is computed.
+        sends += max(0.0, exchange - attention)
+    if parallel.pipeline > 1:
+        split = t if parallel.sequence else 1
+        sends += roof.send(2 * hidden / split, parallel.world_size)
+    launches = hand.passes * layers * roof.constants.layer_launch
+    # A GPU waits for its host where the kernels are shorter than their launches.
+    return {COMPUTE: compute, SENDS: sends, LAUNCH: max(0.0, launches - compute - sends)}
+
+
+def update(roof: Roofline, trainer: Trainer, hand: Hand) -> dict[str, float]:
+    """Return the seconds of one update by cause."""
+    ahead, parallel = forward(roof, trainer, hand), trainer.parallel
+    again = 1 if trainer.recompute else 0
+    parts = {
+        COMPUTE: (3 + again) * ahead[COMPUTE],
+        SENDS: (2 + again) * ahead[SENDS],
+        LAUNCH: (2 + again) * ahead[LAUNCH],
+    }
+    busy = sum(parts.values())
+    parts[BUBBLE] = busy * (parallel.pipeline - 1) / hand.passes
+    copies = parallel.data * parallel.context
+    neighbours = roof.node // parallel.tensor
+    moved = roof.send(
+        (copies - 1) / copies * trainer.parameters, parallel.tensor * copies, neighbours
+    )
+    summed, gathered = 8 * moved, 0.0
+    if trainer.distributed:
+        summed, gathered = 4 * moved, trainer.itemsize * moved
+    if trainer.overlap:  # only the last pass of an update sends while it computes
+        summed = max(0.0, summed - (busy - sum(ahead.values())) / hand.passes)
+    parts[GRADIENTS] = summed + gathered
+    owned = trainer.parameters / (copies if trainer.distributed else 1)
+    parts[OPTIMIZER] = roof.read(owned * roof.constants.optimizer_bytes)
+    return parts
+
+
+def training_time(
+    roof: Roofline, trainers: list[Trainer], work: Workload, hand: Hand, *, reference: bool
+) -> tuple[Phase, Phase]:
+    """Return the phases of scoring and of the updates.
+
+    Args:
+        trainers: the policy's, and the critic's where there is one.
+        reference: its log-probs are wanted as well.
+    """
+    scored: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    passes = hand.passes * work.minibatches  # they follow on each other without a drain
+    for index, trainer in enumerate(trainers):
+        times = work.minibatches * (2 if reference and index == 0 else 1)
+        ahead = forward(roof, trainer, hand)
+        bubble = sum(ahead.values()) * (trainer.parallel.pipeline - 1) / passes
+        for cause, seconds in {**ahead, BUBBLE: bubble}.items():
+            scored[cause] += times * seconds
+        for cause, seconds in update(roof, trainer, hand).items():
+            trained[cause] += work.minibatches * work.epochs * seconds
+    limit = max(trained, key=lambda cause: scored[cause] + trained[cause])
+    return Phase(dict(scored), limit), Phase(dict(trained), limit)
+
+
+def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:
+    """Return the seconds of one publication by the recipe's transport.
+
+    A training rank quantizes its share of the weights and puts the codes; an engine rank checks and
+    copies its own, bucket behind bucket. Files go through the disk that all machines share; memory
+    goes over NVLink, a group over the network. ``python -m benchmarks.publish`` measures it.
+    """
+    parallel, rollout, constants = config.parallel, config.rollout, roof.constants
+    version = memory.engine_weights(arch, config.quant.scheme, 1, config.model.itemsize)
+    ranks = parallel.tensor * parallel.pipeline
+    # Data-parallel replicas take turns, bucket by bucket.
+    quantized = version / ranks / parallel.data
+    received = version / rollout.engine_tensor
+    weights = _parameters(arch) / ranks / parallel.data
+    making = roof.read(weights * QUANTIZE_TRAFFIC + quantized * CODE_TRAFFIC)
+    loading = roof.read(received * CODE_TRAFFIC)
+    match config.sync.on_one_machine:
+        case "files":
+            making = max(making, version / constants.disk)
+            loading = max(loading, rollout.engines * version / constants.disk)
+        case "memory":
+            loading += roof.send(received, 1)
+        case _:
+            loading += roof.send(max(rollout.engines * quantized, received), roof.node + 1)
+    buckets = max(1, math.ceil(version / ranks / (config.sync.bucket_mb * (1 << 20))))
+    behind = max(making, loading) * (buckets - 1) / buckets
+    calls = (buckets + 12) * constants.publish_call
+    return constants.publish_over * ((making + loading) / buckets + behind + calls)
