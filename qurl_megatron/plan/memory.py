@@ -51,7 +51,7 @@ GAPS = 0.05
 CODE = 1
 """Bytes of a quantized weight; each output channel has a float32 scale besides."""
 
-PARAMETER_STEP = 64  # numbers; with a distributed optimizer alone, like the next
+PARAMETER_STEP = 64  # numbers
 BUCKET_STEP = 128
 BUCKET = 40_000_000  # numbers at least, and
 BUCKET_PER_RANK = 1_000_000  # for each rank that shares the data
@@ -79,42 +79,30 @@ class Held:
         return self.weights + self.gradients + self.masters + self.moments
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """A part of the buffer that is reduced at once; numbers, from the buffer's beginning."""
-
-    start: int
-    stop: int  # padding included
-    spans: tuple[tuple[int, int], ...]  # of its parameters
-
-    def share(self, ranks: int) -> int:
-        """Numbers of parameters in the first of ``ranks`` equal parts."""
-        end = self.start + (self.stop - self.start) // ranks
-        return sum(max(0, min(stop, end) - start) for start, stop in self.spans)
-
-
-def lay_out(
-    parameters: Sequence[tuple[int, bool]], *, limit: float = math.inf, step: int = 1
-) -> list[Bucket]:
-    """Lay out a buffer, and return its buckets.
+def lay_out(parameters: Sequence[tuple[int, bool]], *, limit: float, ranks: int) -> tuple[int, int]:
+    """Lay out the buffer of a distributed optimizer, in buckets that are reduced at once.
 
     Args:
         parameters: (numbers, whether it has a bucket of its own), as the model registers them.
         limit: numbers at which a bucket is closed.
-        step: number that divides every bound of a bucket; 1: nothing is padded.
+        ranks: how many share the optimizer, each with an equal part of every bucket.
+
+    Returns:
+        Numbers in the buffer, padding included; and those of parameters in the first rank's parts.
     """
-    buckets: list[Bucket] = []
-    spans: list[tuple[int, int]] = []
-    begin = at = 0
+    step = math.lcm(ranks, BUCKET_STEP)
+    begin = at = owned = 0
+    spans: list[tuple[int, int]] = []  # of the bucket's parameters
 
     def close() -> None:
-        nonlocal begin, at, spans
+        nonlocal begin, at, owned, spans
         end = _round_up(at, step)
-        buckets.append(Bucket(begin, end, tuple(spans)))
+        part = begin + (end - begin) // ranks
+        owned += sum(max(0, min(last, part) - first) for first, last in spans)
         begin, at, spans = end, end, []
 
     for numbers, alone in reversed(parameters):
-        at = _round_up(at, min(step, PARAMETER_STEP))
+        at = _round_up(at, PARAMETER_STEP)
         if alone and spans:
             close()
         spans.append((at, at + numbers))
@@ -123,7 +111,7 @@ def lay_out(
             close()
     if spans:
         close()
-    return buckets
+    return at, owned
 
 
 @cache
@@ -146,24 +134,19 @@ def held_from_shapes(
     """
     sizes = _parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
     numbers = sum(size for size, _ in sizes)
-    limit = math.inf
-    if overlap and stage == 0:  # those behind reduce outside the critical path, in one bucket
-        limit = max(BUCKET, BUCKET_PER_RANK * parallel.data)
+    buffer = owned = numbers
     if distributed:
-        copies = parallel.data * parallel.context
-        buckets = lay_out(sizes, limit=limit, step=math.lcm(copies, BUCKET_STEP))
-        weights = buckets[-1].stop
-        updated = sum(bucket.share(copies) for bucket in buckets)
-    else:
-        buckets = lay_out([(size, False) for size, _ in sizes], limit=limit)
-        weights = updated = numbers
+        limit = math.inf
+        if overlap and stage == 0:  # those behind reduce outside the critical path, in one bucket
+            limit = max(BUCKET, BUCKET_PER_RANK * parallel.data)
+        buffer, owned = lay_out(sizes, limit=limit, ranks=parallel.data * parallel.context)
     return Held(
         parameters=numbers,
         largest=max(size for size, _ in sizes),
-        weights=itemsize * weights,
-        gradients=4 * buckets[-1].stop,
-        masters=4 * updated * (itemsize != 4),
-        moments=2 * 4 * updated,
+        weights=itemsize * buffer,
+        gradients=4 * buffer,
+        masters=4 * owned * (itemsize != 4),
+        moments=2 * 4 * owned,
     )
 
 

@@ -23,7 +23,7 @@ an update.
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
@@ -200,10 +200,11 @@ def rollout_time(
         step = decode_step(roof, engine, running, work.prompt + generated)
         return {cause: steps * seconds for cause, seconds in step.items()}
 
-    parts = Counter(decode((share - slots) * work.mean / slots, slots, age))
+    parts = decode((share - slots) * work.mean / slots, slots, age)
     before = 0
     for ended, length in enumerate(work.lengths(slots)):
-        parts.update(decode(length - before, slots - ended, (before + length) / 2))
+        shrunk = decode(length - before, slots - ended, (before + length) / 2)
+        parts = {cause: parts[cause] + shrunk[cause] for cause in parts}
         before = length
     # Each prompt once on every engine that answers it; its other responses find it cached.
     prompts = min(share, work.prompts * (1 - (1 - 1 / engines) ** work.samples))
@@ -217,7 +218,7 @@ def rollout_time(
         limit = LONGEST
     elif slots < share and at_once < roof.constants.no_room * even:
         limit = REQUESTS if slots == requests else ROOM
-    return Phase(dict(parts), limit)
+    return Phase(parts, limit)
 
 
 @dataclass(frozen=True)
@@ -322,8 +323,8 @@ def training_time(
         trainers: the policy's, and the critic's where there is one.
         reference: its log-probs are wanted as well.
     """
-    scored: Counter[str] = Counter()
-    trained: Counter[str] = Counter()
+    scored: dict[str, float] = defaultdict(float)
+    trained: dict[str, float] = defaultdict(float)
     passes = hand.passes * work.minibatches  # they follow on each other without a drain
     for index, trainer in enumerate(trainers):
         times = work.minibatches * (2 if reference and index == 0 else 1)

@@ -415,12 +415,7 @@ def test_the_room_for_log_probs_is_what_they_are_worked_out_in():
 
 def test_buckets_are_padded_as_megatron_pads_them():
     """Backwards: 100 numbers from 0, then 50 from 128 (a multiple of 64), which closes a bucket of
-    170 at a multiple of lcm(3, 128)."""
-    buckets = lay_out([(10, True), (50, False), (100, False)], limit=170, step=384)
-    assert [(b.start, b.stop, b.spans) for b in buckets] == [
-        (0, 384, ((0, 100), (128, 178))),
-        (384, 768, ((384, 394),)),
-    ]
-    assert buckets[0].share(3) == 100 and buckets[0].share(1) == 150
-    plain = lay_out([(10, True), (50, False), (100, False)])
-    assert [(b.start, b.stop) for b in plain] == [(0, 150), (150, 160)]
+    170 at a multiple of lcm(3, 128). A third of it has the 100; one of the next bucket the 10."""
+    parameters = [(10, True), (50, False), (100, False)]
+    assert lay_out(parameters, limit=170, ranks=3) == (768, 110)
+    assert lay_out(parameters, limit=170, ranks=1) == (384, 160)
