@@ -71,7 +71,7 @@ ENGINE_KINDS = {
         EngineKind(
             name="embedded",
             says="qurl-embedded",
-            start="qurl_megatron.engines.embedded.starting_embedded",
+            start="qurl_megatron.engines.embedded",
             serve="qurl serve",
             starts_empty=False,
             repeats=True,

@@ -14,7 +14,8 @@ Messages are JSON, and bytes are only ever viewed as numbers: nothing is unpickl
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -115,6 +116,17 @@ class UpdateSession:
             logger.error("weight update %s: %s", self.id, error)
             self.error = error
 
+    @contextmanager
+    def failing(self, doing: str) -> Iterator[None]:
+        """Turn whatever is raised into the session's error."""
+        try:
+            yield
+        except ConfigError as error:
+            self.fail(str(error))
+        except Exception as error:  # it would end the scheduler, and all requests with it
+            logger.exception("weight update %s", self.id)
+            self.fail(f"{doing} failed: {error!r}")
+
     def needs(self, piece: Piece) -> bool:
         """True if the piece has a part for this rank, or ``take`` will refuse it."""
         target = self.targets.get(piece.name)
@@ -205,13 +217,13 @@ class UpdateEnd:
     def handle(self, message: Message) -> None:
         """Take in one message; never raises for its content."""
         started = time.perf_counter()
+        if message.session in self._past:
+            logger.error("weight update %s is over: a late message is dropped", message.session)
+            return
         session = self._session
         if session is None or session.id != message.session:
-            if message.session in self._past:
-                logger.error("weight update %s is over: a late message is dropped", message.session)
-                return
             session = self._begin(message)
-        try:
+        with session.failing(message.action):
             match message.action:
                 case "bucket":
                     self._bucket(session, message)
@@ -219,9 +231,6 @@ class UpdateEnd:
                     session.complete(message.index)
                 case "finish":
                     self._weights.finish()
-        except Exception as error:  # it would end the scheduler, and all requests with it
-            logger.exception("weight update %s", session.id)
-            session.fail(f"{message.action} failed: {error!r}")
         session.seconds += time.perf_counter() - started
         if message.action in ("check", "finish"):
             self._report(session)
@@ -233,17 +242,12 @@ class UpdateEnd:
             if self._session.unreachable:
                 self._release()
         session = self._session = UpdateSession(message.session, self._weights)
-        try:
+        with session.failing("opening the transport"):
             session.rank = self._weights.tensor_rank()
             if self._receiver is None or not self._receiver.follow(message.transport):
                 self._release()
                 self._receiver = self._open(message.transport, session.rank)
             session.targets = self._weights.targets()
-        except ConfigError as error:
-            session.fail(str(error))
-        except Exception as error:  # see the top
-            logger.exception("weight update %s", session.id)
-            session.fail(repr(error))
         return session
 
     def _bucket(self, session: UpdateSession, message: Message) -> None:
@@ -258,10 +262,8 @@ class UpdateEnd:
             for piece in blob.pieces:
                 if session.error is not None:
                     break  # fetched, and dropped
-                try:
+                with session.failing("loading"):
                     session.take(data, piece)
-                except ConfigError as error:
-                    session.fail(str(error))
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the sender may overwrite the bytes once this is answered
 
@@ -271,12 +273,10 @@ class UpdateEnd:
             return None
         if session.error is None and not any(map(session.needs, blob.pieces)):
             return None
-        try:
+        with session.failing("fetching"):
             return self._receiver.fetch(blob)
-        except ConfigError as error:
-            session.unreachable = True
-            session.fail(str(error))
-            return None
+        session.unreachable = True
+        return None
 
     def _release(self) -> None:
         receiver, self._receiver = self._receiver, None

@@ -68,16 +68,12 @@ class MemorySender(Sender):
         with refusing(self.folder, size=0):
             (self.folder / RECEIPTS).mkdir(exist_ok=True)
         device = torch.device(device)
-        on_gpu = device.type == "cuda"
-        if on_gpu and (setting := expandable_segments(os.environ)):
+        if device.type == "cuda" and (setting := expandable_segments(os.environ)):
             raise ConfigError(
                 "sync.transport=memory shares GPU memory by CUDA IPC, which engines cannot open "
                 f"with {setting}; leave expandable_segments out, or set sync.transport=files"
             )
-        slot = _CudaSlot if on_gpu else _FileSlot
-        self._slots: list[_Slot] = []
-        for number in range(SLOTS):
-            self._slots.append(slot(self.folder / f"rank{rank}-{number}", device))
+        self._slots = [_Slot(self.folder / f"rank{rank}-{n}", device) for n in range(SLOTS)]
 
     @classmethod
     def open(cls, site: Site) -> "MemorySender":
@@ -163,19 +159,15 @@ class _Slot:
         """
         if self._memory is None or len(self._memory) < size:
             self.close()
-            self._memory = self._made(max(size, 1))
+            make = self._on_gpu if self._device.type == "cuda" else self._in_file
+            self._memory = make(max(size, 1))
         return self._memory
 
     def close(self) -> None:
         self._memory = None
         self._path.unlink(missing_ok=True)
 
-    def _made(self, size: int) -> Tensor:
-        raise NotImplementedError
-
-
-class _FileSlot(_Slot):
-    def _made(self, size: int) -> Tensor:
+    def _in_file(self, size: int) -> Tensor:
         # A process that still maps the old file keeps it, and sees by the inode that it is old.
         with refusing(self._path, size=size, half_written=self._path):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -188,21 +180,14 @@ class _FileSlot(_Slot):
             finally:
                 os.close(file)
 
-
-class _CudaSlot(_Slot):
-    """Shared as torch.multiprocessing shares a CUDA tensor, its arguments sent as JSON."""
-
-    def _made(self, size: int) -> Tensor:
+    def _on_gpu(self, size: int) -> Tensor:
+        """Shared as torch.multiprocessing shares a CUDA tensor, its arguments sent as JSON."""
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         index, *shared = memory.untyped_storage()._share_cuda_()
-        arguments = []
-        for value in shared:
-            as_text = isinstance(value, bytes)
-            arguments.append(base64.b64encode(value).decode() if as_text else value)
         self.where = {
             "slot": str(self._path),
             "cuda": str(torch.cuda.get_device_properties(index).uuid),
-            "shared": arguments,
+            "shared": [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in shared],
             "size": size,
         }
         return memory

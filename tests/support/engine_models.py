@@ -4,6 +4,8 @@ import contextlib
 import json
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,10 +16,9 @@ from safetensors.torch import save_file
 
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.engines.embedded.decoder import Decoder
-from qurl_megatron.engines.embedded.endpoints import build_app
+from qurl_megatron.engines.embedded.endpoints import EngineThread, build_app
 from qurl_megatron.engines.embedded.engine import Engine, Sequence
 from qurl_megatron.engines.embedded.read_weights import read_weights
-from qurl_megatron.engines.embedded.thread import EngineThread
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_arch, read_config
@@ -91,16 +92,25 @@ def decoding_by(path: str):
         with pytest.MonkeyPatch.context() as patch:
             if path == "torch":
                 patch.setenv("QURL_NATIVE", "0")
-            native._found.cache_clear()
-            if path == "native" and native.library() is None:
-                pytest.skip(f"no native step: {native._found()}")
+            native.library.cache_clear()
+            if path == "native" and not native.available():
+                pytest.skip(f"no native step: {native.library()}")
             yield
     finally:
-        native._found.cache_clear()
+        native.library.cache_clear()
 
 
 def sequence(prompt: list[int], new: int = 12, *, seed: int = 0, **options) -> Sequence:
     return Sequence(f"s{seed}", list(prompt), new, seed, **options)
+
+
+def copies(sequences: list[Sequence]) -> list[Sequence]:
+    """The same requests, not begun."""
+    fresh = {"output_ids": list, "log_probs": list, "versions": list, "ended": Future}
+    return [
+        replace(sequence, **{name: make() for name, make in fresh.items()})
+        for sequence in sequences
+    ]
 
 
 def switch(engine: Engine, tensors: dict[str, torch.Tensor], version: str) -> None:

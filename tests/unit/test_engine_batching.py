@@ -1,11 +1,10 @@
-import copy
-
 import pytest
 import torch
 
 from qurl_megatron.engines.embedded import engine as engine_module
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.engine_models import (
+    copies,
     decoding_by,
     engine_for,
     finish,
@@ -35,7 +34,7 @@ def assert_same(actual, expected) -> None:
 
 def test_joining_and_leaving_a_running_batch_changes_no_result(folder):
     work = [sequence(p, 4 + 9 * (i % 4), seed=i) for i, p in enumerate(prompts(8))]
-    expected = copy.deepcopy(work)
+    expected = copies(work)
     engine = engine_for(folder)
     for one in expected:
         finish(engine, one)
@@ -52,7 +51,7 @@ def test_joining_and_leaving_a_running_batch_changes_no_result(folder):
 def test_the_queue_waits_when_rows_are_full_and_is_served_in_order(folder):
     engine = engine_for(folder, max_rows=3)
     work = [sequence(p, 6, seed=i) for i, p in enumerate(prompts(8))]
-    expected = copy.deepcopy(work)
+    expected = copies(work)
     engine.add(work)
     most = 0
     while engine.busy:
@@ -68,7 +67,7 @@ def test_the_queue_waits_when_rows_are_full_and_is_served_in_order(folder):
 def test_a_longer_request_recuts_the_cache_under_running_sequences(folder):
     engine = engine_for(folder)
     short, long = sequence([5, 6], 40, seed=1), sequence(range(2, 90), 100, seed=2)
-    expected = copy.deepcopy([short, long])
+    expected = copies([short, long])
     engine.add([short])
     for _ in range(10):
         engine.step()
@@ -145,7 +144,7 @@ def test_abort_ends_running_and_waiting_requests_with_what_they_have(folder):
 
 def test_a_retracted_sequence_goes_on_as_if_nothing_had_happened(folder):
     work = [sequence(p, 20, seed=i) for i, p in enumerate(prompts(5))]
-    expected = copy.deepcopy(work)
+    expected = copies(work)
     finish(engine_for(folder), *expected)
     engine = engine_for(folder)
     engine.add(work)
@@ -165,7 +164,7 @@ def test_the_short_ones_go_on_after_an_update_before_the_long_ones_are_computed_
 ):
     monkeypatch.setattr(engine_module, "RECOMPUTE_TOKENS", 60)
     work = [sequence([7 + i] * length, 20, seed=i) for i, length in enumerate((50, 4, 30, 5, 4))]
-    expected = copy.deepcopy(work)
+    expected = copies(work)
     finish(engine_for(folder), *expected)
     engine = engine_for(folder)
     engine.add(work)

@@ -33,7 +33,7 @@ def test_the_embedded_engine_rounds_by_the_definition(scheme, dtype):
     assert torch.equal(codes.float(), values.float()) and torch.equal(scale, expected)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no native step")
+@pytest.mark.skipif(not native.available(), reason="no native step")
 @pytest.mark.parametrize("scheme", [name for name in ROW_WISE if name != "fp8"])
 def test_the_native_step_rounds_by_the_definition(scheme):
     x = tokens()

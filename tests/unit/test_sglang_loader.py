@@ -2,8 +2,7 @@ import msgspec
 import pytest
 import torch
 
-from qurl_megatron.engines.sglang.loader import SGLangWeights
-from qurl_megatron.engines.sglang.targets import targets
+from qurl_megatron.engines.sglang.loader import SGLangWeights, targets
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of

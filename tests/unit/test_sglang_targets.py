@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qurl_megatron.engines.sglang.targets import targets, tensor_rank, turn_back
+from qurl_megatron.engines.sglang.loader import targets, tensor_rank, turn_back
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.wire.session import pointers

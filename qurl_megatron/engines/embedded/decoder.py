@@ -63,7 +63,7 @@ class Matrix:
         """Take in newly written weights."""
         if self.blocks is not None:
             self.blocks.fill(self.weight_OI)
-        elif self.scheme in CODES and self.weight_OI.device.type == "cpu" and native.library():
+        elif self.scheme in CODES and self.weight_OI.device.type == "cpu" and native.available():
             self.blocks = native.Blocks(self.weight_OI, self.scale_O)
 
 

@@ -11,10 +11,12 @@ import contextlib
 import hmac
 import logging
 import os
+import queue
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +35,6 @@ from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.engines.embedded.engine import Engine
 from qurl_megatron.engines.embedded.protocol import RequestLimits, parse_generate
 from qurl_megatron.engines.embedded.read_weights import read_weights, refuse_other_scheme
-from qurl_megatron.engines.embedded.thread import EngineThread
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
@@ -144,7 +145,7 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = None) -> Starlette:
+def build_app(worker: "EngineThread", model_path: str, *, api_key: str | None = None) -> Starlette:
     handlers = _Handlers(worker, model_path)
     get, post = ["GET"], ["POST"]
     app = Starlette(
@@ -168,6 +169,72 @@ def build_app(worker: EngineThread, model_path: str, *, api_key: str | None = No
     if api_key is not None:
         app.add_middleware(_RequireKey, api_key=api_key)
     return app
+
+
+class EngineThread:
+    """Owns an engine: runs commands between steps and sleeps when there is no work.
+
+    Everything that touches the engine is such a command, so none of its state needs a lock, and
+    whatever a command does (a weight update, an abort) happens between two decode steps.
+    """
+
+    def __init__(self, engine: Engine, threads: int = 0) -> None:
+        self.engine = engine
+        self.failure: BaseException | None = None
+        self._threads = threads
+        self._commands: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Engine], Any]) -> Future:
+        """Execute a function between two steps."""
+        future: Future = Future()
+        self._commands.put((function, future))
+        if self.failure is not None:
+            self._fail_commands()
+        return future
+
+    def close(self) -> None:
+        self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            while self._obey():
+                if self.engine.busy:
+                    self.engine.step()
+        except BaseException as error:
+            # A failed step leaves the batch half written: no answer from it could be trusted.
+            log.exception("the engine failed")
+            self.failure = error
+            for sequence in [*self.engine.running, *self.engine.waiting]:
+                if not sequence.ended.done():
+                    sequence.ended.set_exception(error)
+            self._fail_commands()
+
+    def _obey(self) -> bool:
+        """Run queued commands; with nothing to generate, sleep until one comes. False: the end."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.busy)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            function, future = command
+            try:
+                future.set_result(function(self.engine))
+            except Exception as error:  # the caller's to handle; the engine is as it was
+                future.set_exception(error)
+
+    def _fail_commands(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if command is not None:
+                    command[1].set_exception(RuntimeError(f"the engine failed: {self.failure!r}"))
 
 
 class _Handlers:
@@ -201,7 +268,7 @@ class _Handlers:
                 "num_waiting_reqs": len(engine.waiting),
                 "max_total_num_tokens": engine.cache.capacity,
                 "num_generated_tokens": engine.generated,
-                "is_paused": self.worker.paused,
+                "is_paused": engine.paused,
             }
 
         return JSONResponse(await self._on_thread(look))
@@ -213,9 +280,11 @@ class _Handlers:
     async def generate(self, request: Request) -> Response:
         """Generate all of it; a client that leaves ends its sequences."""
         generation = parse_generate(await _json(request), self.limits)
-        finished = asyncio.wrap_future(self.worker.submit(generation.sequences))
+        await self._on_thread(lambda engine: engine.add(generation.sequences))
+        finished = asyncio.gather(*(asyncio.wrap_future(s.ended) for s in generation.sequences))
         gone = asyncio.ensure_future(_disconnected(request))
-        await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future] = [finished, gone]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not finished.done():
             unfinished = set(map(id, generation.sequences))
@@ -229,11 +298,11 @@ class _Handlers:
         mode = (await _json(request)).get("mode")
         if mode not in PAUSE_MODES:
             raise ConfigError(f"mode must be one of {list(PAUSE_MODES)}, got {mode!r}")
-        await asyncio.wrap_future(self.worker.pause(retract=mode == "retract"))
+        await self._on_thread(lambda engine: engine.pause(retract=mode == "retract"))
         return Response()
 
     async def resume(self, request: Request) -> Response:
-        await asyncio.wrap_future(self.worker.resume())
+        await self._on_thread(Engine.resume)
         return Response()
 
     async def abort(self, request: Request) -> Response:

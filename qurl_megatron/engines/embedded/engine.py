@@ -1,7 +1,7 @@
 """Continuous batching: sequences join and leave the batch between decode steps.
 
 ``step()`` either prefills waiting sequences or decodes one token for every running one. The engine
-is synchronous and single-threaded; ``thread`` gives it a thread of its own.
+is synchronous and single-threaded; ``endpoints`` gives it a thread of its own.
 
 The schedule is a function of the order of arrival alone: first come, first served, and a waiting
 sequence that fits joins before the next decode step. Only prefills of retracted sequences take
@@ -51,8 +51,8 @@ class Sequence:
     top_p: float = 1.0
     top_k: int = -1
     stop_ids: frozenset[int] = frozenset()
-    job: "Job | None" = None
     scores_prompt: bool = False
+    ended: Future = field(default_factory=Future)  # resolves to itself
 
     prompt_log_probs: list[float] = field(default_factory=list)  # of all its tokens but the first
     output_ids: list[int] = field(default_factory=list)
@@ -63,22 +63,6 @@ class Sequence:
     @property
     def total(self) -> int:
         return len(self.prompt) + self.max_new_tokens
-
-
-class Job:
-    """The sequences of one HTTP request; ``future`` resolves when the last has ended."""
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences = sequences
-        self.future: Future = Future()
-        self._pending = len(sequences)
-        for sequence in sequences:
-            sequence.job = self
-
-    def one_ended(self) -> None:
-        self._pending -= 1
-        if self._pending == 0 and not self.future.done():
-            self.future.set_result(self.sequences)
 
 
 class Rows:
@@ -160,6 +144,7 @@ class Engine:
         self.version = "default"
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.paused = False
         self.generated = 0
         self._recomputed = False  # by the latest step
         self._batch = Rows(max_rows, decoder.device)
@@ -178,7 +163,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self.waiting)
+        """True if there is something to generate."""
+        return not self.paused and bool(self.running or self.waiting)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -201,6 +187,15 @@ class Engine:
         for sequence in chosen:
             self._end(sequence, {"type": "abort", "message": message})
         return len(chosen)
+
+    def pause(self, *, retract: bool) -> None:
+        """Stop; running sequences are requeued if asked, or else wait where they are."""
+        self.paused = True
+        if retract:
+            self.retract()
+
+    def resume(self) -> None:
+        self.paused = False
 
     def retract(self) -> None:
         """Send the running sequences back to the head of the queue, to be prefilled again.
@@ -356,8 +351,8 @@ class Engine:
     def _end(self, sequence: Sequence, reason: dict) -> None:
         _stamp(sequence, self.version, len(sequence.output_ids))
         sequence.finish_reason = reason
-        if sequence.job is not None:
-            sequence.job.one_ended()
+        if not sequence.ended.done():  # nobody waits for it any more
+            sequence.ended.set_result(sequence)
 
 
 def _prefix_length(sequence: Sequence) -> int:

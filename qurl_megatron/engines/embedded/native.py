@@ -35,30 +35,28 @@ BUILT_BY = (
 THREAD_PAYS_FROM = 1 << 20  # products of a layer: a barrier takes as long as some 20,000
 
 
-class Unavailable(Exception):
-    """Why the computation is torch's."""
-
-
-def _load() -> ctypes.CDLL:
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """Return the library, or why there is none."""
     if os.environ.get("QURL_NATIVE") == "0":
-        raise Unavailable("QURL_NATIVE=0")
+        return "QURL_NATIVE=0"
     if missing := INSTRUCTIONS - instructions():
-        raise Unavailable(f"the processor has no {', '.join(sorted(missing))}")
+        return f"the processor has no {', '.join(sorted(missing))}"
     if not BUILT.exists():
-        raise Unavailable(f"{BUILT.name} is not built; {BUILT_BY}")
+        return f"{BUILT.name} is not built; {BUILT_BY}"
     try:
         # Its OpenMP is the one that torch has loaded, and so are its threads.
-        library = ctypes.CDLL(str(BUILT))
+        loaded = ctypes.CDLL(str(BUILT))
     except OSError as error:
-        raise Unavailable(f"{BUILT.name} cannot be loaded: {error}") from None
-    if library.source() & 0xFFFFFFFF != zlib.crc32(SOURCE.read_bytes()):
-        raise Unavailable(f"{BUILT.name} is built from another {SOURCE.name}; {BUILT_BY}")
-    library.pack.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
-    library.linear.argtypes = [
+        return f"{BUILT.name} cannot be loaded: {error}"
+    if loaded.source() & 0xFFFFFFFF != zlib.crc32(SOURCE.read_bytes()):
+        return f"{BUILT.name} is built from another {SOURCE.name}; {BUILT_BY}"
+    loaded.pack.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
+    loaded.linear.argtypes = [
         *(POINTER(_Matrix), c_void_p, c_int64, c_float, c_void_p, c_int64, c_void_p, c_int)
     ]
-    library.decode.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int64, c_void_p, c_int]
-    return library
+    loaded.decode.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int64, c_void_p, c_int]
+    return loaded
 
 
 @functools.cache
@@ -69,34 +67,25 @@ def instructions() -> frozenset[str]:
     return frozenset(flags[1].split() if flags else ())
 
 
-@functools.cache
-def _found() -> ctypes.CDLL | Unavailable:
-    try:
-        return _load()
-    except Unavailable as why:
-        return why
-
-
-def _built() -> ctypes.CDLL:
-    loaded = library()
-    assert loaded is not None, "whoever has blocks asked"
-    return loaded
-
-
-def library() -> ctypes.CDLL | None:
-    loaded = _found()
-    return None if isinstance(loaded, Unavailable) else loaded
+def available() -> bool:
+    return not isinstance(library(), str)
 
 
 def refusal(decoder: "Decoder") -> str | None:
     """Why a decoder's steps are torch's; None where they are native."""
     if decoder.largest_code is None or decoder.device.type != "cpu":
         return f"scheme {decoder.scheme} on {decoder.device.type} has no native step"
-    if isinstance(loaded := _found(), Unavailable):
-        return str(loaded)
+    if isinstance(reason := library(), str):
+        return reason
     if decoder.dtype is not torch.float32:
         return "native steps need float32 activations (--dtype float32)"
     return None
+
+
+def _built() -> ctypes.CDLL:
+    loaded = library()
+    assert not isinstance(loaded, str), "whoever has blocks asked"
+    return loaded
 
 
 class _Matrix(Structure):

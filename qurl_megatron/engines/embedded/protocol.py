@@ -7,30 +7,46 @@ distribution than the caller believes, which no later check could find.
 import random
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from qurl_megatron.engines.embedded.engine import Sequence
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.record import LARGEST, Malformed, Record, Value, convert
 
-KNOWN = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "rid"}
+Token = Annotated[int, Meta(ge=0)]
+Number = Annotated[float, Meta(ge=0, le=LARGEST)]
+Nothing = Annotated[float, Meta(ge=0, le=0)]
 
-# Sampling parameters: type, default (SGLang's), smallest value.
-NUMBERS: dict[str, tuple[type, float, float]] = {
-    "max_new_tokens": (int, 128, 1),
-    "temperature": (float, 1.0, 0),
-    "top_p": (float, 1.0, 0),
-    "top_k": (int, -1, -1),
-}
-KNOWN_PARAMS = {*NUMBERS, "sampling_seed", "stop_token_ids", "ignore_eos"}
 
-# Sent by every rollout, because a server may prefer other values: these ask for nothing.
-NEUTRAL = {
-    "min_p": 0,
-    "min_new_tokens": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-}
+class Sampling(Record, frozen=True):
+    """Sampling parameters, with SGLang's defaults."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1)] = 128
+    temperature: Number = 1.0
+    top_p: Number = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    sampling_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+    # Sent by every rollout, because a server may prefer other values: these ask for nothing.
+    min_p: Nothing = 0
+    min_new_tokens: Nothing = 0
+    frequency_penalty: Nothing = 0
+    presence_penalty: Nothing = 0
+    repetition_penalty: Annotated[float, Meta(ge=1, le=1)] = 1
+
+
+class Body(Record, frozen=True):
+    """A request, of one prompt or of a list."""
+
+    input_ids: Annotated[list, Meta(min_length=1)]
+    sampling_params: Any = None
+    rid: Any = None
+    return_logprob: bool = False
+    logprob_start_len: Literal[0] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,90 +78,72 @@ def parse_generate(body: dict, limits: RequestLimits) -> Generation:
     Raises:
         ConfigError: malformed, unsupported or too long; nothing of the request has been queued.
     """
-    _refuse_unknown(body, KNOWN, {"stream": False})
-    ids = body.get("input_ids")
-    if not isinstance(ids, list) or not ids:
+    if body.get("stream") is False:
+        body = {name: value for name, value in body.items() if name != "stream"}
+    given = _checked(Body, "/generate", body)
+    batched = isinstance(given.input_ids[0], list)
+    prompts = _checked(
+        list[Annotated[list[Token], Meta(min_length=1)]],
+        "input_ids",
+        given.input_ids if batched else [given.input_ids],
+    )
+    count = len(prompts)
+    params = _per_prompt(Sampling, "sampling_params", given.sampling_params or {}, count)
+    rids = _per_prompt(str | None, "rid", given.rid, count)
+    sequences = []
+    for prompt, sampling, rid in zip(prompts, params, rids, strict=True):
+        sequence = _sequence(prompt, sampling, rid, limits)
+        sequence.scores_prompt = given.return_logprob and given.logprob_start_len == 0
+        sequences.append(sequence)
+    return Generation(sequences, batched, given.return_logprob)
+
+
+def _checked(kind: type[Value], name: str, value: object) -> Value:
+    try:
+        return convert(kind, _given(value))
+    except Malformed as error:
         raise ConfigError(
-            "input_ids must be a non-empty list of token ids, or a list of such lists"
-        )
-    if (start := body.get("logprob_start_len")) not in (None, 0):
-        raise ConfigError(f"logprob_start_len must be 0 for the embedded engine, got {start!r}")
-    batched, log_probs = isinstance(ids[0], list), bool(body.get("return_logprob"))
-    prompts = ids if batched else [ids]
-    params = _per_prompt("sampling_params", body.get("sampling_params") or {}, len(prompts))
-    rids = _per_prompt("rid", body.get("rid"), len(prompts))
-    sequences = [
-        _sequence(prompt, sampling, rid, limits)
-        for prompt, sampling, rid in zip(prompts, params, rids, strict=True)
-    ]
-    for sequence in sequences:
-        sequence.scores_prompt = log_probs and start == 0
-    return Generation(sequences, batched, log_probs)
+            f"{name} is not as the embedded engine takes it: {error}; leave out or correct it"
+        ) from None
 
 
-def _refuse_unknown(given: dict, known: set[str], neutral: dict, prefix: str = "") -> None:
-    """
-    Args:
-        neutral: further keys, and the value of each that asks for nothing.
-    """
-    for key, value in given.items():
-        if value is None or key in known or (key in neutral and value == neutral[key]):
-            continue
-        raise ConfigError(
-            f"{prefix}{key} = {value!r} is not supported by the embedded engine; leave it out"
-        )
+def _given(value: object) -> object:
+    """Leave out fields that are null, as SGLang takes them."""
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if each is not None}
 
 
-def _per_prompt(name: str, value: object, count: int) -> list:
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise ConfigError(f"{name} has {len(value)} entries for {count} prompts")
-    return value
+def _per_prompt(kind: Any, name: str, value: object, count: int) -> list:
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise ConfigError(f"{name} has {len(values)} entries for {count} prompts")
+    return [_checked(kind, name, each) for each in values]
 
 
-def _sequence(prompt: object, params: object, rid: object, limits: RequestLimits) -> Sequence:
-    if not isinstance(prompt, list) or not prompt:
-        raise ConfigError("every prompt must be a non-empty list of token ids")
-    if not all(type(token) is int and 0 <= token < limits.vocab for token in prompt):
+def _sequence(
+    prompt: list[int], sampling: Sampling, rid: str | None, limits: RequestLimits
+) -> Sequence:
+    if max(prompt) >= limits.vocab:
         raise ConfigError(f"every token id must be an integer in [0, {limits.vocab})")
-    if not isinstance(rid, str | None):
-        raise ConfigError(f"rid must be a string or a list of strings, got {rid!r}")
-    if not isinstance(params, dict):
-        raise ConfigError("sampling_params must be an object, or one object per prompt")
-    params = {key: value for key, value in params.items() if value is not None}
-    _refuse_unknown(params, KNOWN_PARAMS, NEUTRAL, "sampling_params.")
-    numbers: dict[str, Any] = {name: _number(params, name, *row) for name, row in NUMBERS.items()}
-    if len(prompt) + numbers["max_new_tokens"] > limits.max_total_tokens:
+    if len(prompt) + sampling.max_new_tokens > limits.max_total_tokens:
         raise ConfigError(
             f"{len(prompt)} prompt tokens + sampling_params.max_new_tokens "
-            f"{numbers['max_new_tokens']} exceed the {limits.max_total_tokens} tokens that one "
+            f"{sampling.max_new_tokens} exceed the {limits.max_total_tokens} tokens that one "
             "request may take here (by cache size and context length)"
         )
-    seed = _number(params, "sampling_seed", int, random.getrandbits(63), 0)
-    if seed >= 2**63:
-        raise ConfigError(f"sampling_params.sampling_seed must be below 2**63, got {seed}")
-    stop_ids = params.get("stop_token_ids", [])
-    if not isinstance(stop_ids, list) or not all(type(token) is int for token in stop_ids):
-        raise ConfigError(f"sampling_params.stop_token_ids must be a list of ids, got {stop_ids!r}")
-    eos = () if params.get("ignore_eos") else limits.eos
+    seed = sampling.sampling_seed
+    eos = () if sampling.ignore_eos else limits.eos
     return Sequence(
         rid=rid or uuid.uuid4().hex,
         prompt=prompt,
-        seed=seed,
-        stop_ids=frozenset((*stop_ids, *eos)),
-        **numbers,
+        max_new_tokens=sampling.max_new_tokens,
+        seed=random.getrandbits(63) if seed is None else seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_ids=frozenset((*sampling.stop_token_ids, *eos)),
     )
-
-
-def _number(params: dict, name: str, kind: type, default: float, least: float) -> Any:
-    value = params.get(name, default)
-    valid = type(value) is int or (kind is float and type(value) is float)
-    if not valid or not least <= value < float("inf"):
-        raise ConfigError(
-            f"sampling_params.{name} must be {kind.__name__} >= {least}, got {value!r}"
-        )
-    return kind(value)
 
 
 def _answer(sequence: Sequence, log_probs: bool) -> dict:

@@ -2,8 +2,8 @@
 
     server           the process: an API key that is never shown, a port chosen, an end with the
                      trainer's
-    loader           the hook that SGLang calls with each message of an update
-    targets          where each Hugging Face tensor lives in SGLang's parameters
+    loader           the hook that SGLang calls with each message of an update, and where each
+                     Hugging Face tensor lives in SGLang's parameters
     cpu_layers       layers that SGLang lacks on a machine without a GPU
     vision           operators that its torchvision lacks there
     starting_sglang  the commands of a run's engines, on their GPUs, and their options

@@ -1,13 +1,26 @@
-"""The hook that SGLang calls with each message of an update, on every rank."""
+"""The hook that SGLang calls with each message of an update, on every rank, and the parameters of
+an SGLang model that an update writes.
+
+SGLang fuses q, k and v, and gate and up; splits them over tensor-parallel ranks; copies KV heads
+where there are more ranks than heads; pads the vocabulary; and keeps W8A8 weights transposed, as
+[in, out] views of memory that is still [out, in]. A target is a view of that memory in the
+orientation of the checkpoint, so that loading is a copy, and nothing is allocated or moved.
+
+A weight's orientation shows in its strides, never in its shape: a square one has both.
+
+SGLang's classes are known by their names, so this module needs no SGLang. Whatever it does not know
+is refused by name: a parameter that no update reaches would keep its old value unnoticed.
+"""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from qurl_megatron.engines.sglang.targets import targets, tensor_rank, turn_back
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.message import Message
@@ -15,6 +28,7 @@ from qurl_megatron.wire.session import UpdateEnd
 
 logger = logging.getLogger(__name__)
 
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ends: "WeakKeyDictionary[nn.Module, UpdateEnd]" = WeakKeyDictionary()
 
 
@@ -48,3 +62,234 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if model not in _ends:
         _ends[model] = UpdateEnd(SGLangWeights(model))
     _ends[model].handle(message)
+
+
+def targets(model: nn.Module) -> dict[str, Shard]:
+    """Return this rank's part of every tensor that an update must bring, by Hugging Face name.
+
+    Values are views into the live parameters.
+
+    Raises:
+        ConfigError: the model, its quantization, or one of its parameters is not understood here.
+    """
+    _refuse_model(model)
+    shards: dict[str, Shard] = {}
+    claimed: Counter[int] = Counter()  # elements, by the id of the parameter
+    for name, module in model.named_modules():
+        claims_of = _kind(module)
+        if claims_of is None:
+            continue
+        shared = set(claimed)  # an output layer that is the embedding comes with it
+        for claim in claims_of(name, module):
+            if claim.parameter in shared:
+                continue
+            shards[claim.target.name] = claim.target
+            claimed[claim.parameter] += claim.target.value.numel() + claim.padding
+    for name, parameter in model.named_parameters():
+        if claimed[id(parameter)] != parameter.numel():
+            raise ConfigError(
+                f"an update would not reach all of {name} {list(parameter.shape)} of "
+                f"{type(model).__name__}; this package does not know that part of the model"
+            )
+    return shards
+
+
+def tensor_rank(model: nn.Module) -> int:
+    """This process's rank among the engine's tensor-parallel ranks.
+
+    Raises:
+        ConfigError: layers disagree, as with attention that is data-parallel.
+    """
+    ranks_and_sizes = {
+        _rank_and_size(module) for module in model.modules() if _kind(module) in _SPLIT
+    }
+    if len(ranks_and_sizes) != 1:
+        raise ConfigError(
+            "the engine's layers are split over different groups of ranks; "
+            "start it with tensor parallelism alone"
+        )
+    return ranks_and_sizes.pop()[0]
+
+
+def turn_back(model: nn.Module) -> None:
+    """Give every transposed weight its [out, in] view back; the memory stays.
+
+    SGLang's post-processing transposes every weight, so it must find them as a fresh load does.
+    """
+    for name, module in model.named_modules():
+        if _kind(module) in _SPLIT and _is_quantized(name, module):
+            weight = _natural(name, module)
+            if weight.shape != module.weight.shape or weight.stride() != module.weight.stride():
+                module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class _Claim(NamedTuple):
+    target: Shard
+    parameter: int  # id
+    padding: int = 0  # elements beside the target that mean nothing
+
+
+def _refuse_model(model: nn.Module) -> None:
+    kind = type(model).__name__
+    if kind not in MODELS:
+        raise ConfigError(f"updates of a {kind} are not supported; known: {', '.join(MODELS)}")
+    if any(type(module).__name__ == "PPMissingLayer" for module in model.modules()):
+        raise ConfigError("engines with pipeline parallelism are not supported; use --tp-size only")
+
+
+def _kind(module: Any) -> "Callable[[str, nn.Module], Iterator[_Claim]] | None":
+    names = [base.__name__ for base in type(module).__mro__]
+    return next((_KINDS[name] for name in names if name in _KINDS), None)
+
+
+def _rank_and_size(module: Any) -> tuple[int, int]:
+    group = module.tp_group
+    return (0, 1) if group is None else (group.rank_in_group, group.world_size)
+
+
+def _is_quantized(name: str, module: Any) -> bool:
+    """True for W8A8 with one scale per output channel and dynamic activation scales.
+
+    Raises:
+        ConfigError: any other way of quantizing.
+    """
+    method = module.quant_method
+    kind = type(method).__name__
+    if kind == "UnquantizedLinearMethod":
+        return False
+    if kind == "W8A8Int8LinearMethod":
+        return True
+    if kind == "W8A8Fp8LinearMethod":
+        if method.quantization_config.is_checkpoint_fp8_serialized:
+            return True
+        raise ConfigError(
+            f"the engine quantizes {name} by itself while loading; start it with the "
+            "quantization_config of a quantized checkpoint"
+        )
+    scheme: Any = getattr(module, "scheme", None)
+    if type(scheme).__name__ in ("CompressedTensorsW8A8Int8", "CompressedTensorsW8A8Fp8"):
+        strategy = getattr(scheme.strategy, "value", scheme.strategy)
+        if strategy != "channel":
+            raise ConfigError(
+                f"{name} has weight scales per {strategy}; updates need one per output channel"
+            )
+        if scheme.is_static_input_scheme:
+            raise ConfigError(
+                f"{name} has static activation scales; updates need dynamic ones, per token"
+            )
+        return True
+    scheme_name = kind if scheme is None else type(scheme).__name__
+    raise ConfigError(
+        f"{name} is quantized as {scheme_name}; updates reach W8A8 INT8 and FP8 with one scale per "
+        "output channel, and unquantized layers"
+    )
+
+
+def _natural(name: str, module: Any) -> Tensor:
+    """Return the weight as [out, in], whichever way SGLang holds it now."""
+    weight = module.weight.data
+    if _kind(module) is _row_parallel:
+        shape = (module.output_size, module.input_size_per_partition)
+    else:
+        shape = (module.output_size_per_partition, module.input_size)
+    for view in (weight, weight.t()):
+        if view.is_contiguous() and tuple(view.shape) == shape:
+            return view
+    raise ConfigError(
+        f"{name}.weight {list(weight.shape)} with strides {list(weight.stride())} is neither "
+        f"{list(shape)} nor its transpose: SGLang has repacked it"
+    )
+
+
+def _column_parallel(
+    name: str, module: Any, parts: list[tuple[str, int, int, int]]
+) -> Iterator[_Claim]:
+    """Claims of a fused layer whose rows are ``parts``', one after another.
+
+    Args:
+        parts: (name of the projection, rows here, first row in the whole, rows of the whole).
+    """
+    prefix = name.rpartition(".")[0]
+    views = {"weight": _natural(name, module)} | _rest(name, module)
+    row = 0
+    for part, rows, start, all_rows in parts:
+        for kind, view in views.items():
+            shape = (all_rows, *view.shape[1:])
+            target = Shard(f"{prefix}.{part}.{kind}", view[row : row + rows], shape, 0, start)
+            yield _Claim(target, id(getattr(module, kind)))
+        row += rows
+
+
+def _qkv(name: str, module: Any) -> Iterator[_Claim]:
+    rank, _ = _rank_and_size(module)
+    head, head_v = module.head_size, module.v_head_size
+    queries, heads = module.num_heads, module.num_kv_heads
+    first = rank // module.num_kv_head_replicas * heads
+    totals = module.total_num_heads, module.total_num_kv_heads
+    return _column_parallel(
+        name,
+        module,
+        [
+            ("q_proj", queries * head, rank * queries * head, totals[0] * head),
+            ("k_proj", heads * head, first * head, totals[1] * head),
+            ("v_proj", heads * head_v, first * head_v, totals[1] * head_v),
+        ],
+    )
+
+
+def _gate_up(name: str, module: Any) -> Iterator[_Claim]:
+    if not name.endswith("gate_up_proj") or len(module.output_sizes) != 2:
+        raise ConfigError(f"{name} fuses projections that this package does not know")
+    rank, size = _rank_and_size(module)
+    parts = [
+        (part, all_rows // size, rank * (all_rows // size), all_rows)
+        for part, all_rows in zip(("gate_proj", "up_proj"), module.output_sizes, strict=True)
+    ]
+    return _column_parallel(name, module, parts)
+
+
+def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
+    rank, size = _rank_and_size(module)
+    weight = _natural(name, module)
+    rows, columns = weight.shape
+    full_shape = (rows, columns * size)
+    yield _Claim(Shard(f"{name}.weight", weight, full_shape, 1, rank * columns), id(module.weight))
+    for kind, view in _rest(name, module).items():
+        yield _Claim(Shard.whole(f"{name}.{kind}", view), id(getattr(module, kind)))
+
+
+def _rest(name: str, module: Any) -> dict[str, Tensor]:
+    """Return a linear layer's parameters beside its weight: one value or scale per row."""
+    expected = {"bias"} | ({"weight_scale"} if _is_quantized(name, module) else set())
+    present = dict(module.named_parameters(recurse=False))
+    return {kind: present[kind].data for kind in sorted(expected & present.keys())}
+
+
+def _vocabulary(name: str, module: Any) -> Iterator[_Claim]:
+    kind = type(module.quant_method).__name__
+    if kind not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
+        raise ConfigError(f"{name} is quantized as {kind}; embeddings must stay unquantized")
+    ranges = module.shard_indices
+    if ranges.added_vocab_end_index > ranges.added_vocab_start_index:
+        raise ConfigError(f"{name} has added tokens; start the engine without LoRA")
+    start, stop = ranges.org_vocab_start_index, ranges.org_vocab_end_index
+    for part, parameter in module.named_parameters(recurse=False):
+        view = parameter.data[: stop - start]
+        shape = (module.org_vocab_size, *view.shape[1:])
+        padding = parameter.numel() - view.numel()
+        yield _Claim(Shard(f"{name}.{part}", view, shape, 0, start), id(parameter), padding)
+
+
+def _whole(name: str, module: Any) -> Iterator[_Claim]:
+    for part, parameter in module.named_parameters(recurse=False):
+        yield _Claim(Shard.whole(f"{name}.{part}", parameter.data), id(parameter))
+
+
+_KINDS: dict[str, Callable[[str, nn.Module], Iterator[_Claim]]] = {
+    "QKVParallelLinear": _qkv,
+    "MergedColumnParallelLinear": _gate_up,
+    "RowParallelLinear": _row_parallel,
+    "VocabParallelEmbedding": _vocabulary,
+    "RMSNorm": _whole,
+}
+_SPLIT = (_qkv, _gate_up, _row_parallel)
