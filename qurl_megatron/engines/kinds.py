@@ -47,10 +47,6 @@ class EngineKind:
     wide_output: bool
     """Can compute logits in FP32 where the model is BF16."""
 
-    tempers_prompts: bool
-    """Its log-probs of prompt tokens are at the sampling temperature, like those for sampled
-    ones."""
-
     quantizes: bool
     """Quantizes while it loads, a run's Megatron checkpoint as well as a Hugging Face folder."""
 
@@ -80,7 +76,6 @@ ENGINE_KINDS = {
             arithmetic="exact",
             few_bits=True,
             wide_output=False,
-            tempers_prompts=True,
             quantizes=True,
             exact_pause="",
             start_timeout_s=300.0,
@@ -98,7 +93,6 @@ ENGINE_KINDS = {
             arithmetic="sglang",
             few_bits=False,
             wide_output=True,
-            tempers_prompts=False,
             quantizes=False,
             exact_pause="--disable-overlap-schedule",
             start_timeout_s=900.0,  # it may compile kernels and capture graphs first

@@ -176,14 +176,14 @@ class Update:
         self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
-        messages: dict[int, Message] = {}  # ranks that get the same blobs share one
-        by_rank: list[Message] = []
-        for rank in range(engine.tp):
-            part = () if blobs is None else blobs(engine, rank)
-            if id(part) not in messages:
-                messages[id(part)] = Message(action, session, self.version, index, transport, part)
-            by_rank.append(messages[id(part)])
-        engine.api.update_weights_from_tensor(payload(by_rank), LOADER)
+        parts = [() if blobs is None else blobs(engine, rank) for rank in range(engine.tp)]
+        payloads: dict[int, str] = {}  # ranks that get the same blobs share one
+        for part in parts:
+            if id(part) not in payloads:
+                message = Message(action, session, self.version, index, transport, part)
+                payloads[id(part)] = payload(message)
+        by_rank = [payloads[id(part)] for part in parts]
+        engine.api.update_weights_from_tensor(by_rank, LOADER)
 
     def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:
         """Raise EngineError unless every rank has everything where it always was."""

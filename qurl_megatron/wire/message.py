@@ -240,25 +240,20 @@ class _Inline:
         return torch.ByteTensor, ([0],)
 
 
-def payload(messages: Sequence[Message]) -> list[str]:
-    """Return the ``serialized_named_tensors`` of SGLang's update_weights_from_tensor, by rank.
+def payload(message: Message) -> str:
+    """Return one rank's entry of ``serialized_named_tensors``, as SGLang takes it.
 
     SGLang wants a pickled list of (name, tensor): the name is our message, and the tensor means
-    nothing. A message that stands in the list several times is pickled once.
+    nothing.
     """
-    pickled: dict[int, str] = {}
-    for message in messages:
-        if id(message) not in pickled:
-            named_tensors = pickle.dumps([(message.to_json(), _Inline())])
-            pickled[id(message)] = base64.b64encode(named_tensors).decode()
-    return [pickled[id(message)] for message in messages]
+    return base64.b64encode(pickle.dumps([(message.to_json(), _Inline())])).decode()
 
 
 def message_in(serialized: str) -> Message:
-    """Return the message in one entry of ``payload``; the pickle is only read, never unpickled.
+    """Return the message in a ``payload``; the pickle is only read, never unpickled.
 
     Raises:
-        ConfigError: it is not such an entry.
+        ConfigError: it is none.
     """
     try:
         words = pickletools.genops(base64.b64decode(serialized, validate=True))

@@ -232,7 +232,7 @@ class Publication:
         transport = self.senders[0].describe("engine", self.server.case.tensor)
         message = Message(action, self.session, self.version, index, transport, tuple(blobs))
         ranks = self.server.case.tensor
-        self.server.client.update_weights_from_tensor(payload([message] * ranks), LOADER)
+        self.server.client.update_weights_from_tensor([payload(message)] * ranks, LOADER)
 
     def check(self) -> list[Receipt]:
         self.call("check", self.buckets)

@@ -152,7 +152,7 @@ class Nonsense:
 def test_a_message_of_another_format_is_ignored(engine):
     update = engine.publication()
     update.begin()
-    engine.server.client.update_weights_from_tensor(payload([Nonsense()]), LOADER)
+    engine.server.client.update_weights_from_tensor([payload(Nonsense())], LOADER)
     update.bucket(update.put(engine.versions[1].tensors))
     (receipt,) = update.check()
     update.commit()

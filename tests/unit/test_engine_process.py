@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -73,13 +72,14 @@ def test_it_goes_when_the_engine_had_died_before_where_it_was_seen(engine):
 
 def test_it_goes_when_the_engine_is_stopped_while_it_is_looked_at(engine, monkeypatch):
     engine.start()
-    path, looking, shared_by = mapped(engine), threading.Event(), process.shared_by
+    path, shared_by = mapped(engine), process.shared_by
+    looking, stopping = threading.Event(), threading.Event()
 
     def slowly(groups) -> set[str]:
         found = shared_by(groups)
         if not looking.is_set():
             looking.set()
-            time.sleep(0.3)
+            stopping.wait(PATIENCE_S)
             return found
         return set()
 
@@ -87,6 +87,7 @@ def test_it_goes_when_the_engine_is_stopped_while_it_is_looked_at(engine, monkey
     look = threading.Thread(target=engine.look)
     look.start()
     assert looking.wait(PATIENCE_S)
+    stopping.set()
     process.stop([engine], PATIENCE_S)
     look.join()
     assert not path.exists()

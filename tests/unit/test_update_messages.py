@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 from qurl_megatron.publish.publisher import _blobs_for
-from qurl_megatron.wire.message import FORMAT, Blob, Message, Piece, encoded, payload
+from qurl_megatron.wire.message import FORMAT, Blob, Message, Piece, encoded
 
 PIECE = Piece("model.layers.0.mlp.up_proj.weight", "int8", (4, 8), 0, 12, 64, "0a1b")
 BLOBS = (
@@ -43,10 +43,3 @@ def test_blobs_are_described_once_for_all_engines_of_a_size_and_empty_ones_left_
         assert Message.from_json(message(whole(one, rank)).to_json()) == message(BLOBS)
         assert by_rank(one, rank) is by_rank(other, rank)
         assert Message.from_json(message(by_rank(one, rank)).to_json()).blobs == expected
-
-
-def test_a_message_for_several_ranks_is_pickled_once():
-    one, other = message(BLOBS), message(())
-    first, second, third = payload([one, one, other])
-    assert first is second and first != third
-    assert [third] == payload([message(())])

@@ -33,7 +33,6 @@ from qurl_megatron.kit.errors import ConfigError
 
 MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
-SCORED_TOKENS = 512  # of a prompt, whose logits are made at once
 RECOMPUTE_TOKENS = 512
 """Likewise of sequences that continue after an update: all of a step wait for each other, and are
 padded to the longest; but far fewer tokens at a time would take longer."""
@@ -51,10 +50,8 @@ class Sequence:
     top_p: float = 1.0
     top_k: int = -1
     stop_ids: frozenset[int] = frozenset()
-    scores_prompt: bool = False
     ended: Future = field(default_factory=Future)  # resolves to itself
 
-    prompt_log_probs: list[float] = field(default_factory=list)  # of all its tokens but the first
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)  # name, first token beyond it
@@ -256,9 +253,6 @@ class Engine:
         hidden_TH = self.decoder.forward(
             ids_PL.view(-1), position_T, cache.attend_prefill(rows_P, length)
         )
-        for sequence, prompt in zip(joining, owner, strict=True):
-            if sequence.scores_prompt:
-                self._score_prompt(sequence, hidden_TH[prompt * length :])
         last_P = torch.tensor([len(p) - 1 for p in prefixes], device=device)
         last_P += torch.arange(len(prefixes), device=device) * length
         cache.tokens[rows_P, :length] = ids_PL
@@ -273,20 +267,6 @@ class Engine:
             cache.spread(rows_P[owner_B][copied_B], target_B[copied_B], length)
         logits_BV = self.decoder.logits(hidden_TH[last_P])[owner_B]
         self._extend(logits_BV, first_row)
-
-    def _score_prompt(self, sequence: Sequence, hidden_TH: Tensor) -> None:
-        """
-        Args:
-            hidden_TH: of the prompt's tokens, and whatever lies behind them.
-        """
-        targets_T = torch.tensor(sequence.prompt[1:], device=hidden_TH.device)
-        sequence.prompt_log_probs = []
-        for start in range(0, len(targets_T), SCORED_TOKENS):
-            ids_T = targets_T[start : start + SCORED_TOKENS]
-            logits_TV = self.decoder.logits(hidden_TH[start : start + len(ids_T)])
-            scaled_TV = logits_TV.float() / (sequence.temperature or 1.0)
-            chosen_T = scaled_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
-            sequence.prompt_log_probs += chosen_T.tolist()
 
     def _decode(self) -> None:
         batch, cache, count = self._batch, self.cache, len(self.running)

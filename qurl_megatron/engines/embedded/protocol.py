@@ -7,7 +7,7 @@ distribution than the caller believes, which no later check could find.
 import random
 import uuid
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -46,7 +46,6 @@ class Body(Record, frozen=True):
     sampling_params: Any = None
     rid: Any = None
     return_logprob: bool = False
-    logprob_start_len: Literal[0] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,10 @@ def parse_generate(body: dict, limits: RequestLimits) -> Generation:
     count = len(prompts)
     params = _per_prompt(Sampling, "sampling_params", given.sampling_params or {}, count)
     rids = _per_prompt(str | None, "rid", given.rid, count)
-    sequences = []
-    for prompt, sampling, rid in zip(prompts, params, rids, strict=True):
-        sequence = _sequence(prompt, sampling, rid, limits)
-        sequence.scores_prompt = given.return_logprob and given.logprob_start_len == 0
-        sequences.append(sequence)
+    sequences = [
+        _sequence(prompt, sampling, rid, limits)
+        for prompt, sampling, rid in zip(prompts, params, rids, strict=True)
+    ]
     return Generation(sequences, batched, given.return_logprob)
 
 
@@ -163,12 +161,7 @@ def _answer(sequence: Sequence, log_probs: bool) -> dict:
         ],
     }
     if log_probs:
-        scored = [None, *sequence.prompt_log_probs] if sequence.scores_prompt else []
-        meta["input_token_logprobs"] = _triples(scored, sequence.prompt)
-        meta["output_token_logprobs"] = _triples(sequence.log_probs, ids)
+        # The third place is for a text, which nobody reads.
+        pairs = zip(sequence.log_probs, ids, strict=True)
+        meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
     return {"output_ids": ids, "meta_info": meta}
-
-
-def _triples(log_probs: list, ids: list[int]) -> list[list]:
-    """Pair log-probs with their tokens; the third place is for a text, which nobody reads."""
-    return [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=False)]
