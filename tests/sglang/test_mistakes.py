@@ -1,4 +1,7 @@
-"""One real INT8 server through everything that can go wrong with an update, and back each time."""
+"""One real INT8 server through what can go wrong with an update, and back each time.
+
+Sets of tensors that are not the model's, damage and gaps are in unit/test_sglang_loader.py.
+"""
 
 import re
 import threading
@@ -10,7 +13,6 @@ import pytest
 import torch
 
 from qurl_megatron.fleet.client import EngineClient, EngineError
-from qurl_megatron.wire.message import LOADER, payload
 from tests.sglang.engines import (
     Case,
     Publication,
@@ -68,95 +70,6 @@ def mended(engine):
 
 def test_two_versions_can_be_told_apart(engine):
     assert difference(*engine.expected) > 0.01
-
-
-def spoilt(update: Publication, *rounds: dict) -> str:
-    """The receipt's error after these buckets; the server is left answering."""
-    update.begin()
-    for tensors in rounds:
-        update.bucket(update.put(tensors))
-    (receipt,) = update.check()
-    update.commit()
-    update.server.answers()
-    return receipt.error
-
-
-def test_a_missing_tensor_is_named(engine):
-    tensors = {k: v for k, v in engine.versions[1].tensors.items() if k != Q_SCALE}
-    assert Q_SCALE in spoilt(engine.publication(), tensors)
-
-
-def test_a_tensor_that_comes_twice_is_named(engine):
-    tensors = engine.versions[1].tensors
-    assert f"{NORM} came twice" in spoilt(engine.publication(), tensors, {NORM: tensors[NORM]})
-
-
-def test_a_tensor_that_the_model_does_not_have_is_named(engine):
-    tensors = engine.versions[1].tensors | {"model.layers.9.extra.weight": torch.zeros(3)}
-    assert "model.layers.9.extra.weight" in spoilt(engine.publication(), tensors)
-
-
-def test_another_dtype_is_refused(engine):
-    tensors = engine.versions[1].tensors
-    error = spoilt(engine.publication(), tensors | {NORM: tensors[NORM].bfloat16()})
-    assert f"{NORM} came as bfloat16, the engine holds float32" in error
-
-
-def test_another_shape_is_refused(engine):
-    tensors = engine.versions[1].tensors
-    assert NORM in spoilt(engine.publication(), tensors | {NORM: tensors[NORM][:-1]})
-
-
-def test_a_bucket_that_never_came_is_an_error(engine):
-    update = engine.publication()
-    update.begin()
-    update.bucket(update.put(engine.versions[1].tensors))
-    update.buckets += 1
-    (receipt,) = update.check()
-    update.commit()
-    assert receipt.error == "bucket 1 of 2 did not arrive"
-
-
-def test_a_damaged_piece_is_named_and_not_loaded(engine):
-    update = engine.publication()
-    update.begin()
-    blobs = update.put(engine.versions[1].tensors)
-    piece = next(piece for piece in blobs[0].pieces if piece.name == O_PROJ)
-    path = Path(blobs[0].where["path"])
-    content = bytearray(path.read_bytes())
-    content[blobs[0].where["offset"] + piece.offset] ^= 1
-    path.write_bytes(content)
-    update.bucket(blobs)
-    (receipt,) = update.check()
-    update.commit()
-    assert O_PROJ in receipt.error and "damaged" in receipt.error
-
-
-def test_a_file_that_is_gone_is_named(engine):
-    update = engine.publication()
-    update.begin()
-    blobs = update.put(engine.versions[1].tensors)
-    path = Path(blobs[1].where["path"])
-    path.unlink()
-    update.bucket(blobs)
-    (receipt,) = update.check()
-    update.commit()
-    assert str(path) in receipt.error
-
-
-class Nonsense:
-    def to_json(self) -> str:
-        return '{"format": "another"}'
-
-
-def test_a_message_of_another_format_is_ignored(engine):
-    update = engine.publication()
-    update.begin()
-    engine.server.client.update_weights_from_tensor([payload(Nonsense())], LOADER)
-    update.bucket(update.put(engine.versions[1].tensors))
-    (receipt,) = update.check()
-    update.commit()
-    assert receipt.error is None
 
 
 def test_a_trainer_that_died_half_way_leaves_nothing_to_the_next(engine):

@@ -94,10 +94,6 @@ class Cache:
                 grid[:live_rows, ..., before : self._reached] = 0
             grid[live_rows : live_rows + new_rows, ..., : self._reached] = 0
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Row ``target`` becomes a copy of the first ``length`` positions of row ``source``."""
-        self.spread(torch.tensor([source]), torch.tensor([target]), length)
-
     def spread(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy rows ``source`` onto rows ``target`` (disjoint), up to ``length`` positions."""
         for grid in self._grids():

@@ -174,8 +174,8 @@ class Engine:
         elif self.running:
             self._decode()
 
-    def abort(self, matches: Callable[[Sequence], bool], message: str) -> int:
-        """End matching sequences now, with the tokens they have. Returns how many."""
+    def abort(self, matches: Callable[[Sequence], bool], message: str) -> None:
+        """End matching sequences now, with the tokens they have."""
         chosen = [s for s in self.waiting if matches(s)]
         self.waiting = deque(s for s in self.waiting if not matches(s))
         for row in reversed(range(len(self.running))):
@@ -183,7 +183,6 @@ class Engine:
                 chosen.append(self._remove(row))
         for sequence in chosen:
             self._end(sequence, {"type": "abort", "message": message})
-        return len(chosen)
 
     def pause(self, *, retract: bool) -> None:
         """Stop; running sequences are requeued if asked, or else wait where they are."""
@@ -322,7 +321,8 @@ class Engine:
         sequence.log_probs = self.cache.log_probs[row, written].tolist()
         last = len(self.running) - 1
         if row != last:
-            self.cache.move(last, row, int(self._batch.length[last]))
+            length = int(self._batch.length[last])
+            self.cache.spread(torch.tensor([last]), torch.tensor([row]), length)
             self._batch.move(last, row)
             self.running[row] = self.running[last]
         self.running.pop()
