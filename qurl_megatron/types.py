@@ -5,7 +5,7 @@ training side needs no engine. Values per token lie in arrays: a step has millio
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, Literal, cast
 
@@ -71,24 +71,10 @@ class Sample:
         assert len(counts) == 1, f"versions and written tokens differ in length: {counts}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sample) and self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return hash(self._values())
-
-    def _values(self) -> tuple:
-        return (
-            self.prompt,
-            self.response_ids.tobytes(),
-            self.behaviour_log_probs.tobytes(),
-            self.finish_reason,
-            self.versions,
-            self.text,
-            self.reward,
-            self.written.tobytes(),
-            self.failure,
-            self.left_out,
-        )
+        if not isinstance(other, Sample):
+            return False
+        pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
 
     @property
     def truncated(self) -> bool:

@@ -15,7 +15,7 @@ SCHEMES = ("bf16", "int8", "fp8")
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run one benchmark, and return the exit code.
+    """Measure a part of the system beside its limit.
 
     Raises:
         ConfigError: it cannot be run here, or with these options.

@@ -19,8 +19,8 @@ ACTIONS = {
 }
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Carry out an action."""
+def slurm(arguments: argparse.Namespace) -> int:
+    """Turn a recipe into a batch job, and look after it."""
     match arguments.action:
         case "render" | "submit" | "cancel" | "cell":
             from qurl_megatron.cluster import submit

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NoReturn
 
 from qurl_megatron.kit.errors import printable
+from qurl_megatron.kit.shipped import shipped
 
 TAKERS = ("overrides", "words")  # arguments that take settings of the recipe
 
@@ -98,3 +99,19 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
             return arguments
     command = f"{parser.prog} {getattr(arguments, 'command', '')}".strip()
     parser.error(f"unexpected: {' '.join(unparsed)}; `{command} --help` says what it takes")
+
+
+def add_recipe(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """Add a recipe and its settings to a command."""
+    command.add_argument(
+        "recipe",
+        type=lambda text: shipped(text, "launch/recipes"),
+        nargs=nargs,
+        help="TOML recipe, or the name of one that ships, such as quickstart",
+    )
+    add_overrides(command, "e.g. quant.scheme=fp8")
+
+
+def add_overrides(command: argparse.ArgumentParser, help: str) -> None:
+    """Add settings of the recipe to a command."""
+    command.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=help)

@@ -1,12 +1,16 @@
 """Start engines on this machine: the inputs of every kind, and the resulting command."""
 
+import argparse
 import importlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.schemes import ROLLOUT
 
 API_KEY = "QURL_API_KEY"
 """Environment variable that carries the key: command lines are there for everybody to read."""
@@ -70,3 +74,55 @@ class Start:
         """Threads, and the key, which no command line may show."""
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         return {**dict.fromkeys(names, str(self.threads)), API_KEY: self.api_key}
+
+
+def add_serve_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``qurl serve``."""
+    command.add_argument("model_dir", type=Path, help="Hugging Face checkpoint folder")
+    command.add_argument("--scheme", choices=ROLLOUT, default="int8")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    command.add_argument("--host", default="127.0.0.1")
+    command.add_argument("--port", type=int, help="default 30000, or a free one with --port-file")
+    command.add_argument(
+        "--port-file", type=Path, help="the port is written here once the engine is ready"
+    )
+    command.add_argument(
+        "--threads", type=int, default=0, help="CPU threads; 0 leaves torch's default"
+    )
+    command.add_argument("--cache-gb", type=float, default=2.0, help="key/value cache, GiB")
+    command.add_argument(
+        "--exit-with-stdin",
+        action="store_true",
+        help="leave when standard input closes (set by qurl train)",
+    )
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve a model with the embedded engine, by SGLang's /generate; an API key that requests
+    must bring is taken from QURL_API_KEY."""
+    from qurl_megatron.engines.embedded.endpoints import serve as run
+
+    port, api_key = arguments.port, given_key(os.environ)
+    if port is None:
+        port = 0 if arguments.port_file else 30000
+    if api_key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(
+            f"--host {arguments.host} without a key: whoever reaches it could load weights into "
+            f"this engine; set {API_KEY} here and where requests come from, or leave --host out"
+        )
+    run(
+        arguments.model_dir,
+        scheme=arguments.scheme,
+        dtype=arguments.dtype,
+        host=arguments.host,
+        port=port,
+        port_file=arguments.port_file,
+        threads=arguments.threads,
+        cache_gb=arguments.cache_gb,
+        exit_with_stdin=arguments.exit_with_stdin,
+        api_key=api_key,
+    )
+    # Who ends an engine waits for it, and taking torch apart takes half a second.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from qurl_megatron.checkpoints.places import description_of, find_torch_dist
 from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.schemes import SERVED
+from qurl_megatron.schemes import ROLLOUT, SERVED
 from qurl_megatron.tensors.arch import read_config
 
 TIMEOUT_S = 24 * 3600.0  # of one request: an embedded engine gets many responses in one
@@ -47,7 +46,7 @@ class Defaults:
     )
 
 
-def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; those left out are None, for a run's recipe to fill in."""
     plain = Defaults()
     parser.add_argument(
@@ -88,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
     which.add_argument("--backend", choices=tuple(ENGINE_KINDS), help="default embedded")
     which.add_argument(
         "--scheme",
-        choices=schemes,
+        choices=ROLLOUT,
         help="format an embedded engine rounds the weights to (default none); a folder that is "
         "quantized is taken as it is, and so is any by SGLang",
     )
@@ -138,6 +137,59 @@ def add_options(parser: argparse.ArgumentParser, schemes: Sequence[str]) -> None
         metavar="DIR",
         help="results and responses; the same command goes on in it where it was stopped "
         "(default runs/eval/MODEL, or RUN_DIR/eval/STEP); with --before, the folder of both",
+    )
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Measure accuracy on benchmark files: Avg@1 (greedy) and Avg@k, with confidence intervals."""
+    from qurl_megatron.evaluation.evaluate import evaluate as run
+
+    if arguments.run_dir:
+        return run(arguments, _settings_of(arguments.run_dir, arguments.step))
+    if arguments.before or arguments.step is not None:
+        option = "--before" if arguments.before else "--step"
+        raise ConfigError(f"{option} is for the checkpoints of a run; name it with --run RUN_DIR")
+    return run(arguments)
+
+
+def _settings_of(run_dir: Path, step: int | None) -> Defaults:
+    """An evaluation's settings from a run's recipe, and its checkpoint.
+
+    Args:
+        step: the checkpoint's; None: the newest.
+    """
+    from qurl_megatron.config import load
+    from qurl_megatron.training.state import RECIPE, checkpoints
+
+    by_step = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
+    if not run_dir.is_dir():
+        raise ConfigError(
+            f"--run {run_dir} does not exist; name the folder of a run, its train.run_dir"
+        )
+    if not by_step or not (run_dir / RECIPE).is_file():
+        raise ConfigError(
+            f"--run {run_dir} holds no checkpoint of a run; name the train.run_dir of one that has "
+            "saved a step"
+        )
+    if step is not None and step not in by_step:
+        raise ConfigError(
+            f"--step {step}: {run_dir} has no checkpoint of that step; it has those of steps "
+            f"{', '.join(map(str, by_step))}"
+        )
+    chosen = by_step[max(by_step) if step is None else step]
+    config = load(run_dir / RECIPE)
+    return Defaults(
+        run=run_dir,
+        model=chosen,
+        start=Path(config.model.path),
+        prompt_key=config.data.prompt_key,
+        answer_key=config.data.answer_key,
+        scheme=config.quant.scheme,
+        dtype=config.model.dtype,
+        chat=config.data.chat,
+        top_p=1.0,  # the recipe's policy, all of it
+        rollout=config.rollout,
+        reward=config.reward,
     )
 
 

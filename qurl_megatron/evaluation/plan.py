@@ -4,6 +4,7 @@ Everything is checked here, before the first run starts: a misspelt key of the l
 come to light after hours.
 """
 
+import argparse
 import os
 import re
 import tomllib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config import RunConfig, load, to_toml
+from qurl_megatron.config.arguments import add_overrides
 from qurl_megatron.config.keys import require
 from qurl_megatron.config.load import build, read_tables
 from qurl_megatron.kit.errors import ConfigError
@@ -196,3 +198,37 @@ def _cells(recipe: Path, settings: Settings, methods: dict[str, Method]) -> Iter
                     "rollouts)",
                 )
                 yield Cell(name, scheme, seed, overrides, config)
+
+
+def add_study_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``qurl study``."""
+    command.add_argument("study", type=Path, help="TOML study file; some ship in launch/studies")
+    add_overrides(command, "of every run, e.g. train.steps=2")
+    command.add_argument(
+        "--out", type=Path, required=True, help="folder of its runs, tables and pictures"
+    )
+    command.add_argument("--jobs", type=int, default=1, help="runs at once, sharing the cores")
+    command.add_argument(
+        "--only", default="*", metavar="PATTERN", help="cells to run or list, e.g. 'acr*-int8-*'"
+    )
+    modes = command.add_mutually_exclusive_group()
+    for name, help in (
+        ("status", "only show how far each cell is"),
+        ("dry-run", "only print the commands"),
+    ):
+        value = name.replace("-", "_")
+        modes.add_argument(f"--{name}", dest="mode", action="store_const", const=value, help=help)
+
+
+def study(arguments: argparse.Namespace) -> int:
+    """Run a grid of methods, schemes and seeds of one recipe, and draw its tables and pictures."""
+    from qurl_megatron.evaluation.study import main as run
+
+    return run(
+        arguments.study,
+        arguments.out,
+        jobs=arguments.jobs,
+        only=arguments.only,
+        mode=arguments.mode,
+        overrides=arguments.overrides,
+    )

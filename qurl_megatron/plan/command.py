@@ -4,9 +4,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config import RunConfig, load
+from qurl_megatron.config.arguments import add_recipe
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import aligned
 from qurl_megatron.plan.constants import GB, Constants, gpu_of
@@ -21,8 +23,34 @@ WORDS = ("layout", "best layout", "limited by")
 SCALING_HEAD = ("GPUs", "best layout", "step s", "tokens/s/GPU", "limited by")
 
 
+def add_plan_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``qurl plan``."""
+    add_recipe(command)
+    command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
+    command.add_argument("--gpu", default="h100", help="kind: a100-80, h100, h200 or b200")
+    command.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
+    command.add_argument(
+        "--network-gbps", type=float, metavar="GB", help="GB/s of the network per GPU, one way"
+    )
+    command.add_argument(
+        "--mean-tokens", type=float, metavar="N", help="mean length of a response, in tokens"
+    )
+    command.add_argument("--mean-prompt-tokens", type=float, metavar="N", help="and of a prompt")
+    command.add_argument(
+        "--config",
+        type=Path,
+        metavar="DIR",
+        help="the model's config.json, or its folder; default: where model.path is",
+    )
+    command.add_argument("--top", type=int, default=12, metavar="N", help="rows of the table")
+    command.add_argument(
+        "--up-to", type=int, default=1024, metavar="N", help="GPUs to simulate; 0: only --gpus"
+    )
+    command.add_argument("--json", action="store_true", help="every layout, and all numbers")
+
+
 def plan(arguments: argparse.Namespace) -> int:
-    """Predict every layout, and print the table.
+    """Predict memory and step time of every layout of N GPUs, and where more stop helping.
 
     Raises:
         ConfigError: unknown GPU, a recipe that is not for GPUs, or nothing fits.

@@ -19,7 +19,6 @@ WHOLE = Responses.of(SAMPLES)
 def test_samples_of_equal_values_are_equal_and_those_that_differ_anywhere_are_not():
     sample = SAMPLES[0]
     assert sample == replace(sample) == pickle.loads(pickle.dumps(sample))
-    assert hash(sample) == hash(replace(sample))
     log_probs = sample.behaviour_log_probs
     ids = sample.response_ids
     changes = [
@@ -35,7 +34,6 @@ def test_samples_of_equal_values_are_equal_and_those_that_differ_anywhere_are_no
         dict(reward=0.5),
     ]
     assert all(replace(sample, **change) != sample for change in changes)
-    assert len({sample, replace(sample), *(replace(sample, **c) for c in changes)}) == 11
 
 
 def test_nobody_changes_the_tokens_of_a_sample():

@@ -293,7 +293,7 @@ def run(bench: Path, model: Path, out: Path, *options: str, more: Sequence[str] 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_options(parser, ("none", "int8", "fp8"))
+    add_options(parser)
     return parser.parse_args(arguments)
 
 
