@@ -100,6 +100,34 @@ def own_objective(
     return torch.where(inputs.mask, value, 0.0), kept
 
 
+def try_loss(function: LossFunction, limits: Limits, named: str) -> None:
+    """Try a loss on two made-up responses of five tokens.
+
+    Raises:
+        ConfigError: it fails, or returns an invalid value.
+    """
+    current = torch.tensor([-1.0, -0.5, -2.0, -0.1, -3.0], requires_grad=True)
+    before = current.detach() - torch.tensor([0.0, 0.1, -0.1, 0.0, 0.2])
+    inputs = LossInputs(
+        current=current,
+        proximal=before,
+        behaviour=before + 0.01,
+        advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
+        mask=torch.ones(5, dtype=torch.bool),
+        owners=torch.tensor([0, 0, 0, 1, 1]),
+        responses=2,
+        limits=limits,
+    )
+    value, _ = own_objective(function, inputs, named)
+    value.sum().backward()
+    assert current.grad is not None, "its values have a gradient"
+    if not (value.isfinite().all() and current.grad.isfinite().all()):
+        raise ConfigError(
+            f"{named} gives values or gradients that are not finite for ordinary log-probs; "
+            "avoid logarithms of 0 and divisions by 0"
+        )
+
+
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"

@@ -5,25 +5,41 @@ tokenizer, before it loads the model; under torchrun or srun that rank does both
 once. ``qurl show --dry-run`` does both, the second where there is a tokenizer.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.checkpoints.places import description_of
-from qurl_megatron.config import RolloutConfig, RunConfig
+from qurl_megatron.config import AlgoConfig, CorrectionConfig, RolloutConfig, RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
 from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import FILES, Tokenizer
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.rewards.own_code import find_named
 from qurl_megatron.tensors.arch import Arch, arch_of
 from qurl_megatron.training.state import TrainState
 
 
-def check_own_loss(config: RunConfig) -> None:
-    """Try the user's loss; raises ``ConfigError`` as ``own_loss.check_loss``."""
-    if config.algo.function:
-        from qurl_megatron.training.own_loss import check_loss  # brings torch
+@cache
+def find_loss(name: str) -> Callable[..., Any]:
+    """Return the function that ``algo.function`` names; importing its module runs it.
 
-        check_loss(config.algo, config.correction)
+    Raises:
+        ConfigError: there is none.
+    """
+    return find_named("algo.function", name, "function")
+
+
+def check_own_loss(algo: AlgoConfig, correction: CorrectionConfig) -> None:
+    """Try the user's loss; raises ``ConfigError`` as ``find_loss`` and ``try_loss``."""
+    if algo.function:
+        from qurl_megatron.algo.objective import Limits  # brings torch
+        from qurl_megatron.algo.own_loss import try_loss
+
+        limits = Limits.of(algo, correction)
+        try_loss(find_loss(algo.function), limits, f"algo.function={algo.function}")
 
 
 def refuse_without_tokenizer(config: RunConfig) -> None:

@@ -4,6 +4,7 @@ It lives on the leading rank. A failed write must not end that rank in the middl
 operation: the journal then writes no more, and ``refused`` keeps the reason for all ranks.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -11,7 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusal, refusing
 from qurl_megatron.observe.metrics import History, Timer
@@ -39,9 +43,12 @@ from qurl_megatron.observe.text import percent
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.training.mismatch import Alarms
-from qurl_megatron.training.rollout_file import Proximal, path_of, write_rollouts
 from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stopped
 from qurl_megatron.types import Sample
+
+Proximal = Mapping[int, np.ndarray]
+"""Log-probs of the written tokens, float32, by the response's place in the step; it has no entry
+for a response that was not scored."""
 
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
 VIEWED = 10  # steps between two whose examples W&B gets, beside all evaluations
@@ -182,8 +189,15 @@ class Journal:
 
     def keep_rollout(self, step: int, samples: Sequence[Sample], proximal: Proximal) -> None:
         """Save all responses of a step, with their log-probs under the policy before the update."""
-        path = path_of(self.run_dir, step)
-        self._keep(path, lambda: write_rollouts(path, samples, proximal))
+        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+
+        def write() -> None:
+            path.parent.mkdir(exist_ok=True)  # not a run's folder that was renamed meanwhile
+            records = (_record(sample, proximal.get(i)) for i, sample in enumerate(samples))
+            # A table's metadata may hold types that JSON lacks, such as dates.
+            write_whole(path, "".join(json.dumps(r, default=str) + "\n" for r in records))
+
+        self._keep(path, write)
 
     def evaluated(self, step: int, samples: Sequence[Sample], tally: Tally) -> float:
         """Write and print an evaluation's outcome; return its score."""
@@ -280,3 +294,27 @@ class Journal:
         """Return the step after which the group's metrics are measured as now, if any."""
         key = f"{group}/measured_since"
         return {key: self._measured_since[key]} if key in self._measured_since else {}
+
+
+def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:
+    record = {
+        "prompt": asdict(sample.prompt),
+        "response_ids": sample.response_ids.tolist(),
+        "behaviour_log_probs": sample.behaviour_log_probs.tolist(),
+        "proximal_log_probs": None if proximal is None else _spread(proximal, sample.written),
+        "finish_reason": sample.finish_reason,
+        "versions": sample.token_versions,
+        "text": sample.text,
+        "reward": sample.reward,
+    }
+    if not sample.written.all():
+        record["loss_mask"] = sample.written.astype(int).tolist()
+    if sample.failure:
+        record["failure"] = asdict(sample.failure)
+    return record
+
+
+def _spread(log_probs: np.ndarray, written: np.ndarray) -> list[float | None]:
+    """Return one entry per response token, None where the policy did not write it."""
+    theirs = iter(log_probs.tolist())
+    return [next(theirs) if is_own else None for is_own in written]

@@ -40,8 +40,7 @@ from qurl_megatron.training.guard import (
     norm_of,
 )
 from qurl_megatron.training.layout import deliver, shares
-from qurl_megatron.training.lead import Lead
-from qurl_megatron.training.rollout_source import Rollout
+from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.step import improve
 
@@ -77,7 +76,7 @@ class Run:
         config = self.config
         try:
             self._publish(self.state.step)
-            self._on_lead(lambda lead: lead.source.published(self.state.step))
+            self._on_lead(lambda lead: lead.published(self.state.step))
             if self.state.unevaluated or (self.state.step == 0 and config.train.eval_prompts):
                 self._make_up_for_an_evaluation()
         except Foreseen as failure:
@@ -129,7 +128,7 @@ class Run:
             with timer.phase("publish"):
                 published = self._publish(step)
             HERE.version = step
-            self._on_lead(lambda lead: lead.source.published(step))
+            self._on_lead(lambda lead: lead.published(step))
         except Foreseen:
             write({})
             raise
@@ -144,7 +143,7 @@ class Run:
 
         def take(lead: Lead) -> Rollout:
             nonlocal responses
-            responses, rollout = lead.source.take(step, timer)
+            responses, rollout = lead.take(step, timer)
             return rollout
 
         rollout = self._on_lead(take)
@@ -218,7 +217,7 @@ class Run:
         for _ in range(HEALS):
             if failure is not None:
                 try:
-                    self._on_lead(lambda lead: lead.source.recover())
+                    self._on_lead(lambda lead: lead.recover())
                 except (EngineError, ConfigError) as gone:
                     raise type(gone)(f"{failure}; {gone}") from gone
             try:
@@ -239,7 +238,7 @@ class Run:
             except EngineError as error:
                 failure = error
             self._publish(version, failure)
-            self._on_lead(lambda lead: lead.source.retry())
+            self._on_lead(lambda lead: lead.retry())
         raise failure
 
     def _evaluate(self) -> None:

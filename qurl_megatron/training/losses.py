@@ -26,7 +26,7 @@ from qurl_megatron.algo.own_loss import own_objective
 from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.observe.metrics import ExplainedVariance, Mean, Metric
-from qurl_megatron.training.own_loss import find_loss
+from qurl_megatron.training.inputs import find_loss
 
 
 class Scorer:

@@ -130,7 +130,7 @@ def _own_checks(config: RunConfig) -> list[Callable[[], object]]:
         partial(refuse_not_installed, config.rollout),
         partial(check_rewards, config.reward),
         partial(check_environment, config.rollout),
-        partial(check_own_loss, config),
+        partial(check_own_loss, config.algo, config.correction),
     ]
     if config.observe.wandb_project:
         checks.append(wandb_package)

@@ -4,7 +4,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 
+import torch.distributed as dist
+
 from qurl_megatron.actor.critic import Critic
+from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.actor.trained import Loss, Trained
 from qurl_megatron.config import RunConfig
@@ -18,10 +21,10 @@ from qurl_megatron.training.credit import (
 )
 from qurl_megatron.training.groups import kept_of
 from qurl_megatron.training.guard import NotFinite, check_gradient
+from qurl_megatron.training.journal import Proximal
 from qurl_megatron.training.layout import Minibatch, averaged_without, lay_out, layout_metrics
 from qurl_megatron.training.losses import PolicyLoss, Scorer, ValueLoss, attach_values
 from qurl_megatron.training.mismatch import mismatch
-from qurl_megatron.training.rollout_file import Proximal, gather_proximal
 
 
 def improve(
@@ -132,6 +135,24 @@ def attach_scores(
     if reference:
         batches = [replace(b, reference=r) for b, r in zip(batches, reference, strict=True)]
     return batches
+
+
+def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:
+    """Gather all ranks' log-probs on the leading rank; others get nothing. All ranks call it.
+
+    Args:
+        batches: this rank's microbatches of the step, scored.
+    """
+    own_scores: Proximal = {}
+    if ranks.last_stage and ranks.counted:
+        own_scores = {
+            index: part.float().cpu().numpy()
+            for batch in batches
+            for index, part in zip(batch.indices, batch.proximal.split(batch.lengths), strict=True)
+        }
+    everywhere: list[Proximal] | None = [{}] * ranks.world_size if ranks.leads else None
+    dist.gather_object(own_scores, everywhere)
+    return {i: log_probs for part in everywhere or () for i, log_probs in part.items()}
 
 
 def mean_advantages(batches: Sequence[TokenBatch], kept: Collection[int]) -> dict[int, float]:

@@ -4,14 +4,19 @@ Every rank runs it. The leading rank alone talks to engines, files and the termi
 all ranks get the result or the exception.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from qurl_megatron.actor.aligned import Align
 from qurl_megatron.actor.critic import Critic
 from qurl_megatron.actor.megatron import (
+    Ranks,
     everywhere,
     held,
     kept_on_lead,
@@ -19,24 +24,34 @@ from qurl_megatron.actor.megatron import (
     on_lead,
     release_memory,
 )
-from qurl_megatron.actor.policy import Policy
+from qurl_megatron.actor.policy import Policy, Reference
+from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.rows import DataFile
+from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.errors import ConfigError, Interrupted
+from qurl_megatron.kit.place import ranks_here
 from qurl_megatron.kit.stop import StopRequest
+from qurl_megatron.observe.text import how_many
 from qurl_megatron.publish.publisher import Publisher, make_sender
+from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.own_code import checksums, edited, named_code
+from qurl_megatron.rewards.workers import EnvironmentPool
+from qurl_megatron.tensors.arch import arch_of, facts_of, read_stop_ids
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training.guard import NotFinite, examine, norm_of
 from qurl_megatron.training.inputs import read_prompts, sources
-from qurl_megatron.training.lead import Lead, leading
+from qurl_megatron.training.journal import Journal
+from qurl_megatron.training.lead import Lead
 from qurl_megatron.training.loop import Run
-from qurl_megatron.training.models import models_of
 from qurl_megatron.training.newest import newest_whole, refuse_damaged_together
 from qurl_megatron.training.state import Claim, TrainState, after, claim, stopped, tell_done
 from qurl_megatron.wire.facts import settle_nccl
 from qurl_megatron.wire.group import check_host
+from qurl_megatron.wire.lease import Owner
 
 
 def train(
@@ -175,3 +190,103 @@ def _finite_norm(policy: Policy, critic: Critic | None) -> float:
             f"the run would begin with broken weights ({error}); name another model.path, or "
             "delete the newest checkpoint in train.run_dir to resume from the one before"
         ) from error
+
+
+def models_of(config: RunConfig, ranks: Ranks) -> tuple[Policy, Critic | None]:
+    """Load the policy, with a reference where the recipe has one; and its critic, if any."""
+    algo = config.algo
+    reference = Reference(algo.reference, algo.reference_memory) if algo.kl_coef > 0 else None
+    policy = policy_of(config, ranks, reference)
+    if algo.advantage != "gae":
+        return policy, None
+    critic = Critic.build(
+        config.model, config.parallel, config.critic, config.critic_optimizer, ranks
+    )
+    return policy, critic
+
+
+def policy_of(config: RunConfig, ranks: Ranks, reference: Reference | None = None) -> Policy:
+    """Load the policy, its layers aligned with the engines' where ``train.align`` asks for it."""
+    return Policy.build(
+        config.model,
+        config.parallel,
+        config.policy_optimizer,
+        ranks,
+        uaq_scale=config.quant.uaq_scale,
+        reference=reference,
+        align=alignment(config, ranks.device),
+    )
+
+
+def alignment(config: RunConfig, device: torch.device) -> Align | None:
+    """Return how linear layers follow the engines'; None: they compute with weights as they are.
+
+    Args:
+        device: of the policy; SGLang engines of a run on a CPU have the embedded engine's kernels.
+    """
+    if config.train.align == "none":
+        return None
+    return Align(
+        scheme=config.quant.scheme,
+        activations=config.train.align == "full",
+        arithmetic=config.rollout.kind.arithmetic if device.type == "cuda" else "exact",
+        engine_tensor=config.engine_tensor,
+    )
+
+
+@contextmanager
+def leading(
+    claimed: Claim,
+    stop: StopRequest,
+    state: TrainState,
+    weight_norm: float,
+    prompts: PromptStream,
+    remarks: Sequence[str] = (),
+) -> Iterator[Lead]:
+    """Inside, engines and workers are up; leaving ends them.
+
+    Args:
+        claimed: the run's directory, given back on leaving.
+        state, prompts: the points that the run goes on from.
+        weight_norm, remarks: as for ``Journal``.
+
+    Raises:
+        Interrupted: a stop was requested while engines were waited for.
+        ConfigError, EngineError: engines cannot be used, or do not come.
+    """
+    config = claimed.config
+    rollout = config.rollout
+    with ExitStack() as stack:
+        stack.enter_context(claimed)
+        if places := rollout.rendezvous or ", ".join(rollout.urls):
+            print(f"looking for engines at {places}", flush=True)
+        else:
+            engines = how_many(rollout.engines, f"{rollout.backend} engine")
+            print(f"starting {engines}; logs are in {claimed.run_dir / 'logs'}", flush=True)
+        fleet = stack.enter_context(_fleet(config, claimed.run_dir, stop, prompts.tokenizer))
+        rewards = stack.enter_context(RewardPool(config.reward))
+        turns = None
+        if config.rollout.environment:
+            pool = stack.enter_context(EnvironmentPool(config.rollout))
+            turns = Turns(pool, prompts.tokenizer, chat=config.data.chat)
+        journal = stack.enter_context(Journal(claimed, state, weight_norm, remarks))
+        yield stack.enter_context(
+            Lead(config, state, prompts, fleet, rewards, journal, turns, stop=lambda: bool(stop))
+        )
+
+
+def _fleet(config: RunConfig, run_dir: Path, stop: StopRequest, tokenizer: Tokenizer) -> Fleet:
+    described = description_of(config.model.path)
+    return Fleet(
+        config.rollout,
+        model_dir=Path(config.model.path),
+        scheme=config.quant.scheme,
+        dtype=config.model.dtype,
+        log_dir=run_dir / "logs",
+        vocabulary=arch_of(described).vocab,
+        facts=facts_of(described),
+        stops=read_stop_ids(described, tokenizer.stop_ids()),
+        owner=Owner.of(run_dir),
+        trainer_ranks=ranks_here(os.environ),
+        stop=lambda: bool(stop),
+    )

@@ -83,8 +83,8 @@ def test_each_data_rank_gets_its_share_and_trains_on_the_same_batches(layout, ba
 
 def check_pickles(device) -> None:
     from qurl_megatron.observe.metrics import Timer
+    from qurl_megatron.training.lead import Rollout
     from qurl_megatron.training.loop import Run
-    from qurl_megatron.training.rollout_source import Rollout
     from qurl_megatron.training.state import TrainState
 
     collected = Responses.of(SAMPLES), Rollout({}, tokens=7, seconds=0.5, cursor={"epoch": 1})
@@ -98,8 +98,8 @@ def check_pickles(device) -> None:
     dist.broadcast_object_list = counting
     recipe = config(dict(data=2), micro_batch=2)
     with megatron_runtime(recipe.parallel) as ranks:
-        source = SimpleNamespace(take=lambda step, timer: collected)
-        lead = SimpleNamespace(source=source) if ranks.leads else None
+        take = SimpleNamespace(take=lambda step, timer: collected)
+        lead = take if ranks.leads else None
         run = Run(recipe, SimpleNamespace(ranks=ranks), None, None, lead, TrainState(), None)
         samples, rollout = run._samples(1, Timer())
     assert rollout == collected[1]

@@ -34,10 +34,8 @@ def start(device, config, refusals: int, why: str) -> None:
     with megatron_runtime(config.parallel) as ranks:
         publishing, said = Publishing(refusals), []
         lead = SimpleNamespace(
-            source=SimpleNamespace(
-                recover=lambda: said.append("recovered"),
-                published=lambda version: said.append(f"published {version}"),
-            ),
+            recover=lambda: said.append("recovered"),
+            published=lambda version: said.append(f"published {version}"),
             happened=lambda step: said.append(f"happened by {step}"),
         )
         run = Run(

@@ -34,7 +34,7 @@ def test_every_block_of_the_page_runs_one_after_the_other(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     looked = """
 print(sorted(run.metrics)[:1], len(run.metrics["reward/mean"]), len(run.checkpoints))
-from qurl_megatron.training.own_loss import find_loss
+from qurl_megatron.training.inputs import find_loss
 print(find_loss("losses.py:tis_without_clipping").__name__, unfolded.keys() == folded.keys())
 """
     done = python("\n".join([*blocks, looked]), tmp_path)

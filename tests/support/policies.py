@@ -59,7 +59,7 @@ def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, *
 
 def build(config: RunConfig, ranks, **kwargs):
     from qurl_megatron.actor.policy import Policy
-    from qurl_megatron.training.models import alignment
+    from qurl_megatron.training.train import alignment
 
     align = alignment(config, ranks.device)
     return Policy.build(

@@ -9,8 +9,8 @@ from qurl_megatron.config import AlgoConfig, load
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.catalogue import known
+from qurl_megatron.training.inputs import check_own_loss
 from qurl_megatron.training.losses import PolicyLoss
-from qurl_megatron.training.own_loss import check_loss
 
 RECIPES = Path(__file__).parents[2] / "launch/recipes"
 
@@ -124,7 +124,7 @@ def test_a_loss_that_is_wrong_is_refused_before_models_load(tmp_path, name, mess
     path.write_text(BROKEN)
     config = load(RECIPES / "quickstart.toml", [f"algo.function={path}:{name}"])
     with pytest.raises(ConfigError, match=rf"algo\.function=.*broken\.py:{name}.*{message}"):
-        check_loss(config.algo, config.correction)
+        check_own_loss(config.algo, config.correction)
 
 
 def test_the_file_is_beside_the_recipe(file):
@@ -132,7 +132,7 @@ def test_the_file_is_beside_the_recipe(file):
     recipe.write_text((RECIPES / "quickstart.toml").read_text())
     config = load(recipe, ["algo.function=losses.py:acr"])
     assert config.algo.function == f"{file}:acr"
-    check_loss(config.algo, config.correction)
+    check_own_loss(config.algo, config.correction)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.observe.metrics import Timer, values
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.training.rollout_source import RolloutSource
+from qurl_megatron.training.lead import Lead
 from qurl_megatron.training.state import TrainState
 from tests.support.descriptions import RECIPE_TEXT
 from tests.support.fake_engine import FakeEngine, token_at
@@ -98,9 +98,7 @@ def make(tmp_path):
             )
             rewards = stack.enter_context(RewardPool(RewardConfig(kind="last_number")))
             journal, stop = Journal(), SimpleNamespace(asked=False)
-            source = RolloutSource(
-                config, state, prompts, fleet, rewards, journal, stop=lambda: stop.asked
-            )
+            source = Lead(config, state, prompts, fleet, rewards, journal, stop=lambda: stop.asked)
             stack.enter_context(source)
             return Made(source=source, engine=engine, fleet=fleet, journal=journal, stop=stop)
 
@@ -165,7 +163,7 @@ def test_a_stop_ends_a_rollout_an_evaluation_and_the_wait_for_an_engine(make):
         made.take(1)
     assert not made.engine.bodies("/generate")
     with pytest.raises(Interrupted):
-        made.source.evaluate()
+        made.source.answer_held_out()
     asks = iter([False] + [True] * 99)
     made.source._stop = lambda: next(asks)
     with pytest.raises(Interrupted, match="stopped while engines were generating"):
@@ -200,7 +198,7 @@ def test_batches_may_begin_a_version_early_and_tell_how_old_they_are(make):
 def test_an_evaluation_asks_the_held_out_prompts_and_grades_them(make, each):
     made = make(FRESH, f"train.eval_samples={each}")
     made.publish(0)
-    samples, tally = made.source.evaluate()
+    samples, tally = made.source.answer_held_out()
     assert [sample.prompt.index for sample in samples] == [i for i in range(6) for _ in range(each)]
     assert [sample.reward for sample in samples] == [
         float(i % 2) for i in range(6) for _ in range(each)
