@@ -261,14 +261,13 @@ def draw(axes: Axes, picture: Picture, history: History) -> list[tuple[Line, np.
         axes.set_yscale("log")
     ends = []
     for line in picture.lines:
-        curves = []
-        for steps, values in history.stretches(line.metric):
-            if picture.log:
-                steps, values = steps[values > 0], values[values > 0]
-            if len(steps):
-                curves.append(_draw_line(axes, line, steps, values, log=picture.log))
-        if curves:
-            ends.append((line, curves[-1]))
+        if line.metric not in history:
+            continue
+        steps, values = history.series(line.metric)
+        if picture.log:
+            steps, values = steps[values > 0], values[values > 0]
+        if len(steps):
+            ends.append((line, _draw_line(axes, line, steps, values, log=picture.log)))
     if not ends:
         return []
     axes.margins(y=0.1)

@@ -290,25 +290,6 @@ class History:
     def series(self, name: str) -> Series:
         return self._series[name]
 
-    def stretches(self, name: str) -> list[Series]:
-        """Return the series, cut where another way of measuring began, oldest part first; no part
-        where the metric was never measured.
-
-        Never compare the parts. A metric such as ``eval/measured_since`` marks the cuts of its
-        group: its value is the last step that was measured as before.
-        """
-        if name not in self:
-            return []
-        steps, values = self.series(name)
-        _, cuts = self._series.get(f"{name.split('/')[0]}/measured_since", ((), ()))
-        places = sorted({int(np.searchsorted(steps, cut, side="right")) for cut in cuts})
-        places = [place for place in places if 0 < place < len(steps)]
-        return list(zip(np.split(steps, places), np.split(values, places), strict=True))
-
-    def newest(self, name: str) -> Series:
-        """Return the part of the series that is measured as now; text and tiles report it."""
-        return self.stretches(name)[-1]
-
     def last(self, name: str) -> float | None:
         return float(self._series[name][1][-1]) if name in self._series else None
 

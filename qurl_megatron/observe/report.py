@@ -105,10 +105,10 @@ def _key_figures(history: History, recipe: dict) -> Iterator[tuple[str, str, str
     evaluations = [name for name in MEASURED if name in history]
     if evaluations:
         newest = max(evaluations, key=lambda name: history.series(name)[0][-1])
-        steps, values = history.newest(newest)
+        steps, values = history.series(newest)
         yield MEASURED[newest], *_ends(newest, steps, values)
     if "reward/mean" in history:
-        steps, values = history.newest("reward/mean")
+        steps, values = history.series("reward/mean")
         yield "Reward", *_ends("reward/mean", steps, drawing.smooth(values))
     if speed := history.mean("throughput/rollout_tokens_per_s"):
         yield "Rollout", number(speed), "tokens per second, mean of the steps", ""
@@ -173,7 +173,7 @@ def _groups(history: History) -> dict[str, list[tuple[str, str, int, list[str]]]
     order = list(dict.fromkeys(name.split("/")[0] for name in METRICS))
     groups: dict[str, list[tuple[str, str, int, list[str]]]] = {group: [] for group in order}
     for name in sorted(history):
-        steps, values = history.newest(name)
+        steps, values = history.series(name)
         entry = known(name)
         cells = [reading(name, value) for value in (values[-1], values.min(), values.max())]
         row = (name, entry.says if entry else "", int(steps[-1]), cells)
@@ -185,7 +185,7 @@ def unscored(history: History) -> float:
     """Return the share of responses that got no score, as a mean over steps."""
     if "reward/failed_fraction" not in history:
         return 0.0
-    return float(history.newest("reward/failed_fraction")[1].mean())
+    return float(history.series("reward/failed_fraction")[1].mean())
 
 
 ACTS = {

@@ -22,11 +22,9 @@ from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.training.state import (
     STATE,
     TrainState,
-    after,
     claim,
     latest,
     recipe_of,
-    without_scores,
 )
 
 ORDER = ("data.", "train.seed")  # keys that determine which prompt comes when ...
@@ -90,12 +88,10 @@ def forked(
     """
     own_code = {key: checksum for key, checksum in state.own_code.items() if key not in keys}
     state = replace(state, guard={}, own_code=own_code, begun=state.step, unevaluated=evaluates)
-    state = after(keys | files.keys(), state)
     other_order = [key for key in keys if key.startswith(ORDER) and key not in NOT_ORDER]
     if other_order or files:
         state = replace(state, cursor=None)
-    # The outcome of its own evaluation is the fork's "before".
-    return without_scores(state) if evaluates else state
+    return state.without_scores()  # the outcome of the fork's own evaluation is its "before"
 
 
 def _refuse_another_pace(config: RunConfig, setting_changes: Sequence[Change]) -> None:

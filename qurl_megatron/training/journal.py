@@ -71,9 +71,6 @@ class Journal:
             ConfigError: the run's directory cannot be written.
         """
         self.claimed, self.config, self.run_dir = claimed, claimed.config, claimed.run_dir
-        self._measured_since = {
-            f"{name}/measured_since": float(step) for name, step in state.measured_since.items()
-        }
         self._weight_norm, self._mismatch = weight_norm, Alarms()
         self._last = state  # with the newest score
         self._refused: ConfigError | None = None
@@ -157,7 +154,6 @@ class Journal:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics, and the alarms that they cause."""
-        metrics = {**metrics, **self._since("reward")}
         self._log(step, metrics)
         self.progress.step(step, metrics)
         norm = metrics["optimizer/weight_norm"]
@@ -206,7 +202,7 @@ class Journal:
         measured = {"eval/accuracy" if right_or_wrong else "eval/reward": score}
         if tally.failed:
             measured["eval/failed_fraction"] = tally.failed / len(samples)
-        self._log(step, measured | self._since("eval"))
+        self._log(step, measured)
         before, self._last = self._last, self._last.scored(step, score)
         print(scored(before, self._last, right_or_wrong=right_or_wrong), flush=True)
         self._show_held_out(step, samples)
@@ -289,11 +285,6 @@ class Journal:
                 sink.write(step, metrics)
 
         self._keep(self.run_dir / "metrics.jsonl", write)
-
-    def _since(self, group: str) -> dict[str, float]:
-        """Return the step after which the group's metrics are measured as now, if any."""
-        key = f"{group}/measured_since"
-        return {key: self._measured_since[key]} if key in self._measured_since else {}
 
 
 def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:

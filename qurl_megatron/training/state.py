@@ -10,7 +10,7 @@ On disk:
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -25,24 +25,8 @@ from qurl_megatron.kit.filesystem import refusing
 
 STATE = "state.json"
 RECIPE = "config.toml"
-SCORES = {
-    *("reward.kind", "reward.function", "reward.url", "reward.failed"),
-}
-QUESTIONS = {
-    *("data.prompt_key", "data.answer_key", "data.task", "data.task_args", "data.chat"),
-    "data.max_prompt_tokens",
-}
-ANSWERS = {
-    *("model.path", "quant.scheme", "rollout.max_new_tokens", "rollout.temperature"),
-    *("rollout.environment", "rollout.max_turns"),
-}
-HELD_OUT = {"data.eval_path", "train.eval_prompts", "train.eval_samples"}
-MEASURES = {
-    "eval": SCORES | QUESTIONS | ANSWERS | HELD_OUT,
-    "reward": SCORES | QUESTIONS | {"data.path"},
-}
-"""Settings that say how metrics are measured, by the first part of the metrics' names. Metrics from
-before and after such a change are never compared."""
+COMPARABLE_UNLESS = {"reward.failed", "train.eval_prompts", "train.eval_samples"}
+"""Settings that may change under a run, and by which held-out scores are measured."""
 
 Step = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -56,7 +40,6 @@ class TrainState:
     accuracy_before: float | None = None  # held-out score of the model of step ``begun``
     accuracy: float | None = None  # the newest held-out score
     accuracy_step: int | None = None  # of that score; None: written before it was kept, or no score
-    measured_since: dict[str, int] = field(default_factory=dict)  # steps, by the keys of MEASURES
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
     unevaluated: bool = False  # stopped while it evaluated this step, or a fork that is to do so
     own_code: dict[str, str] = field(default_factory=dict)  # checksums, by the key that names it
@@ -102,6 +85,10 @@ class TrainState:
             self, accuracy=score, accuracy_step=step, accuracy_before=before, unevaluated=False
         )
 
+    def without_scores(self) -> "TrainState":
+        """Return the state of a run whose scores are measured otherwise from here on."""
+        return replace(self, accuracy=None, accuracy_step=None, accuracy_before=None)
+
     def summary(self, *, right_or_wrong: bool) -> str:
         """Return a sentence on how far the run has come.
 
@@ -111,21 +98,20 @@ class TrainState:
         done, before, now = f"step {self.step} done", self.accuracy_before, self.accuracy
         if now is None:
             return done
+        kind, shown = _wording(right_or_wrong=right_or_wrong)
         when = ""
         if self.accuracy_step not in (None, self.step):
             when = f" after step {self.accuracy_step}"
         if before is None:
-            return f"{done}; held-out {_score(now, right_or_wrong=right_or_wrong)}{when}"
-        if not right_or_wrong:
-            return f"{done}; held-out reward {before:.3f} before, {now:.3f}{when or ' after'}"
-        return (
-            f"{done}; held-out accuracy {before:.1%} before, {now:.1%}{when or ' after'} "
-            f"({100 * (now - before):+.1f} points)"
-        )
+            return f"{done}; held-out {kind} {now:{shown}}{when}"
+        gain = f" ({100 * (now - before):+.1f} points)" if right_or_wrong else ""
+        course = f"{before:{shown}} before, {now:{shown}}{when or ' after'}"
+        return f"{done}; held-out {kind} {course}{gain}"
 
 
-def _score(score: float, *, right_or_wrong: bool) -> str:
-    return f"accuracy {score:.1%}" if right_or_wrong else f"reward {score:.3f}"
+def _wording(*, right_or_wrong: bool) -> tuple[str, str]:
+    """Return the name of a held-out score, and its format."""
+    return ("accuracy", ".1%") if right_or_wrong else ("reward", ".3f")
 
 
 def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
@@ -135,8 +121,8 @@ def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
         before: the state without its score.
     """
     assert now.accuracy is not None, "it has its score"
-    score = _score(now.accuracy, right_or_wrong=right_or_wrong)
-    sentence = f"step {now.accuracy_step}: held-out {score}"
+    kind, shown = _wording(right_or_wrong=right_or_wrong)
+    sentence = f"step {now.accuracy_step}: held-out {kind} {now.accuracy:{shown}}"
     if before.accuracy is None:
         return sentence
     gain = now.accuracy - before.accuracy
@@ -181,29 +167,6 @@ def set_aside(checkpoint: Path) -> Path:
         free = checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")
     with refusing(free, key="train.run_dir"):
         return checkpoint.rename(free)
-
-
-def after(changed: Iterable[str], state: TrainState) -> TrainState:
-    """Return the part of a state that still holds after changes.
-
-    Figures measured in another way do not compare, neither here nor in a picture.
-
-    Args:
-        changed: keys whose values have changed, and keys of files whose contents have changed.
-    """
-    changed = set(changed)
-    otherwise = [name for name, keys in MEASURES.items() if keys & changed]
-    if not otherwise:
-        return state
-    since = state.measured_since | dict.fromkeys(otherwise, state.step)
-    if "eval" in otherwise and state.unevaluated:  # this step's will be the first of its kind
-        since["eval"] = max(0, state.step - 1)
-    state = replace(state, measured_since=since)
-    return without_scores(state) if "eval" in otherwise else state
-
-
-def without_scores(state: TrainState) -> TrainState:
-    return replace(state, accuracy=None, accuracy_step=None, accuracy_before=None)
 
 
 def tell_done(

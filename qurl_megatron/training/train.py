@@ -48,7 +48,14 @@ from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.lead import Lead
 from qurl_megatron.training.loop import Run
 from qurl_megatron.training.newest import newest_whole, refuse_damaged_together
-from qurl_megatron.training.state import Claim, TrainState, after, claim, stopped, tell_done
+from qurl_megatron.training.state import (
+    COMPARABLE_UNLESS,
+    Claim,
+    TrainState,
+    claim,
+    stopped,
+    tell_done,
+)
 from qurl_megatron.wire.facts import settle_nccl
 from qurl_megatron.wire.group import check_host
 from qurl_megatron.wire.lease import Owner
@@ -163,18 +170,19 @@ def adapt(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainSt
     Returns:
         The part of the state that still holds, and the changes since it was saved, a sentence each.
     """
-    changed_keys = [change.key for change in claimed.changes]
+    comparable = COMPARABLE_UNLESS.isdisjoint(change.key for change in claimed.changes)
     remarks = []
     if claimed.changes:
         remarks.append(f"settings changed: {', '.join(map(str, claimed.changes))}")
     named = named_code(config.reward, config.rollout, config.algo.function)
     for key, setting in edited(named, state.own_code).items():
-        changed_keys.append(key)
-        consequence = "what is measured with it from here on is not compared with earlier figures"
-        if key == "algo.function":
-            consequence = "the policy learns by the new one from here on"
+        consequence = "the policy learns by the new one from here on"
+        if key != "algo.function":
+            comparable = False
+            consequence = "held-out scores from here on are not compared with earlier ones"
         remarks.append(f"the code of {setting} has changed since step {state.step}: {consequence}")
-    return replace(after(changed_keys, state), own_code=checksums(named)), remarks
+    state = replace(state, own_code=checksums(named))
+    return state if comparable else state.without_scores(), remarks
 
 
 def _finite_norm(policy: Policy, critic: Critic | None) -> float:

@@ -74,7 +74,7 @@ def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
         and record.keys() == read_record(latest(source)).keys()
     )
     state = TrainState.read(newest)
-    assert state == TrainState(3, {"epoch": 1}, 0.1, 0.2, begun=3)  # the guard counts anew
+    assert state == TrainState(3, {"epoch": 1}, begun=3)  # the guard counts anew
     told = (
         f"goes on from step 3 of {source}, with optimizer.lr 1e-06 -> 0.001, "
         "algo.objective acr -> tis"
@@ -92,23 +92,20 @@ def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
 @pytest.mark.parametrize(
     ("override", "kept"),
     [
-        ("data.task_args={min_terms=3}", (False, {"eval": 3, "reward": 3})),
-        ("data.task_size=99", (False, {})),
-        ("train.seed=5", (False, {})),
-        ("data.prompts_per_step=16", (True, {})),
-        ("rollout.temperature=0.5", (True, {"eval": 3})),
-        ("optimizer.lr=0.5", (True, {})),
-        ("rollout.max_new_tokens=9", (True, {"eval": 3})),
-        ("reward.kind=exact", (True, {"eval": 3, "reward": 3})),
+        ("data.task_args={min_terms=3}", False),
+        ("data.task_size=99", False),
+        ("train.seed=5", False),
+        ("data.prompts_per_step=16", True),
+        ("rollout.temperature=0.5", True),
+        ("optimizer.lr=0.5", True),
+        ("rollout.max_new_tokens=9", True),
+        ("reward.kind=exact", True),
     ],
 )
-def test_prompts_begin_anew_where_they_are_others_and_scores_where_they_are_measured_otherwise(
-    source, recipe, override, kept
-):
+def test_prompts_begin_anew_where_they_are_others(source, recipe, override, kept):
     fork(source, recipe(override))
     state = TrainState.read(latest(source.parent / "new"))
-    assert (state.cursor is not None, state.measured_since) == kept
-    assert (state.accuracy is None) == (state.accuracy_before is None) == ("eval" in kept[1])
+    assert (state.cursor is not None) == kept and state.accuracy is state.accuracy_before is None
 
 
 def test_a_fork_is_to_evaluate_what_it_begins_with_where_its_recipe_evaluates(source, recipe):
@@ -118,11 +115,6 @@ def test_a_fork_is_to_evaluate_what_it_begins_with_where_its_recipe_evaluates(so
     fork(source, recipe(evaluates))
     begun = TrainState(step=3, cursor={"epoch": 1}, unevaluated=True, begun=3)
     assert TrainState.read(latest(source.parent / "new")) == begun
-    other = ("reward.kind=exact", f"train.run_dir={source.parent / 'other'}")
-    fork(source, recipe(evaluates, *other))
-    state = TrainState.read(latest(source.parent / "other"))
-    # The evaluation of step 3 is the first with this reward, training goes on with it at step 4.
-    assert state == replace(begun, measured_since={"eval": 2, "reward": 3})
 
 
 def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_path):
@@ -139,17 +131,9 @@ def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_pa
     path.write_text('{"prompt": "b", "answer": "2"}')
     fork(source, recipe(*data))
     state = TrainState.read(latest(tmp_path / "new"))
-    assert (state.cursor, state.accuracy, state.measured_since) == (None, 0.2, {"reward": 3})
+    assert state.cursor is None
     event = read_timeline(tmp_path / "new/timeline.jsonl")[-1]
     assert event.name.endswith(f"with other data in data.path={path}")
-    held_out.write_text('{"prompt": "b", "answer": "2"}')
-    fork(source, recipe(*data, f"train.run_dir={tmp_path / 'newer'}"))
-    state = TrainState.read(latest(tmp_path / "newer"))
-    assert (state.cursor, state.accuracy, state.measured_since) == (
-        None,
-        None,
-        {"eval": 3, "reward": 3},
-    )
 
 
 def test_asked_for_again_a_fork_goes_on(source, recipe, tmp_path):
@@ -231,7 +215,7 @@ def test_an_evaluation_that_cannot_be_added_leaves_its_checkpoint_whole(source, 
         (TrainState(step=3, begun=3, unevaluated=True), 0.7),  # a fork
         (TrainState(step=60, accuracy_before=0.2, unevaluated=True), 0.2),
         # Its scores are measured otherwise since step 40, so there is none of before.
-        (TrainState(step=60, measured_since={"eval": 40}, unevaluated=True), None),
+        (TrainState(step=60, unevaluated=True), None),
     ],
 )
 def test_only_what_a_run_began_with_is_the_score_before(state, before):

@@ -70,7 +70,7 @@ def test_a_run_leaves_metrics_examples_and_events_and_goes_on_where_it_was(confi
     kept = {(one.step, one.of, one.advantage) for one in read_samples(run_dir)}
     assert {(0, HELD_OUT, None), (1, TRAIN, 0.5), (2, HELD_OUT, None)} == kept
     # What is not in the checkpoint is done again; the evaluation of its step too, if it is owed.
-    state = TrainState(step=2, measured_since={"eval": 1}, unevaluated=True)
+    state = TrainState(step=2, unevaluated=True)
     with opened(config, run_dir, state) as journal:
         journal.evaluated(2, answers(1.0), Tally(1))
     with opened(config, run_dir, replace(state, step=1, unevaluated=False)) as journal:

@@ -31,8 +31,8 @@ def config(tmp_path, monkeypatch):
 
 
 FILES = {
-    "reward.function": ("rewards.py", {"eval": 3, "reward": 3}),
-    "rollout.environment": ("own_package/inner/tool.py", {"eval": 3}),
+    "reward.function": "rewards.py",
+    "rollout.environment": "own_package/inner/tool.py",
 }
 
 
@@ -45,13 +45,12 @@ def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_co
     config, tmp_path, key
 ):
     state, told = taken_up(config, BEFORE)  # of before there were checksums
-    assert (told, state.measured_since) == ([], {}) and state.own_code.keys() == {*FILES}
+    assert (told, state.accuracy) == ([], 0.5) and state.own_code.keys() == {*FILES}
     assert taken_up(config, state) == (state, [])
-    file, since = FILES[key]
-    (tmp_path / file).write_text("def score(): return 1\n")
+    (tmp_path / FILES[key]).write_text("def score(): return 1\n")
     after, [said] = taken_up(config, state)
-    assert said.startswith(f"the code of {key}=") and "has changed since step 3: what is" in said
-    assert (after.measured_since, after.accuracy, after.accuracy_before) == (since, None, None)
+    assert said.startswith(f"the code of {key}=") and "has changed since step 3: held-out" in said
+    assert after.accuracy is after.accuracy_before is None
     assert taken_up(config, after)[1] == []
     # A fork to another function has nothing of this one to be held against.
     assert forked(state, {key}, {}, evaluates=True).own_code.keys() == {*FILES} - {key}
