@@ -30,7 +30,7 @@ class Numbers:
         return tuple(map(ord, prompt))
 
     def read(self, questions, *, chat):
-        return ((self.encode(question.prompt), "") for question in questions)
+        return map(self.encode, (question.prompt for question in questions))
 
     def said(self, sample):
         text = " ".join(map(str, sample.response_ids))
