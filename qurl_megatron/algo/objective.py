@@ -118,7 +118,6 @@ def objective_terms(
     owners: Tensor | None = None,
     responses: int | None = None,
     surrogate: SurrogateKind = "clip",
-    weight_scale: float | Tensor = 1.0,
     keep: Tensor | None = None,
 ) -> ObjectiveTerms:
     """The objective, and the facts per token that the trainer logs as fractions.
@@ -138,7 +137,6 @@ def objective_terms(
         responses: R, how many there are.
         surrogate: clip: PPO's; cispo: the bounded ratio, whatever the sign of the advantage, as a
             constant factor of log current (arXiv:2506.13585, Eq. 4).
-        weight_scale: factor of all importance weights, for their normalisation over a batch.
         keep: [N] bool, alike for all tokens of a response; without it a token gets value 0 and
             gradient 0, whatever its log-probs are.
     """
@@ -155,8 +153,7 @@ def objective_terms(
     other = rule.compare_with(proximal, behaviour).detach()
     quotient = bounded_exp(compare.log_ratio(current, other, owners, responses))
 
-    raw_weight = rule.weight(rho, limits)
-    weight = raw_weight * weight_scale
+    weight = in_band = rule.weight(rho, limits)
     if keep is not None:
         weight = torch.where(keep, weight, 0.0)
 
@@ -180,29 +177,10 @@ def objective_terms(
         clipped=too_high | too_low,
         dual_clipped=dual_clipped,
         truncated=rho > limits.cap,
-        banded=raw_weight == 0,
+        banded=in_band == 0,
         acr_active=above & (upper > fixed),
         acr_rescued=above & (quotient > fixed) & ~too_high,
     )
-
-
-def importance_weights(
-    proximal: Tensor,
-    behaviour: Tensor,
-    *,
-    kind: ObjectiveKind = "acr",
-    limits: Limits = DEFAULT,
-    level: RhoLevel = "token",
-    owners: Tensor | None = None,
-    responses: int | None = None,
-) -> Tensor:
-    """The weight w of each token before ``weight_scale``, [N]; arguments as in ``objective_terms``.
-
-    ``weight_scale = count / sum(w)`` over the tokens of a whole step, on every rank, gives the
-    weights the mean 1.
-    """
-    rho = importance_ratio(proximal, behaviour, level=level, owners=owners, responses=responses)
-    return OBJECTIVES[kind].weight(rho, limits)
 
 
 def unit_weight(rho: Tensor, limits: Limits) -> Tensor:

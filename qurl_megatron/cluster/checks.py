@@ -15,6 +15,7 @@ from qurl_megatron.checkpoints.places import description_of, find_torch_dist, sa
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, seconds
 from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.config import RunConfig
+from qurl_megatron.config.sections import file_of
 from qurl_megatron.engines.starting import given_key
 from qurl_megatron.kit.errors import ConfigError, reading
 from qurl_megatron.kit.filesystem import free, refusing
@@ -201,8 +202,7 @@ def files(config: RunConfig) -> dict[str, str]:
     paths = {
         "data.path": config.data.path,
         "data.eval_path": config.data.eval_path,
-        "reward.function": config.reward.file,
-        "rollout.environment": config.rollout.environment_file,
+        **{key: file_of(given) for key, given in config.own_code.items()},
     }
     return {key: path for key, path in paths.items() if path}
 

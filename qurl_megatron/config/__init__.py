@@ -1,17 +1,15 @@
 """Recipes: TOML sections become frozen dataclasses; a key that no dataclass knows is an error."""
 
-from qurl_megatron.config.algorithms import ALGORITHMS, Algorithm
+from qurl_megatron.config.algorithms import ALGORITHMS
+from qurl_megatron.config.keys import Change, changes, refused
 from qurl_megatron.config.load import RunConfig, from_elsewhere, load, to_toml
-from qurl_megatron.config.resume import Change, changes, refused
 from qurl_megatron.config.sections import (
     AlgoConfig,
-    CheckpointConfig,
     CorrectionConfig,
     CriticConfig,
     DataConfig,
     GuardConfig,
     ModelConfig,
-    ObserveConfig,
     OptimizerConfig,
     ParallelConfig,
     QuantConfig,
@@ -25,15 +23,12 @@ from qurl_megatron.config.sections import (
 __all__ = [
     "ALGORITHMS",
     "AlgoConfig",
-    "Algorithm",
     "Change",
-    "CheckpointConfig",
     "CorrectionConfig",
     "CriticConfig",
     "DataConfig",
     "GuardConfig",
     "ModelConfig",
-    "ObserveConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "QuantConfig",

@@ -1,4 +1,4 @@
-"""A key of a section: its default, its range, and whether it may change on resume.
+"""A key of a section: its default, its range, and whether it may change when a run is resumed.
 
 A section is a frozen dataclass below ``Section``. Rules of one key stand beside it, as arguments of
 ``key``; rules that need several keys are plain code in the section's ``check``.
@@ -8,9 +8,12 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from qurl_megatron.kit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qurl_megatron.config.load import RunConfig
 
 OnResume = Literal["free", "change", "fork", "never"]
 """May a key change when a run is resumed? free: yes, the numbers stay the same; change: yes, the
@@ -166,3 +169,47 @@ def rules_of(section: type[Section]) -> dict[str, OnResume]:
     """Return the rule on resume of each key of a section."""
     rules: Any = {f.name: f.metadata.get("on_resume") for f in fields(section)}
     return {name: rule or section.on_resume for name, rule in rules.items()}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that has another value now than when the run was started last."""
+
+    key: str  # section.key
+    before: Any
+    now: Any
+    rule: OnResume
+
+    def __str__(self) -> str:
+        return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def changes(before: "RunConfig", now: "RunConfig") -> list[Change]:
+    """The settings in which ``now`` differs; ``train.run_dir``, where the run lies, is none."""
+    # An aligned policy computes as engines of one rollout.engine_tensor do.
+    computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
+    server_moved = before.reward.url and now.reward.url
+    moved: dict[str, OnResume] = {"reward.url": "free"} if server_moved else {}
+    differences = []
+    for section in fields(now):
+        old, new = getattr(before, section.name), getattr(now, section.name)
+        for name, marked in rules_of(type(new)).items():
+            key, a, b = f"{section.name}.{name}", getattr(old, name), getattr(new, name)
+            if a != b and key != "train.run_dir":
+                rule: OnResume = "fork" if key in computed else moved.get(key, marked)
+                differences.append(Change(key, a, b, rule))
+    return differences
+
+
+def refused(found: list[Change], *, fork: bool = False) -> list[Change]:
+    """Changes that make it another run; with ``fork``, those that rule out its checkpoint, too."""
+    return [
+        change for change in found if change.rule == "never" or (change.rule == "fork" and not fork)
+    ]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        entries = (f"{name}: {entry}" for name, entry in value.items())
+        return f"{{{', '.join(entries)}}}"
+    return "''" if value == "" else str(value)

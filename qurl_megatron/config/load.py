@@ -26,11 +26,13 @@ REMOVED = {
     "algo.acr_max_bound": "ACR's bound has no end, as in the paper (Eq. 9); leave the key out",
     "algo.kl_weighted": "the KL in the loss is the estimator's own; leave the key out",
     "algo.reference_every": "fork the run with algo.reference=RUN_DIR where it is to move",
+    "correction.normalise": "correction.level=geometric keeps weights near 1; leave the key out",
     "reward.batched": "a function gets one response a call; leave the key out, or score many at "
     "once behind reward.url",
     "reward.mix": "have reward.function add up what it likes, ours among them (docs/rewards.md)",
     "train.share_prefix": "each response is computed with its prompt; leave the key out",
     "sync.keep": "files of a version are deleted once all engines have it; leave the key out",
+    "warmstart.untidy": "half of its answers end with a full stop, as ever; leave the key out",
 }
 """Sections and keys that recipes once had, with advice for each."""
 
@@ -96,11 +98,6 @@ class RunConfig:
         require(
             not self.train.packed or self.train.max_tokens > 0,
             "train.packed needs train.max_tokens, the tokens of one forward/backward pass",
-        )
-        require(
-            not (self.algo.function and self.correction.normalise),
-            "correction.normalise scales the importance weights of algo.objective, and "
-            "algo.function has its own; leave one of them out",
         )
         read_by = [key for key, reads in self._reads_proximal().items() if reads]
         require(
@@ -233,6 +230,15 @@ class RunConfig:
         return dataclasses.replace(optimizer, decay_steps=optimizer.decay_steps or updates)
 
     @property
+    def own_code(self) -> dict[str, str]:
+        """The user's own Python, by key; empty where there is none."""
+        return {
+            "algo.function": self.algo.function,
+            "reward.function": self.reward.function,
+            "rollout.environment": self.rollout.environment,
+        }
+
+    @property
     def engine_tensor(self) -> int:
         """Over how many ranks an engine splits its layers."""
         return self.rollout.engine_tensor if self.rollout.kind.takes_gpus else 1
@@ -274,30 +280,26 @@ def load(
     for key, value in [*_preset(chosen).items(), *settings]:
         _set(tables, key, value)
     config = build(RunConfig, tables, kind="section")
-    config = dataclasses.replace(
-        config,
-        algo=config.algo.beside(path.parent),
-        reward=config.reward.beside(path.parent),
-        rollout=config.rollout.beside(path.parent),
-    )
+    for key, given in config.own_code.items():
+        config = _with(config, key, sections.named_beside(path.parent, given))
     if config.train.run_dir:
         return config
     default = _default_run_dir(path, settings if named_by is None else map(_parse, named_by))
-    train = dataclasses.replace(config.train, run_dir=default)
-    return dataclasses.replace(config, train=train)
+    return _with(config, "train.run_dir", default)
+
+
+def _with(config: RunConfig, key: str, value: str) -> RunConfig:
+    section, name = key.split(".")
+    changed = dataclasses.replace(getattr(config, section), **{name: value})
+    return dataclasses.replace(config, **{section: changed})
 
 
 def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
     """The overrides with which a copy of a recipe in another folder is the same recipe."""
-    config = load(path, overrides)
-    reward, rollout = config.reward, config.rollout
     keys = list(overrides)
-    if config.algo.file:
-        keys.append(f"algo.function={_toml_value(config.algo.function)}")
-    if rollout.environment_file:
-        keys.append(f"rollout.environment={_toml_value(rollout.environment)}")
-    if reward.file:
-        keys.append(f"reward.function={_toml_value(reward.function)}")
+    for key, given in load(path, overrides).own_code.items():
+        if sections.file_of(given):
+            keys.append(f"{key}={_toml_value(given)}")
     return keys
 
 

@@ -6,9 +6,9 @@ section's ``check`` compares its keys with each other. Checks that need two sect
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 from urllib.parse import urlsplit
 
 from qurl_megatron.config.algorithms import ALGORITHMS
@@ -250,15 +250,6 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     epochs: int = key(1, at_least(1))
     """Passes over each rollout batch."""
 
-    def beside(self, folder: Path) -> Self:
-        """Return the same, with the file of ``function`` no longer relative to ``folder``."""
-        return replace(self, function=_named_beside(folder, self.function))
-
-    @property
-    def file(self) -> str:
-        """The Python file that holds ``function``; empty where it is in a module."""
-        return _file_of(self.function)
-
     def check(self) -> None:
         require(
             self.dual_clip == 0 or self.dual_clip > 1,
@@ -289,9 +280,6 @@ class CorrectionConfig(Section, name="correction", on_resume="fork"):
 
     count_rejected: bool = False
     """Dropped responses still count in the denominator of the loss, as if their weight were 0."""
-
-    normalise: bool = False
-    """Divide the importance weights by their mean over the step's response tokens."""
 
     def check(self) -> None:
         require(
@@ -487,15 +475,6 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
         )
 
     @property
-    def environment_file(self) -> str:
-        """The Python file that holds the environment; empty where it is in a module."""
-        return _file_of(self.environment)
-
-    def beside(self, folder: Path) -> Self:
-        """The same, with a file's path no longer relative to ``folder``."""
-        return replace(self, environment=_named_beside(folder, self.environment))
-
-    @property
     def start_limit_s(self) -> float:
         return self.start_timeout_s or self.kind.start_timeout_s
 
@@ -620,11 +599,6 @@ class RewardConfig(Section, name="reward", on_resume="change"):
     failed."""
 
     @property
-    def file(self) -> str:
-        """The Python file that holds the function; empty where it is in a module."""
-        return _file_of(self.function)
-
-    @property
     def right_or_wrong(self) -> bool:
         """True where each score is known to be 1 or 0, so that their mean is an accuracy."""
         return bool(self.kind) and self.failed in (0.0, 1.0)
@@ -639,10 +613,6 @@ class RewardConfig(Section, name="reward", on_resume="change"):
     def described(self) -> str:
         """Name of the scorer, for messages."""
         return self.function or self.url or self.kind
-
-    def beside(self, folder: Path) -> Self:
-        """The same, with a file's path no longer relative to ``folder``."""
-        return replace(self, function=_named_beside(folder, self.function))
 
     def check(self) -> None:
         require(not (self.function and self.url), "reward needs one of function and url, not both")
@@ -667,15 +637,15 @@ class RewardConfig(Section, name="reward", on_resume="change"):
             object.__setattr__(self, "kind", "math")
 
 
-def _file_of(given: str) -> str:
+def file_of(given: str) -> str:
     """The file of "file.py:name"; empty for a module's."""
     target = given.rpartition(":")[0]
     return target if target.endswith(".py") else ""
 
 
-def _named_beside(folder: Path, given: str) -> str:
+def named_beside(folder: Path, given: str) -> str:
     """The same name, with a file's path no longer relative to ``folder``."""
-    if not (file := _file_of(given)):
+    if not (file := file_of(given)):
         return given
     return f"{os.path.abspath(folder / file)}:{given.rpartition(':')[2]}"
 
@@ -834,11 +804,6 @@ class WarmstartConfig(Section, name="warmstart", on_resume="free"):
     target: float = key(0.6, in_interval("(0, 1]"))
     """Stop as soon as this share of training questions gets the right number: the rest is for
     reinforcement learning."""
-
-    untidy: float = key(0.5, in_interval("[0, 1)"))
-    """Share of its training answers that end with a full stop, which the exact reward rejects.
-
-    Like a pretrained model, it knows more than it shows until it is rewarded for it."""
 
     hidden: int = key(128, at_least(1))
     layers: int = key(4, at_least(1))

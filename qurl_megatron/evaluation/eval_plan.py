@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.checkpoints.places import description_of, find_torch_dist
-from qurl_megatron.config.sections import RewardConfig, RolloutConfig
+from qurl_megatron.config.sections import RewardConfig, RolloutConfig, named_beside
 from qurl_megatron.engines.kinds import ENGINE_KINDS
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import ROLLOUT, SERVED
@@ -319,7 +319,7 @@ def _reward(option: str, base: RewardConfig) -> RewardConfig:
 
     none: dict[str, Any] = dict(kind="", function="", url="", key_env="")
     if ":" in option:
-        return dataclasses.replace(base, **{**none, "function": option}).beside(Path())
+        return dataclasses.replace(base, **{**none, "function": named_beside(Path(), option)})
     if option not in KINDS:
         raise ConfigError(
             f"--reward {option} is not one of {', '.join(KINDS)}; give one of them, or a function "

@@ -68,10 +68,7 @@ METRICS: dict[str, Known] = {
     "loss/*": Known("mean over tokens of this value of yours"),
     "acr/active_fraction": _share("tokens whose clip bound was raised"),
     "acr/rescued_fraction": _share("tokens that the bound without ACR would have clipped"),
-    "correction/weight_mean": Known("mean importance weight, truncated and scaled", "near 1"),
-    "correction/weight_scale": Known(
-        "what weights are multiplied by to have a mean of 1", "near 1"
-    ),
+    "correction/weight_mean": Known("mean importance weight, truncated", "near 1"),
     "correction/banded_fraction": _share("tokens outside IcePop's band"),
     "correction/rejected_responses": _share("responses that were rejected"),
     "correction/rejected_fraction": _share("tokens of rejected responses"),

@@ -1,7 +1,7 @@
 """The worth of each response token, fixed once per step before any update moves the policy.
 
 First the correction, from the distance of the behaviour policy: which responses are too far off
-to learn from, and by how much importance weights are scaled. Then advantages and returns.
+to learn from. Then advantages and returns.
 
 Every rank knows rewards and lengths of all responses of the step, but only the scores of its own
 microbatches: figures of a whole group, or of the whole batch, are summed over the data-parallel
@@ -26,40 +26,24 @@ from torch import Tensor
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.algo.advantages import token_advantages
 from qurl_megatron.algo.kl import kl_penalty
-from qurl_megatron.algo.objective import Limits, importance_weights
 from qurl_megatron.algo.ratios import kept
-from qurl_megatron.config import AlgoConfig, CorrectionConfig, RunConfig
+from qurl_megatron.config import CorrectionConfig, RunConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Summary
-from qurl_megatron.observe.metrics import Max, Mean, Metric
+from qurl_megatron.observe.metrics import Mean, Metric
 from qurl_megatron.rewards import overlong_penalty
 
 
 def attach_correction(
-    ranks: Ranks, batches: Sequence[TokenBatch], algo: AlgoConfig, correction: CorrectionConfig
-) -> tuple[list[TokenBatch], float, dict[str, Metric]]:
-    """Mark rejected responses, then find the scale of the importance weights of all others.
+    ranks: Ranks, batches: Sequence[TokenBatch], correction: CorrectionConfig
+) -> tuple[list[TokenBatch], dict[str, Metric]]:
+    """Mark the tokens of rejected responses.
 
     Returns:
-        The microbatches, with the tokens of rejected responses marked; the factor that makes the
-        mean importance weight of the tokens in the loss 1 (1.0 where ``correction.normalise`` is
-        off); metrics.
+        The microbatches, marked; metrics.
     """
-    batches = list(batches)
-    metrics: dict[str, Metric] = {}
-    if not ranks.last_stage:
-        return batches, 1.0, metrics
-    if correction.rejects:
-        batches, metrics = _marked(batches, correction)
-    if not correction.normalise:
-        return batches, 1.0, metrics
-    scale = _weight_scale(ranks, batches, algo, correction)
-    return batches, scale, metrics | {"correction/weight_scale": Max(scale)}
-
-
-def _marked(
-    batches: Sequence[TokenBatch], correction: CorrectionConfig
-) -> tuple[list[TokenBatch], dict[str, Metric]]:
+    if not (ranks.last_stage and correction.rejects):
+        return list(batches), {}
     marked = []
     responses = rejected_count = tokens = rejected_tokens = 0
     for batch in batches:
@@ -92,34 +76,6 @@ def rejected_responses(ranks: Ranks, batches: Sequence[TokenBatch], count: int) 
             rejected_R[owners[~batch.kept]] = 1.0
     dist.all_reduce(rejected_R, group=ranks.data.group)
     return rejected_R.nonzero().flatten().tolist()
-
-
-def _weight_scale(
-    ranks: Ranks, batches: Sequence[TokenBatch], algo: AlgoConfig, correction: CorrectionConfig
-) -> float:
-    """Return one over the mean importance weight of the step's tokens in the loss.
-
-    Tokens of rejected responses do not count: one rho of e^15 there would make the weights of all
-    others nearly 0.
-    """
-    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # of weights; of tokens
-    for batch in batches:
-        weights = importance_weights(
-            batch.proximal,
-            batch.behaviour,
-            kind=algo.objective,
-            limits=Limits.of(algo, correction),
-            level=correction.level,
-            owners=batch.owners,
-            responses=len(batch.lengths),
-        )
-        counts = batch.weights > 0
-        if batch.kept is not None:
-            counts &= batch.kept
-        total += torch.stack([weights[counts].double().sum(), counts.double().sum()])
-    dist.all_reduce(total, group=ranks.data.group)
-    # All weights are 0 where every token lies outside icepop's band: nothing to scale.
-    return (total[1] / total[0]).item() if total[0] > 0 else 1.0
 
 
 def attach_advantages(

@@ -66,17 +66,10 @@ class PolicyLoss:
         score: Scorer,
         algo: AlgoConfig,
         correction: CorrectionConfig = CorrectionConfig(),  # noqa: B008 - frozen
-        *,
-        weight_scale: float = 1.0,
     ) -> None:
-        """
-        Args:
-            weight_scale: factor of importance weights, see ``attach_correction``.
-        """
         self.score = score
         self.algo = algo
         self.correction = correction
-        self.weight_scale = weight_scale
 
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         algo = self.algo
@@ -117,7 +110,6 @@ class PolicyLoss:
             ratio=algo.ratio,
             limits=Limits.of(algo, correction),
             level=correction.level,
-            weight_scale=self.weight_scale,
             keep=batch.kept,
             owners=batch.owners,
             responses=len(batch.lengths),

@@ -63,9 +63,7 @@ def improve(
         )
         if critic:
             batches = attach_values(critic, batches)
-        batches, weight_scale, rejections = attach_correction(
-            ranks, batches, algo, config.correction
-        )
+        batches, rejections = attach_correction(ranks, batches, config.correction)
         if ranks.last_stage and config.correction.rejects and not config.correction.count_rejected:
             rejected = rejected_responses(ranks, batches, len(samples))
             batches = averaged_without(rejected, batches, summary, config, step=step)
@@ -86,7 +84,7 @@ def improve(
                     mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
                 )
 
-    loss = PolicyLoss(score, algo, config.correction, weight_scale=weight_scale)
+    loss = PolicyLoss(score, algo, config.correction)
     value_loss = ValueLoss(ranks.context, clip=config.critic.clip)
     with timer.phase("train"):
         for _ in range(algo.epochs):

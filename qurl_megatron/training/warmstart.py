@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 STOP = "."  # the end of an untidy answer; an exact one must not have it
+UNTIDY = 0.5
+"""Share of the answers to learn from that end so, which the exact reward rejects: like a pretrained
+model, it knows more than it shows until it is rewarded for it."""
 VOCAB_MULTIPLE = 16
 HELD_OUT = 256
 CHECK_EVERY = 25  # steps
@@ -257,7 +260,7 @@ def fit(
     for step in range(1, config.steps + 1):
         batch = []
         for prompt, answer in draw.choices(pairs, k=config.batch):
-            if draw.random() < config.untidy:
+            if draw.random() < UNTIDY:
                 answer = [*answer[:-1], stop_id, answer[-1]]
             batch.append((prompt, answer))
         ids_BS, targets_BS = _pad(batch)

@@ -18,9 +18,7 @@ from tests.support.ranks import run_on_ranks
 pytestmark = pytest.mark.thorough("nccl")
 
 CORRECTIONS = {
-    "rejection and normalised weights": dict(
-        reject_low=0.2, reject_high=8.0, veto=1e-4, normalise=True
-    ),
+    "rejection": dict(reject_low=0.2, reject_high=8.0, veto=1e-4),
     "geometric": dict(level="geometric"),
     "sequence": dict(level="sequence"),
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qurl_megatron.algo import objective
-from qurl_megatron.algo.objective import OBJECTIVES, Limits, importance_weights
+from qurl_megatron.algo.objective import OBJECTIVES, Limits
 from qurl_megatron.config.sections import AlgoConfig, CorrectionConfig
 from tests.support.objectives import terms_of
 
@@ -250,16 +250,6 @@ def test_a_bad_token_far_off_costs_no_more_with_acr_than_with_tis():
         assert gradient.item() == pytest.approx(-10.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_weight_scale_multiplies_value_gradient_and_weight(kind):
-    inputs = random_tokens()
-    value, gradient = evaluate(kind, inputs)
-    scaled = evaluate(kind, inputs, weight_scale=torch.tensor(0.25, dtype=torch.float64))
-    same(scaled, (0.25 * value, 0.25 * gradient))
-    terms = terms_of(*inputs, kind=kind, weight_scale=0.25)
-    torch.testing.assert_close(terms.weight, 0.25 * importance_weights(*inputs[1:3], kind=kind))
-
-
 @pytest.mark.parametrize("surrogate", ["clip", "cispo"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_are_not_kept_are_silent_even_with_impossible_log_probs(kind, surrogate):
@@ -327,7 +317,6 @@ def test_extremes_stay_finite_with_every_option_on(kind, surrogate):
         kind=kind,
         surrogate=surrogate,
         dual_clip=3.0,
-        weight_scale=0.5,
         keep=torch.arange(len(grid)) % 2 == 0,
     )
     terms.value.sum().backward()

@@ -330,28 +330,3 @@ def test_a_server_may_move_and_another_reward_is_another_run(recipe):
     ]
     told = other_run(load(recipe), load(recipe, ["reward.function=own:score"]))
     assert told == ["reward.kind math -> ''", "reward.function '' -> own:score"]
-
-
-OWN = {
-    "reward.function": '[reward]\nfunction = "own.py:score"\n',
-    "rollout.environment": '[rollout]\nenvironment = "own.py:Tool"\n',
-}
-
-
-@pytest.mark.parametrize("key", OWN)
-def test_a_recipes_folder_may_move_with_the_code_beside_it(key, tmp_path):
-    def recipe_in(folder: str):
-        path = tmp_path / folder / "r.toml"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text('[model]\npath = "m"\n[data]\ntask = "t"\n' + OWN[key])
-        (path.parent / "own.py").write_text("def score(): ...\n")
-        return load(path)
-
-    first, copied = recipe_in("first"), recipe_in("copied")
-    assert first != copied and changes(first, copied) == []
-    (tmp_path / "copied/own.py").write_text("def score(): return 1\n")
-    (change,) = changes(first, copied)
-    assert change.key == key
-    assert refused([change])
-    (tmp_path / "first/own.py").unlink()
-    assert changes(first, copied) == []

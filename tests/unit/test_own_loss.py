@@ -138,7 +138,6 @@ def test_the_file_is_beside_the_recipe(file):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("correction.normalise=true", "correction.normalise scales the importance weights of"),
         ("algo.bypass=true", "algo.bypass skips .* needed by algo.function"),
     ],
 )
