@@ -21,6 +21,7 @@ from qurl_megatron.evaluation.plan import METHODS, SCALE
 from qurl_megatron.evaluation.study_results import Group, Series
 from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.drawing import COLORS, STYLE, frame, smooth
+from qurl_megatron.observe.text import how_many
 
 SKY = "#56b4e9"  # of the palette of COLORS; beside its blue it marks a variant of that method
 LINES = {
@@ -45,57 +46,63 @@ class Panel:
     """How far below the largest value a log scale goes: unquantized rollouts on the same machine
     have next to no gap, and would flatten all others."""
 
-    points: bool = False
-    """Each seed's values instead of the band; the mean of a maximum hides the outliers."""
+    def curves(self, group: Group, metric: str) -> list[Series]:
+        """The values of each seed that its scale can show."""
+        curves = group.curves(metric)
+        if self.log:
+            curves = [(steps[values > 0], values[values > 0]) for steps, values in curves]
+        return [curve for curve in curves if len(curve[0])]
 
 
-KL = ("rollout/kl_k3",)
-TRAINING = (
-    Panel("Reward (Fig. 2 a)", ("reward/mean",)),
-    Panel("Held-out accuracy", ("eval/accuracy",)),
-    Panel("Clipped tokens (Fig. 2 b)", ("policy/clip_fraction",)),
-    Panel("KL of behaviour from proximal policy, k3 (Fig. 3 a)", KL, log=True, decades=3),
-    Panel("Largest probability ratio (Fig. 3 b)", ("rollout/rho_max",), log=True, points=True),
+ACCURACY = Panel("Held-out accuracy", ("eval/accuracy",))
+CLIPPED = Panel("Clipped tokens (Fig. 2 b)", ("policy/clip_fraction",))
+KL = Panel(
+    "KL of behaviour from proximal policy, k3 (Fig. 3 a, 4 b)",
+    ("rollout/kl_k3",),
+    log=True,
+    decades=3,
 )
-UPDATES = (
-    Panel("Held-out accuracy", ("eval/accuracy",)),
-    Panel("Clipped tokens", ("policy/clip_fraction",)),
-    Panel("Codes changed per step (Fig. 4 a)", ("quant/code_flip_rate",)),
-    Panel("KL of behaviour from proximal policy, k3 (Fig. 4 b)", KL, log=True, decades=3),
-    Panel(
-        "Weight update per step; dashed: error (Fig. 9)",
-        ("quant/weight_update", "quant/weight_error"),
-        log=True,
+PANELS = {
+    METHODS: (
+        Panel("Reward (Fig. 2 a)", ("reward/mean",)),
+        ACCURACY,
+        CLIPPED,
+        KL,
+        Panel("Largest probability ratio (Fig. 3 b)", ("rollout/rho_max",), log=True),
     ),
-)
+    SCALE: (
+        ACCURACY,
+        CLIPPED,
+        Panel("Codes changed per step (Fig. 4 a)", ("quant/code_flip_rate",)),
+        KL,
+        Panel(
+            "Weight update per step; dashed: error (Fig. 9)",
+            ("quant/weight_update", "quant/weight_error"),
+            log=True,
+        ),
+    ),
+}
 
 
 def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Steps, and mean, lowest and highest value over the curves that have the step; [N] each."""
-    by_step: dict[int, list[float]] = {}
-    for steps_N, values_N in curves:
-        for step, value in zip(steps_N.tolist(), values_N.tolist(), strict=True):
-            by_step.setdefault(step, []).append(value)
-    mean, low, high = [], [], []
-    for _, values in sorted(by_step.items()):
-        mean.append(np.mean(values))
-        low.append(min(values))
-        high.append(max(values))
-    return np.array(sorted(by_step)), np.array(mean), np.array(low), np.array(high)
+    steps, values = (np.concatenate(part) for part in zip(*curves, strict=True))
+    steps_N, place = np.unique(steps, return_inverse=True)
+    at_step = [values[place == index] for index in range(len(steps_N))]
+    mean, low, high = (np.array(list(map(f, at_step))) for f in (np.mean, np.min, np.max))
+    return steps_N, mean, low, high
 
 
 def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
     """PNG images by name, of all groups that have finished runs."""
     drawn = {}
-    for scheme in dict.fromkeys(group.scheme for group in groups):
-        if scheme == "none":
-            continue
+    for scheme in dict.fromkeys(group.scheme for group in groups if group.scheme != "none"):
         # Unquantized training is the line to reach in each of them.
         groups_of_scheme = [group for group in groups if group.scheme in ("none", scheme)]
-        for name, panels, table in (("training", TRAINING, METHODS), ("scale", UPDATES, SCALE)):
+        for name, table in (("training", METHODS), ("scale", SCALE)):
             chosen = [group for group in groups_of_scheme if table in group.method.tables]
-            if any(group.histories for group in chosen if group.scheme == scheme):
-                drawn[f"{name}_{scheme}.png"] = _png(panels, chosen, LINES[table])
+            if any(group.done for group in chosen if group.scheme == scheme):
+                drawn[f"{name}_{scheme}.png"] = _png(PANELS[table], chosen, LINES[table])
     return drawn
 
 
@@ -105,9 +112,12 @@ def _png(panels: Sequence[Panel], groups: Sequence[Group], lines: Sequence[str])
     for place, group in enumerate(groups):
         color = lines[place % len(lines)]
         colors[group.name] = COLORS.get(color, color)
-    groups = [group for group in groups if group.histories]
-    panels = [panel for panel in panels if _drawable(panel, groups)]
-    rows = math.ceil((len(panels) + 1) / COLUMNS)
+    groups = [group for group in groups if group.done]
+    drawable = []
+    for panel in panels:
+        if any(panel.curves(group, metric) for group in groups for metric in panel.metrics):
+            drawable.append(panel)
+    rows = math.ceil((len(drawable) + 1) / COLUMNS)
     width, height = 6.2 * COLUMNS, 3.4 * rows
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor=COLORS["paper"])
@@ -121,14 +131,14 @@ def _png(panels: Sequence[Panel], groups: Sequence[Group], lines: Sequence[str])
             wspace=0.17,
             hspace=0.34,
         )
-        for place, panel in enumerate(panels, 1):
+        for place, panel in enumerate(drawable, 1):
             _draw(figure.add_subplot(rows, COLUMNS, place), panel, groups, colors)
-        legend = figure.add_subplot(rows, COLUMNS, len(panels) + 1)
+        legend = figure.add_subplot(rows, COLUMNS, len(drawable) + 1)
         legend.axis("off")
-        handles = [
-            Line2D([], [], color=colors[group.name], lw=2.4, label=_label(group))
-            for group in groups
-        ]
+        handles = []
+        for group in groups:
+            label = f"{group.method.label}, {how_many(len(group.done), 'seed')}"
+            handles.append(Line2D([], [], color=colors[group.name], lw=2.4, label=label))
         legend.legend(handles=handles, loc="center left", frameon=False, fontsize=12)
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
@@ -143,21 +153,14 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
     last = 0
     for group in groups:
         for metric, dashes in zip(panel.metrics, ("-", (0, (4, 2))), strict=False):
-            curves = group.curves(metric)
-            if panel.log:
-                curves = [(steps[values > 0], values[values > 0]) for steps, values in curves]
-            curves = [curve for curve in curves if len(curve[0])]
-            if not curves:
+            if not (curves := panel.curves(group, metric)):
                 continue
             steps, mean, low, high = band(curves)
             mean, low, high = (smooth(values, log=panel.log) for values in (mean, low, high))
             color = colors[group.name]
             style: dict[str, Any] = dict(marker="o", ms=4.5) if metric == "eval/accuracy" else {}
             axes.plot(steps, mean, color=color, lw=1.9, ls=dashes, zorder=3, **style)
-            if panel.points:
-                for curve in curves:
-                    axes.plot(*curve, "o", color=color, ms=3, mew=0, alpha=0.3, zorder=2)
-            elif len(curves) > 1:
+            if len(curves) > 1:
                 axes.fill_between(steps, low, high, color=color, alpha=0.13, lw=0, zorder=2)
             last = max(last, int(steps[-1]))
     bottom, top = axes.get_ylim()
@@ -167,17 +170,3 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
         axes.set_ylim(bottom=0.0)
     frame(axes, 0, last, shares=unit(panel.metrics[0]) == "share")
     axes.set_title(panel.title, loc="left", y=1.0, pad=10, fontsize=12, fontweight="bold")
-
-
-def _drawable(panel: Panel, groups: Sequence[Group]) -> bool:
-    for group in groups:
-        for name in panel.metrics:
-            for _, values in group.curves(name):
-                if not panel.log or (values > 0).any():
-                    return True
-    return False
-
-
-def _label(group: Group) -> str:
-    seeds = len(group.histories)
-    return f"{group.method.label}, {seeds} {'seed' if seeds == 1 else 'seeds'}"

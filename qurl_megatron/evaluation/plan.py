@@ -133,10 +133,13 @@ def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
     ours = f"these ship: {shipped_names('launch/studies')}"
     settings = build(Settings, read_tables(file, "study", ours))
     settings = replace(settings, overrides=(*settings.overrides, *overrides))
-    methods = {}
-    for name, table in settings.methods.items():
-        methods[name] = _method(name, table, settings.schemes)
-    recipe = _recipe(settings.recipe, file)
+    methods = {name: _method(name, settings) for name in settings.methods}
+    places = (file.parent / settings.recipe, Path(settings.recipe))
+    recipe = next((Path(os.path.normpath(path)) for path in places if path.is_file()), None)
+    if recipe is None:
+        raise ConfigError(
+            f"recipe {settings.recipe} is neither beside {file} nor here; fix its key recipe"
+        )
     require(
         load(recipe, settings.overrides).reward.right_or_wrong,
         f"{settings.recipe}: a study compares accuracies, and only scores of 0 and 1 have one; set "
@@ -146,13 +149,14 @@ def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
     return Study(file, settings.title or file.stem, recipe, settings, methods, cells)
 
 
-def _method(name: str, table: Any, schemes: tuple[str, ...]) -> Method:
+def _method(name: str, settings: Settings) -> Method:
     require(
         NAME.fullmatch(name) is not None,
         f"methods.{name}: a method's name is of letters, digits and _ . + -; give it a label",
     )
+    table = settings.methods[name]
     require(isinstance(table, dict), f"methods.{name} must be a table [methods.{name}]")
-    table = {"label": name, "schemes": list(schemes), **table}
+    table = {"label": name, "schemes": list(settings.schemes), **table}
     if table["schemes"] is False:
         table["schemes"] = ["none"]
     method = build(Method, table, f"methods.{name}.")
@@ -166,13 +170,6 @@ def _method(name: str, table: Any, schemes: tuple[str, ...]) -> Method:
         f"methods.{name}.tables must be among {', '.join(TABLES)}, got {list(method.tables)}",
     )
     return method
-
-
-def _recipe(recipe: str, study: Path) -> Path:
-    for path in (study.parent / recipe, Path(recipe)):
-        if path.is_file():
-            return Path(os.path.normpath(path))
-    raise ConfigError(f"recipe {recipe} is neither beside {study} nor here; fix its key recipe")
 
 
 def _cells(recipe: Path, settings: Settings, methods: dict[str, Method]) -> Iterator[Cell]:

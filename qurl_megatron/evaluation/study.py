@@ -7,7 +7,7 @@ for the last checkpoint, so that answers the held-out questions too, greedily an
     OUT/runs/naive-int4-seed-0/    train.run_dir of a cell, whoever started it
       trained/step_000080/         its held-out questions, and the results of ``qurl eval``
     OUT/logs/naive-int4-seed-0.log
-    OUT/cells.json                 why cells have failed, by name
+    OUT/logs/naive-int4-seed-0.failed    why the cell has failed
     OUT/.lock                      locked by the study at work in OUT
 
 The evaluation lies in the run's folder: whoever deletes a run deletes its accuracy too.
@@ -31,16 +31,14 @@ from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.evaluation.plan import Cell, Study, read_study
 from qurl_megatron.evaluation.study_results import (
     BENCHMARK,
-    FAILURES,
     Result,
-    failures,
+    failure_file,
     read_result,
-    read_results,
     run_dir,
     trained_dir,
     write_report,
 )
-from qurl_megatron.kit.disk import claimed, write_whole
+from qurl_megatron.kit.disk import claimed
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.launch import stopping
 from qurl_megatron.observe.text import number, percent
@@ -77,36 +75,27 @@ def main(
             another study is at work in ``out``.
     """
     study = read_study(file, overrides)
-    cells = matching(study, only)
+    cells = [cell for cell in study.cells if fnmatch.fnmatchcase(cell.name, only)]
+    if not cells:
+        raise ConfigError(
+            f"--only {only} matches no cell; they are named like {study.cells[0].name}"
+        )
     if jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
-    if mode == "dry_run":
-        for result in read_results(study, out, cells):
-            print(f"{result.state:11}{shlex.join(train_command(study, result.cell, out, qurl))}")
-        return 0
-    if mode == "status":
-        for result in read_results(study, out, cells):
-            print(status(result, max(len(cell.name) for cell in cells)))
+    if mode is not None:
+        width = max(len(cell.name) for cell in cells)
+        for cell in cells:
+            result = read_result(cell, out)
+            if mode == "status":
+                print(status(result, width))
+            else:
+                print(f"{result.state:11}{shlex.join(train_command(study, cell, out, qurl))}")
         return 0
     with claimed(out, "a study"):
         machine = environment() if any(next_task(cell, out) for cell in cells) else None
         code = _Runner(study, out, jobs, qurl).run(cells)
     print(write_report(study, out, machine), flush=True)
     return code
-
-
-def matching(study: Study, only: str) -> list[Cell]:
-    """Return the cells whose names the pattern matches.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    cells = [cell for cell in study.cells if fnmatch.fnmatchcase(cell.name, only)]
-    if not cells:
-        raise ConfigError(
-            f"--only {only} matches no cell; they are named like {study.cells[0].name}"
-        )
-    return cells
 
 
 def status(result: Result, width: int) -> str:
@@ -128,7 +117,7 @@ def next_task(cell: Cell, out: Path) -> str:
     if not (cell.config.train.eval_prompts > 0 and cell.config.rollout.kind.quantizes):
         return ""
     newest = latest(run_dir(out, cell))
-    at_last_step = newest is not None and newest.name == trained_dir(cell, out).name
+    at_last_step = newest is not None and newest.name == trained_dir(out, cell).name
     return "evaluate" if at_last_step and result.trained is None else ""
 
 
@@ -147,15 +136,20 @@ class _Job:
     log_start: int  # where in the log this attempt begins
     started: float
 
+    @property
+    def makes(self) -> str:
+        """Path of the model that it makes first; empty: it is there, or made by nobody."""
+        config = self.cell.config
+        missing = config.warmstart.steps > 0 and not Path(config.model.path).exists()
+        return config.model.path if missing else ""
+
     def last_line(self) -> str:
         """The last line of its log: why it has failed."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-        for line in reversed(lines):
-            if line.strip():
-                return printable(line.strip())
-        return f"exit status {self.popen.returncode}"
+            lines = file.read().decode("utf-8", errors="replace").split("\n")
+        written = [line.strip() for line in lines if line.strip()]
+        return printable(written[-1]) if written else f"exit status {self.popen.returncode}"
 
 
 class _Runner:
@@ -165,7 +159,6 @@ class _Runner:
         self.study, self.out, self.jobs, self.qurl = study, out, jobs, qurl
         self.active: list[_Job] = []
         self.waiting: list[Cell] = []
-        self.reasons = failures(out)
         self.failed = False
         self.signals: list[int] = []
 
@@ -204,9 +197,8 @@ class _Runner:
             for stop in self.signals[passed_on:]:
                 self._pass_on(stop)
                 passed_on += 1
-            for job in list(self.active):
-                if job.popen.poll() is not None:
-                    self._ended(job)
+            for job in [job for job in self.active if job.popen.poll() is not None]:
+                self._ended(job)
             while not self.signals and (startable := self._startable()):
                 self._start(startable)
             time.sleep(POLL_S)
@@ -223,13 +215,9 @@ class _Runner:
         """
         if len(self.active) >= self.jobs:
             return None
-        models_in_the_making = set()
-        for job in self.active:
-            config = job.cell.config
-            if config.warmstart.steps > 0 and not Path(config.model.path).exists():
-                models_in_the_making.add(config.model.path)
+        in_the_making = {job.makes for job in self.active}
         for cell in self.waiting:
-            if cell.config.model.path not in models_in_the_making:
+            if cell.config.model.path not in in_the_making:
                 return cell
         return None
 
@@ -244,8 +232,10 @@ class _Runner:
         if self.jobs > 1:  # each of them would take all cores
             processes = self.jobs * cell.config.parallel.world_size
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-        log = self.out / "logs" / f"{cell.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        failure = failure_file(self.out, cell)
+        failure.parent.mkdir(parents=True, exist_ok=True)
+        failure.unlink(missing_ok=True)
+        log = failure.with_suffix(".log")
         with log.open("ab") as file:
             popen = subprocess.Popen(
                 command,
@@ -256,7 +246,6 @@ class _Runner:
                 start_new_session=True,  # Ctrl-C comes once, from here
             )
             self.active.append(_Job(cell, task, popen, log, file.tell(), time.monotonic()))
-        self._note(cell, "")
         print(f"{cell.name}: {task}", flush=True)
 
     def _ended(self, job: _Job) -> None:
@@ -275,7 +264,7 @@ class _Runner:
         else:
             self.failed = True
             reason = result.reason or job.last_line()
-            self._note(cell, reason)
+            failure_file(self.out, cell).write_text(reason, encoding="utf-8")
             outcome = f"failed after step {result.step}: {reason}"
         print(f"{cell.name}: {outcome}", flush=True)
 
@@ -284,17 +273,10 @@ class _Runner:
         if not self.study.settings.keep_checkpoints:
             shutil.rmtree(run_dir(self.out, cell) / "checkpoints", ignore_errors=True)
 
-    def _note(self, cell: Cell, reason: str) -> None:
-        """Remember why a cell has failed; "" forgets it."""
-        self.reasons.pop(cell.name, None)
-        if reason:
-            self.reasons[cell.name] = reason
-        write_whole(self.out / FAILURES, json.dumps(self.reasons, indent=1))
-
 
 def _evaluation(cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
     """The ``qurl eval`` of a trained cell; writes the questions it asks."""
-    config, folder = cell.config, trained_dir(cell, out)
+    config, folder = cell.config, trained_dir(out, cell)
     folder.mkdir(parents=True, exist_ok=True)
     questions = folder / f"{BENCHMARK}.jsonl"
     answers = bool(config.reward.kind)

@@ -27,7 +27,6 @@ from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.training.state import refuse_other_run
 
 BENCHMARK = "held_out"
-FAILURES = "cells.json"
 
 WINDOW = 5
 """Steps whose mean reward counts as the reward of the last of them: one bad batch is no
@@ -39,17 +38,17 @@ Series = tuple[np.ndarray, np.ndarray]
 
 def at_end(values_N: np.ndarray) -> float:
     """Mean over the last tenth of the steps; single batches are noisy."""
-    return float(values_N[-max(1, len(values_N) // 10) :].mean())
+    return values_N[-max(1, len(values_N) // 10) :].mean()
 
 
 def after_the_first(values_N: np.ndarray) -> float:
     """Median of all but the first step, which alone pays for caches and compilation."""
-    return float(np.median(values_N[1:] if len(values_N) > 1 else values_N))
+    return np.median(values_N[1:] if len(values_N) > 1 else values_N)
 
 
 def over_steps(values_N: np.ndarray) -> float | None:
     """Standard deviation over the steps (n - 1); None for a single step."""
-    return float(values_N.std(ddof=1)) if len(values_N) > 1 else None
+    return values_N.std(ddof=1) if len(values_N) > 1 else None
 
 
 TRAINED = "accuracy_trained"
@@ -79,17 +78,6 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float | None]]] = {
 
 
 @dataclass(frozen=True)
-class Spread:
-    """One number over several seeds."""
-
-    mean: float
-    std: float | None  # n - 1; None for a single value
-    low: float
-    high: float
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Result:
     """One cell, as its folder shows it."""
 
@@ -113,32 +101,42 @@ class Result:
 
     @property
     def finals(self) -> dict[str, float | None]:
+        """``FINALS`` and the step of collapse; None where the run did not measure."""
         assert self.history is not None
-        return finals(self.history, self.trained)
+        return {TRAINED: self.trained, **finals(self.history)}
 
 
 @dataclass(frozen=True)
 class Group:
-    """The finished runs of one method under one scheme; they differ by their seed."""
+    """The runs of one method under one scheme; they differ by their seed."""
 
     name: str
     method: Method
     scheme: str
-    cells: tuple[Cell, ...]  # planned, finished or not
-    histories: dict[int, History]  # of those done, by seed
-    totals: dict[str, Spread | None]
+    results: tuple[Result, ...]  # of its cells, finished or not
+
+    @property
+    def done(self) -> list[Result]:
+        return [result for result in self.results if result.done]
 
     @property
     def precision(self) -> str:
         """Number format of the rollouts, for a table."""
         if self.scheme == "none":
-            dtype = self.cells[0].config.model.dtype
+            dtype = self.results[0].cell.config.model.dtype
             return {"bfloat16": "BF16", "float32": "FP32"}[dtype]
         return self.scheme.upper() + (", simulated" if SCHEMES[self.scheme].simulated else "")
 
     def curves(self, metric: str) -> list[Series]:
         """One per seed that measured it."""
-        return [history.series(metric) for history in self.histories.values() if metric in history]
+        histories = [result.history for result in self.done if result.history]
+        return [history.series(metric) for history in histories if metric in history]
+
+    def totals(self) -> dict[str, dict[str, Any] | None]:
+        """The ``spread`` of each final number over the seeds."""
+        runs = [result.finals for result in self.done]
+        names = (TRAINED, *FINALS, "collapse_step")
+        return {name: spread([run[name] for run in runs]) for name in names}
 
 
 def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
@@ -159,13 +157,9 @@ def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
     return int(steps_N[standing[-1] + 1])
 
 
-def finals(history: History, trained: float | None = None) -> dict[str, float | None]:
-    """``FINALS`` and the step of collapse of one run; None where it did not measure.
-
-    Args:
-        trained: accuracy of its last checkpoint, unquantized.
-    """
-    final_values: dict[str, float | None] = {TRAINED: trained}
+def finals(history: History) -> dict[str, float | None]:
+    """``FINALS`` and the step of collapse of one run; None where it did not measure."""
+    final_values: dict[str, float | None] = {}
     for name, (metric, reduce) in FINALS.items():
         value = reduce(history.series(metric)[1]) if metric in history else None
         final_values[name] = None if value is None else float(value)
@@ -175,45 +169,50 @@ def finals(history: History, trained: float | None = None) -> dict[str, float | 
     return final_values
 
 
-def spread(values: Sequence[float | None]) -> Spread | None:
-    """Mean and spread over the seeds that measured it; None where none did."""
-    measured = tuple(value for value in values if value is not None)
+def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Mean and spread over the seeds that measured it; None where none did.
+
+    ``std`` is the sample's own (n - 1), None for a single value.
+    """
+    measured = [value for value in values if value is not None]
     if not measured:
         return None
-    std = statistics.stdev(measured) if len(measured) > 1 else None
-    return Spread(statistics.fmean(measured), std, min(measured), max(measured), measured)
+    return {
+        "mean": statistics.fmean(measured),
+        "std": statistics.stdev(measured) if len(measured) > 1 else None,
+        "low": min(measured),
+        "high": max(measured),
+        "values": measured,
+    }
 
 
 def run_dir(out: Path, cell: Cell) -> Path:
     return out / "runs" / cell.name
 
 
-def trained_dir(cell: Cell, out: Path) -> Path:
+def trained_dir(out: Path, cell: Cell) -> Path:
     """Where the trained policy is evaluated."""
     return run_dir(out, cell) / "trained" / f"step_{cell.steps:06d}"
 
 
-def failures(out: Path) -> dict[str, str]:
-    """Why cells failed when they last ran, by name."""
-    path = out / FAILURES
-    reasons = read_json(path) if path.is_file() else {}
-    return {name: printable(str(reason)) for name, reason in reasons.items()}
+def failure_file(out: Path, cell: Cell) -> Path:
+    """Has the reason of a cell that failed when it last ran."""
+    return out / "logs" / f"{cell.name}.failed"
 
 
-def read_results(study: Study, out: Path, cells: Sequence[Cell] | None = None) -> list[Result]:
-    """How far each cell is; of the whole study where no cells are given."""
-    reasons = failures(out)
-    chosen = study.cells if cells is None else cells
-    return [read_result(cell, out, reasons.get(cell.name, "")) for cell in chosen]
+def read_results(study: Study, out: Path) -> list[Result]:
+    """How far each cell is."""
+    return [read_result(cell, out) for cell in study.cells]
 
 
-def read_result(cell: Cell, out: Path, reason: str = "") -> Result:
+def read_result(cell: Cell, out: Path) -> Result:
     """Read a cell's run folder.
 
     Done: all steps are measured, and the last one is evaluated where the recipe evaluates. Failed:
-    for the given reason; or the folder holds a run with other settings, or damaged metrics.
+    when it last ran; or the folder holds a run with other settings, or damaged metrics.
     """
-    folder = run_dir(out, cell)
+    folder, failed = run_dir(out, cell), failure_file(out, cell)
+    reason = printable(failed.read_text(encoding="utf-8")) if failed.is_file() else ""
     metrics = folder / METRICS_FILE
     if not metrics.is_file() or b"\n" not in metrics.read_bytes():
         return Result(cell, reason=reason)
@@ -233,7 +232,7 @@ def read_result(cell: Cell, out: Path, reason: str = "") -> Result:
         if "eval/accuracy" in history:
             measured = history.series("eval/accuracy")[0][-1]
     trained = None
-    results = trained_dir(cell, out) / "results.json"
+    results = trained_dir(out, cell) / "results.json"
     if results.is_file():
         trained = read_json(results)["benchmarks"][BENCHMARK]["greedy"]["accuracy"]
     return Result(cell, history, bool(measured >= cell.steps), reason, trained)
@@ -242,89 +241,68 @@ def read_result(cell: Cell, out: Path, reason: str = "") -> Result:
 def groups(study: Study, results: Sequence[Result]) -> list[Group]:
     """By scheme, unquantized first, then by method in the order of the study file."""
     schemes = dict.fromkeys(["none", *study.settings.schemes])
-    for method in study.methods.values():
-        schemes |= dict.fromkeys(method.schemes)
-    all_groups = []
+    schemes |= dict.fromkeys(result.cell.scheme for result in results)
+    ordered = []
     for scheme in schemes:
         for name, method in study.methods.items():
-            if scheme not in method.schemes:
-                continue
-            planned, histories, runs = [], {}, []
-            for result in results:
-                if (result.cell.method, result.cell.scheme) != (name, scheme):
-                    continue
-                planned.append(result.cell)
-                if result.done and result.history is not None:
-                    histories[result.cell.seed] = result.history
-                    runs.append(result.finals)
-            totals = {}
-            for total in (TRAINED, *FINALS, "collapse_step"):
-                totals[total] = spread([run[total] for run in runs])
-            all_groups.append(Group(name, method, scheme, tuple(planned), histories, totals))
-    return all_groups
-
-
-# study.json
+            members = [r for r in results if (r.cell.scheme, r.cell.method) == (scheme, name)]
+            if members:
+                ordered.append(Group(name, method, scheme, tuple(members)))
+    return ordered
 
 
 def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
-    """The numbers behind tables and pictures, with the settings that gave them."""
-    group_documents = {}
+    """study.json: the numbers behind tables and pictures, with the settings that gave them."""
+    runs, of_groups = {}, {}
+    for result in results:
+        document = {
+            "state": result.state,
+            "reason": result.reason,
+            "step": result.step,
+            "overrides": list(result.cell.overrides),
+        }
+        runs[result.cell.name] = document | (result.finals if result.done else {})
     for group in groups(study, results):
-        document: dict[str, Any] = {"planned": len(group.cells), "done": len(group.histories)}
-        for name, total in group.totals.items():
-            document[name] = asdict(total) if total else None
-        group_documents[f"{group.name},{group.scheme}"] = document
+        counts = {"planned": len(group.results), "done": len(group.done)}
+        of_groups[f"{group.name},{group.scheme}"] = counts | group.totals()
     return {
         "study": study.title,
         "name": study.file.stem,
         "version": __version__,
         "recipe": study.resolved(),
         "methods": {name: asdict(method) for name, method in study.methods.items()},
-        "runs": {result.cell.name: _run(result) for result in results},
-        "groups": group_documents,
+        "runs": runs,
+        "groups": of_groups,
     }
 
-
-def _run(result: Result) -> dict[str, Any]:
-    document = {
-        "state": result.state,
-        "reason": result.reason,
-        "step": result.step,
-        "overrides": list(result.cell.overrides),
-    }
-    return document | result.finals if result.done else document
-
-
-# study.md
 
 NOTHING = "–"
 
 
 def row(group: Group) -> dict[str, str]:
-    """A line of the table, by heading."""
-    totals = group.totals
+    """A line of the table in study.md, by heading."""
+    totals = group.totals()
 
     def mean(name: str, text: Callable[[float], str] = number) -> str:
-        return NOTHING if (total := totals[name]) is None else text(total.mean)
+        return NOTHING if (total := totals[name]) is None else text(total["mean"])
 
     def accuracy(name: str) -> str:
         if (total := totals[name]) is None:
             return NOTHING
-        text = f"{100 * total.mean:.1f}"
-        return text if total.std is None else f"{text} ± {100 * total.std:.1f}"
+        text = f"{100 * total['mean']:.1f}"
+        return text if total["std"] is None else f"{text} ± {100 * total['std']:.1f}"
 
     rho = totals["rho_max"]
-    done, planned = len(group.histories), len(group.cells)
+    done, planned = len(group.done), len(group.results)
     return {
         "Method": group.method.label,
         "Rollouts": group.precision,
         "Trained policy, %": accuracy(TRAINED),
         "Accuracy, %": accuracy("accuracy"),
         "Best, %": accuracy("accuracy_best"),
-        "Collapsed": _collapse(group),
+        "Collapsed": _collapse(done, totals["collapse_step"]),
         "KL": mean("kl_mean"),
-        "Max ρ": number(rho.high) if rho else NOTHING,
+        "Max ρ": number(rho["high"]) if rho else NOTHING,
         "Clipped": mean("clip_fraction", percent),
         "Code flips": mean("code_flip_rate", percent),
         "Update, Eq. 13": mean("weight_update"),
@@ -334,16 +312,13 @@ def row(group: Group) -> dict[str, str]:
     }
 
 
-def _collapse(group: Group) -> str:
+def _collapse(done: int, steps: dict[str, Any] | None) -> str:
     """ "2 of 3, steps 41 to 47"; a run that did not collapse has no step."""
-    if not group.histories:
-        return NOTHING
-    collapses = group.totals["collapse_step"]
-    if collapses is None:
-        return f"0 of {len(group.histories)}"
-    low, high = int(collapses.low), int(collapses.high)
-    steps = f"step {low}" if low == high else f"steps {low} to {high}"
-    return f"{len(collapses.values)} of {len(group.histories)}, {steps}"
+    if steps is None:
+        return f"0 of {done}" if done else NOTHING
+    low, high = int(steps["low"]), int(steps["high"])
+    when = f"step {low}" if low == high else f"steps {low} to {high}"
+    return f"{len(steps['values'])} of {done}, {when}"
 
 
 NOTE = f"""\
@@ -366,10 +341,7 @@ time of a step is the median of all but the first."""
 def table(groups: Sequence[Group]) -> str:
     """The table in Markdown, a line for each group, without columns that no run has measured."""
     lines = [row(group) for group in groups]
-    headings = []
-    for heading in lines[0]:
-        if any(line[heading] != NOTHING for line in lines):
-            headings.append(heading)
+    headings = [name for name in lines[0] if any(line[name] != NOTHING for line in lines)]
     cells = [headings]
     for line in lines:
         cells.append([_one_line(line[heading]) for heading in headings])
@@ -388,8 +360,7 @@ def page(
     if pictures:
         parts += [
             "## Curves (the paper's Figures 2, 3 and 9)",
-            "Mean over seeds, smoothed, on the band from the lowest to the highest seed; for the "
-            "largest ratio,\non each seed's own values.",
+            "Mean over seeds, smoothed, on the band from the lowest to the highest seed.",
         ]
         parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures]
     if failed:
@@ -416,8 +387,8 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
     from qurl_megatron.evaluation.pictures import pictures  # matplotlib
 
     results = read_results(study, out)
-    finished_groups = groups(study, results)
-    images = pictures(finished_groups)
+    all_groups = groups(study, results)
+    images = pictures(all_groups)
     for name, image in images.items():
         write_whole(out / name, image)
     path = out / "study.json"
@@ -426,8 +397,7 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
     document = to_json(study, results)
     if environment is not None:
         document["environment"] = dict(environment)
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    write_whole(path, text)
+    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False))
     path = out / "study.md"
-    write_whole(path, page(study, results, finished_groups, list(images)))
+    write_whole(path, page(study, results, all_groups, list(images)))
     return path

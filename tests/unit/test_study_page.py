@@ -53,7 +53,7 @@ def trained_percent(group: str) -> list[float]:
 
 def mean_and_spread(percents: list[float]) -> str:
     values = spread(percents)
-    return f"{values.mean:.1f} ± {values.std:.1f}"
+    return f"{values['mean']:.1f} ± {values['std']:.1f}"
 
 
 def rolled_out(group: str) -> str:
