@@ -26,29 +26,76 @@ FOR_OWN_ENGINES = ("backend", "engines", "tensor", "scheme")  # options that --u
 
 
 @dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Defaults of the options: these values, or a run's recipe."""
+class EvaluationPlan:
+    """One model's evaluation. Until the options are read: their defaults, or a run's recipe."""
 
     run: Path | None = None  # whose recipe it is
-    model: Path | None = None
+    model: Path = Path()
     start: Path | None = None  # the model that the run began with
     prompt_key: str = ""
     answer_key: str = ""
     scheme: str = "none"
     dtype: str = "bfloat16"
     chat: bool = False
+    suffix: str = ""
     top_p: float = 0.95
+    seed: int = 0
     rollout: RolloutConfig = field(
         default_factory=lambda: RolloutConfig(temperature=0.6, max_new_tokens=4096)
     )
     reward: RewardConfig = field(
         default_factory=lambda: RewardConfig(workers=len(os.sched_getaffinity(0)))
     )
+    reward_key: str = "--reward"  # the recipe's section, or the option that names the reward
+    out: Path = Path("runs/eval")
+
+    @property
+    def responses(self) -> dict[str, int]:
+        """Responses to each problem, by mode."""
+        k = self.rollout.samples_per_prompt
+        return {"greedy": 1, "sampled": k} if k > 1 else {"greedy": 1}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything the answers depend on, except the engines and the problems."""
+        settings = {
+            "k": self.rollout.samples_per_prompt,
+            "temperature": self.rollout.temperature,
+            "top_p": self.top_p,
+            "max_new_tokens": self.rollout.max_new_tokens,
+            "seed": self.seed,
+            "chat": self.chat,
+            "suffix": self.suffix,
+            "reward": self.reward.described,
+        }
+        if self.reward.failed:
+            settings["failed"] = self.reward.failed
+        if self.rollout.environment:
+            settings["environment"] = self.rollout.environment
+            settings["max_turns"] = self.rollout.max_turns
+        from qurl_megatron.rewards.own_code import checksums, named_code
+
+        own_code = named_code(self.reward, self.rollout)
+        for key, checksum in checksums(own_code).items():
+            settings[f"code of {own_code[key]}"] = checksum
+        if not self.rollout.urls:  # running engines report their own weights
+            settings["backend"] = self.rollout.backend
+            settings |= {"scheme": self.scheme, "dtype": self.dtype}
+            settings["model_files"] = _files(find_torch_dist(self.model) or self.model)
+        return settings
+
+    @property
+    def context(self) -> float:
+        """Tokens that the model takes, as far as its config says."""
+        folder = description_of(self.model)
+        if not (folder / "config.json").is_file():  # a tokenizer alone, for engines that run
+            return math.inf
+        return read_config(folder).get("max_position_embeddings") or math.inf
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; those left out are None, for a run's recipe to fill in."""
-    plain = Defaults()
+    plain = EvaluationPlan()
     parser.add_argument(
         "benchmarks",
         type=Path,
@@ -152,7 +199,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-def _settings_of(run_dir: Path, step: int | None) -> Defaults:
+def _settings_of(run_dir: Path, step: int | None) -> EvaluationPlan:
     """An evaluation's settings from a run's recipe, and its checkpoint.
 
     Args:
@@ -178,7 +225,7 @@ def _settings_of(run_dir: Path, step: int | None) -> Defaults:
         )
     chosen = by_step[max(by_step) if step is None else step]
     config = load(run_dir / RECIPE)
-    return Defaults(
+    return EvaluationPlan(
         run=run_dir,
         model=chosen,
         start=Path(config.model.path),
@@ -190,88 +237,28 @@ def _settings_of(run_dir: Path, step: int | None) -> Defaults:
         top_p=1.0,  # the recipe's policy, all of it
         rollout=config.rollout,
         reward=config.reward,
+        reward_key="reward",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationPlan:
-    """One model's evaluation, every option decided."""
-
-    model: Path
-    rollout: RolloutConfig
-    scheme: str
-    dtype: str
-    top_p: float
-    seed: int
-    chat: bool
-    suffix: str
-    reward: RewardConfig
-    reward_key: str  # the recipe's section, or the option that names the reward
-    out: Path
-
-    @property
-    def responses(self) -> dict[str, int]:
-        """Responses to each problem, by mode."""
-        k = self.rollout.samples_per_prompt
-        return {"greedy": 1, "sampled": k} if k > 1 else {"greedy": 1}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Everything the answers depend on, except the engines and the problems."""
-        settings = {
-            "k": self.rollout.samples_per_prompt,
-            "temperature": self.rollout.temperature,
-            "top_p": self.top_p,
-            "max_new_tokens": self.rollout.max_new_tokens,
-            "seed": self.seed,
-            "chat": self.chat,
-            "suffix": self.suffix,
-            "reward": self.reward.described,
-        }
-        if self.reward.failed:
-            settings["failed"] = self.reward.failed
-        if self.rollout.environment:
-            settings["environment"] = self.rollout.environment
-            settings["max_turns"] = self.rollout.max_turns
-        from qurl_megatron.rewards.own_code import checksums, named_code
-
-        own_code = named_code(self.reward, self.rollout)
-        for key, checksum in checksums(own_code).items():
-            settings[f"code of {own_code[key]}"] = checksum
-        if not self.rollout.urls:  # running engines report their own weights
-            settings["backend"] = self.rollout.backend
-            settings |= {"scheme": self.scheme, "dtype": self.dtype}
-            settings["model_files"] = _files(find_torch_dist(self.model) or self.model)
-        return settings
-
-    @property
-    def context(self) -> float:
-        """Tokens that the model takes, as far as its config says."""
-        folder = description_of(self.model)
-        if not (folder / "config.json").is_file():  # a tokenizer alone, for engines that run
-            return math.inf
-        return read_config(folder).get("max_position_embeddings") or math.inf
-
-
-def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[EvaluationPlan]:
+def make_plans(arguments: argparse.Namespace, defaults: EvaluationPlan) -> list[EvaluationPlan]:
     """Return one plan; with --before, first the one of the model that the run began with.
 
     Raises:
         ConfigError: options are impossible, or do not go together.
     """
     model = arguments.model or defaults.model
-    if model is None:
+    if model == Path() and not arguments.model:
         raise ConfigError("qurl eval needs --model, or --run")
     if arguments.model and arguments.step is not None:
         raise ConfigError("--step names a checkpoint of --run, and --model another model; give one")
     if not model.is_dir():
         raise ConfigError(f"--model {model} is not a folder; name a checkpoint")
+    folder = defaults.out
+    if defaults.run and not arguments.model:
+        folder = defaults.run / "eval"
     if not arguments.before:
-        folder = Path("runs/eval")
-        if defaults.run and not arguments.model:
-            folder = defaults.run / "eval"
-        out = arguments.out or folder / model.resolve().name
-        return [_plan(arguments, defaults, model, out)]
+        return [_plan(arguments, defaults, model, arguments.out or folder / model.resolve().name)]
     start = defaults.start
     if arguments.model or arguments.urls:
         raise ConfigError("--before evaluates two models of --run; leave --model and --url out")
@@ -280,37 +267,31 @@ def make_plans(arguments: argparse.Namespace, defaults: Defaults) -> list[Evalua
             f"--before: the run began with model.path={start}, which is not a folder (any more); "
             "put that model back, or evaluate another with --model"
         )
-    assert defaults.run is not None, "--before is of a run"
-    out = arguments.out or defaults.run / "eval"
-    first = _plan(arguments, defaults, start, out / "start")
-    return [first, _plan(arguments, defaults, model, out / model.name)]
+    folder = arguments.out or folder
+    first = _plan(arguments, defaults, start, folder / "start")
+    return [first, _plan(arguments, defaults, model, folder / model.name)]
 
 
 def _plan(
-    arguments: argparse.Namespace, defaults: Defaults, model: Path, out: Path
+    arguments: argparse.Namespace, defaults: EvaluationPlan, model: Path, out: Path
 ) -> EvaluationPlan:
-    rollout = _rollout(arguments, defaults.rollout)
-    top_p = defaults.top_p if arguments.top_p is None else arguments.top_p
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"--top-p must lie in (0, 1], got {top_p:g}")
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed must be 0 or more, got {arguments.seed}")
-    reward, reward_key = defaults.reward, "reward" if defaults.run else "--reward"
+    options = {}
+    for name in ("prompt_key", "answer_key", "dtype", "chat", "suffix", "top_p", "seed"):
+        if (value := getattr(arguments, name)) is not None:
+            options[name] = value
     if arguments.reward is not None:
-        reward, reward_key = _reward(arguments.reward, defaults.reward), "--reward"
-    return EvaluationPlan(
-        model=model,
-        rollout=rollout,
-        scheme="" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model),
-        dtype=arguments.dtype or defaults.dtype,
-        top_p=top_p,
-        seed=arguments.seed,
-        chat=defaults.chat if arguments.chat is None else arguments.chat,
-        suffix=arguments.suffix,
-        reward=reward,
-        reward_key=reward_key,
-        out=out,
+        reward = _reward(arguments.reward, defaults.reward)
+        options |= {"reward": reward, "reward_key": "--reward"}
+    rollout = _rollout(arguments, defaults.rollout)
+    scheme = "" if rollout.urls else _scheme(arguments.scheme, defaults, rollout.backend, model)
+    plan = dataclasses.replace(
+        defaults, **options, model=model, rollout=rollout, scheme=scheme, out=out
     )
+    if not 0 < plan.top_p <= 1:
+        raise ConfigError(f"--top-p must lie in (0, 1], got {plan.top_p:g}")
+    if plan.seed < 0:
+        raise ConfigError(f"--seed must be 0 or more, got {plan.seed}")
+    return plan
 
 
 def _reward(option: str, base: RewardConfig) -> RewardConfig:
@@ -370,7 +351,7 @@ def _rollout(arguments: argparse.Namespace, base: RolloutConfig) -> RolloutConfi
     )
 
 
-def _scheme(option: str | None, defaults: Defaults, backend: str, model: Path) -> str:
+def _scheme(option: str | None, defaults: EvaluationPlan, backend: str, model: Path) -> str:
     """The number format of engines that are started here.
 
     Raises:
@@ -395,7 +376,7 @@ def _scheme(option: str | None, defaults: Defaults, backend: str, model: Path) -
         raise ConfigError(f"SGLang cannot load the Megatron checkpoint {model}; {convert}")
     config = read_config(description_of(model))
     stored = config.get("quantization_config")
-    if option is None and defaults.model is None:  # any format that SGLang knows
+    if option is None and defaults.run is None:  # any format that SGLang knows
         return stored.get("quant_method", "unknown") if stored else "none"
     quantization = read_quantization(config)
     model_scheme = quantization[0] if quantization else "none"

@@ -39,7 +39,7 @@ from qurl_megatron.evaluation.benchmarks import (
     tally_of,
     with_prompts,
 )
-from qurl_megatron.evaluation.eval_plan import Defaults, EvaluationPlan, make_plans
+from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plans
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
@@ -61,14 +61,16 @@ ATTEMPTS = 3  # at a batch whose engines have all failed
 PROGRESS_S = 10.0  # between two lines of progress
 
 
-def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) -> int:
+def evaluate(arguments: argparse.Namespace, defaults: EvaluationPlan | None = None) -> int:
     """Answer the benchmarks, write the results and print the table.
+
+    Args:
+        defaults: of a run's recipe.
 
     Raises:
         ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
     """
-    defaults = defaults or Defaults()
-    plans = make_plans(arguments, defaults)
+    plans = make_plans(arguments, defaults or EvaluationPlan())
     last = plans[-1]  # the plans differ by their model alone
     refuse_not_installed(last.rollout)
     if last.scheme in ROLLOUT and (simulated := simulation(last.scheme, "--scheme ")):
@@ -77,8 +79,8 @@ def evaluate(arguments: argparse.Namespace, defaults: Defaults | None = None) ->
     check_environment(last.rollout)
     benchmarks = read_benchmarks(
         arguments.benchmarks,
-        prompt_key=arguments.prompt_key or defaults.prompt_key,
-        answer_key=arguments.answer_key or defaults.answer_key,
+        prompt_key=last.prompt_key,
+        answer_key=last.answer_key,
         answers=bool(last.reward.kind),
     )
     for benchmark in benchmarks:
@@ -306,13 +308,9 @@ class Evaluator:
             EngineError: no engine is left, or none can answer; earlier answers are in the file.
             ConfigError, RewardDown: no new answer has a score.
         """
-        engines = self.fleet.serving()
-        batch = math.inf
-        if all(engine.kind.repeats for engine in engines):
-            batch = BATCH * len(engines)
         before = set(file.answers)
-        for mode in self.plan.responses:
-            _Round(self, benchmark, file, mode, batch).answer()
+        for mode, each in self.plan.responses.items():
+            _Round(self, benchmark, file, mode, each).answer()
         new = [answer for answer in file.every if answer.key not in before]
         scorer = self.plan.reward.setting
         if self.plan.reward_key.startswith("--"):
@@ -332,54 +330,53 @@ class _Round:
     benchmark: Benchmark
     file: AnswerFile
     mode: str
-    batch: float  # responses that embedded engines are asked for at once; infinite for others
+    each: int  # responses to a problem
     last_progress: float = 0.0
 
     def answer(self) -> None:
-        prompts = self.benchmark.prompts
-        if self.batch == math.inf:
-            self._answer_batch(prompts)
+        prompts, engines = self.benchmark.prompts, self.evaluator.fleet.serving()
+        if not all(engine.kind.repeats for engine in engines):
+            self._answer_batch(prompts, self._hand_over)
             return
-        size = max(1, int(self.batch) // self.evaluator.plan.responses[self.mode])
+        size = max(1, BATCH * len(engines) // self.each)
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
             if self._missing(batch):  # what was written of it goes: it is not whole
                 self.file.forget({(self.mode, prompt.index) for prompt in batch})
-            self._answer_batch(batch)
+            self._answer_batch(batch, self._at_once)
 
     def _missing(self, batch: Sequence[Prompt]) -> list[Prompt]:
         return [prompt for prompt in batch if (self.mode, prompt.index) not in self.file.answers]
 
-    def _answer_batch(self, batch: Sequence[Prompt]) -> None:
+    def _answer_batch(
+        self, batch: Sequence[Prompt], generate: Callable[[Sequence[Prompt]], None]
+    ) -> None:
         """Generate until each problem has all its responses, waiting for engines that restart."""
-        attempts = ATTEMPTS
+        fleet, attempts = self.evaluator.fleet, ATTEMPTS
         while missing := self._missing(batch):
             try:
-                self._generate(missing)
+                generate(missing)
             except EngineError as error:
                 attempts -= 1
-                if error.ours or not attempts or not self._serving_again():
+                if error.ours or not attempts:
                     raise
+                end = time.monotonic() + IN_ALL * fleet.config.start_limit_s
+                while not fleet.serving():
+                    if not fleet.engines() or time.monotonic() > end:
+                        raise
+                    time.sleep(0.2)
 
-    def _serving_again(self) -> bool:
-        """Wait for an engine to serve again; False where none will."""
-        fleet = self.evaluator.fleet
-        end = time.monotonic() + IN_ALL * fleet.config.start_limit_s
-        while not fleet.serving():
-            if not fleet.engines() or time.monotonic() > end:
-                return False
-            time.sleep(0.2)
-        return True
-
-    def _generate(self, prompts: Sequence[Prompt]) -> None:
+    def _at_once(self, prompts: Sequence[Prompt]) -> None:
         started = time.monotonic()
-        if self.batch < math.inf:
-            samples = self._ask(prompts)
-            self._keep(samples, time.monotonic() - started)
-            return
+        samples = self._ask(prompts)
+        self._keep(samples, time.monotonic() - started)
+
+    def _hand_over(self, prompts: Sequence[Prompt]) -> None:
+        """Grade and write each problem while others are generated."""
+        started = time.monotonic()
         kept: deque[Future] = deque()
 
-        def hand_over(samples: list[Sample]) -> None:
+        def finished(samples: list[Sample]) -> None:
             nonlocal started
             if kept and kept[0].done():
                 kept.popleft().result()  # nothing more is asked once answers cannot be kept
@@ -387,9 +384,9 @@ class _Round:
             kept.append(clerk.submit(self._keep, samples, now - started))
             started = now
 
-        with ThreadPoolExecutor(1) as clerk:  # grades and writes while others are generated
+        with ThreadPoolExecutor(1) as clerk:
             try:
-                self._ask(prompts, hand_over)
+                self._ask(prompts, finished)
             finally:
                 for future in kept:
                     future.result()
@@ -413,14 +410,13 @@ class _Round:
         )
 
     def _keep(self, samples: list[Sample], seconds: float) -> None:
-        """Grade and write all responses to some problems.
+        """Grade and write all responses to some problems, and print a line now and then.
 
         Args:
             seconds: that the engines took for them.
         """
         evaluator = self.evaluator
         scored, grades = graded(samples, evaluator.rewards, evaluator.tokenizer)
-        each = evaluator.plan.responses[self.mode]
         answers = []
         for place, (sample, failure) in enumerate(zip(scored, grades.failures, strict=True)):
             index = sample.prompt.index
@@ -429,7 +425,7 @@ class _Round:
                     mode=self.mode,
                     problem=index,
                     id=self.benchmark.problems[index].id,
-                    sample=place % each,
+                    sample=place % self.each,
                     reward=sample.reward,
                     finish=sample.finish_reason,
                     tokens=sample.written_tokens,
@@ -441,17 +437,9 @@ class _Round:
                 )
             )
         self.file.add(answers)
-        self._print_progress()
-
-    def _print_progress(self) -> None:
-        """Print a line to stderr, now and then and at the end."""
-        prompts = self.benchmark.prompts
-        left = len(self._missing(prompts))
-        if time.monotonic() < self.last_progress + PROGRESS_S and left:
-            return
-        self.last_progress = time.monotonic()
-        print(
-            f"{self.benchmark.name}, {self.mode}: {len(prompts) - left} of {len(prompts)} problems",
-            file=sys.stderr,
-            flush=True,
-        )
+        total = len(self.benchmark.prompts)
+        left = len(self._missing(self.benchmark.prompts))
+        if time.monotonic() >= self.last_progress + PROGRESS_S or not left:
+            self.last_progress = time.monotonic()
+            progress = f"{self.benchmark.name}, {self.mode}: {total - left} of {total} problems"
+            print(progress, file=sys.stderr, flush=True)

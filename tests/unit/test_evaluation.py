@@ -27,7 +27,7 @@ from qurl_megatron.evaluation.benchmarks import (
     read_benchmarks,
     with_prompts,
 )
-from qurl_megatron.evaluation.eval_plan import Defaults, EvaluationPlan, add_options, make_plans
+from qurl_megatron.evaluation.eval_plan import EvaluationPlan, add_options, make_plans
 from qurl_megatron.evaluation.evaluate import evaluate
 from qurl_megatron.evaluation.results import (
     interval,
@@ -482,7 +482,7 @@ def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_
         engine.stop_every = 5
         arguments = parsed([str(bench), *options, *urls(engine)])
         for _ in range(2):  # again, when all is there already
-            assert evaluate(arguments, Defaults(model=model, rollout=rollout)) == 0
+            assert evaluate(arguments, EvaluationPlan(model=model, rollout=rollout)) == 0
             # Turns of 1 to 5 tokens: one of 5 is cut off, and nothing is said to it.
             said = capsys.readouterr().out
             assert "\n\n5 of 6 responses ended early: what the environment said next did" in said
@@ -505,11 +505,11 @@ def test_a_default_length_leaves_room_for_the_longest_prompt(bench, model, tmp_p
 
 def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_path):
     shutil.copytree(model, tmp_path / "step_000004")
-    theirs = Defaults(
+    theirs = EvaluationPlan(
         run=tmp_path / "run", model=tmp_path / "step_000004", start=model, scheme="int8"
     )
 
-    def planned(*options: str, theirs: Defaults = theirs):
+    def planned(*options: str, theirs: EvaluationPlan = theirs):
         return make_plans(parsed([str(bench), "--k", "2", *options]), theirs)
 
     first, second = planned("--before", "--backend", "embedded")
@@ -528,7 +528,9 @@ def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_p
 
 
 def plan_of(bench: Path, folder: Path, *options: str, **theirs: Any) -> EvaluationPlan:
-    [plan] = make_plans(parsed([str(bench), "--model", str(folder), *options]), Defaults(**theirs))
+    [plan] = make_plans(
+        parsed([str(bench), "--model", str(folder), *options]), EvaluationPlan(**theirs)
+    )
     return plan
 
 
@@ -559,7 +561,7 @@ def test_a_quantized_folder_is_evaluated_as_it_is(bench, model, tmp_path):
 
 def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model, tmp_path, capsys):
     shutil.copytree(model, tmp_path / "step_000004")
-    theirs = Defaults(run=tmp_path, model=tmp_path / "step_000004", start=model)
+    theirs = EvaluationPlan(run=tmp_path, model=tmp_path / "step_000004", start=model)
     arguments = parsed([str(bench), "--before", "--max-new-tokens", "4", "--k", "2"])
     before, _ = make_plans(arguments, theirs)
     before.out.mkdir(parents=True)
