@@ -37,9 +37,9 @@ from benchmarks.quantize import switched
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.algo import objective, token_log_probs
 from qurl_megatron.bench.command import count
-from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress, yardstick
+from qurl_megatron.bench.rollout_engines import config_of
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.launch import launch

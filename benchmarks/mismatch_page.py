@@ -22,8 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.bench.environment import environment
-from qurl_megatron.evaluation.plan import MISMATCH
+from qurl_megatron.bench.record import environment
 from qurl_megatron.evaluation.study_results import NOTHING
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
@@ -36,6 +35,12 @@ NAMES = "mismatch_*.json"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 LOSS = "Correct the loss"
 """The family whose members change nothing that is measured here but time: one row holds them."""
+FAMILIES = {
+    LOSS: ("naive", "proximal", "decoupled", "tis", "acr", "icepop", "rejection"),
+    "Shape the weights": ("uaq", "stochastic", "dithered"),
+    "Align the forward": ("align_weights", "align_full"),
+}
+"""Methods of the studies, by the heading under which the page lists them."""
 
 Row = Mapping[str, Any]
 
@@ -59,7 +64,7 @@ def record(
     """What is kept of a study.json: rows without curves, and where they were measured.
 
     Args:
-        here: ``bench.environment`` of this machine, in place of that of a study that names none;
+        here: ``environment`` of this machine, in place of that of a study that names none;
             ``measured_there`` is false then, and nobody knows the commit.
         times: the study.json that the seconds of a step are of; None for ``told`` itself.
 
@@ -76,14 +81,13 @@ def record(
     rows = [
         {
             "scheme": scheme,
-            "family": told["methods"][method]["family"],
+            "family": next((f for f, members in FAMILIES.items() if method in members), ""),
             "label": told["methods"][method]["label"],
             "runs": group["done"],
             **{key: _taken(group[key], what) for key, what, _ in COLUMNS.values()},
             PASSED_STD: _taken(group[PASSED_STD], "mean"),
         }
         for (method, scheme), group in groups.items()
-        if MISMATCH in told["methods"][method]["tables"]
     ]
     return {
         "title": told["study"],

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks.harness import measure, parser_of
 from benchmarks.machine_limits import fastest
-from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import interleaved, progress
+from qurl_megatron.bench.rollout_engines import config_of
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.kit.fused import SWITCH, has_kernels_for
 from qurl_megatron.quant import quantize

@@ -15,10 +15,15 @@ from pathlib import Path
 
 import torch
 
-from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.repeats import Repeats, interleaved, progress
-from qurl_megatron.bench.rollout_engines import StartedEngine, Version, model_folder, started
+from qurl_megatron.bench.rollout_engines import (
+    StartedEngine,
+    Version,
+    config_of,
+    model_folder,
+    started,
+)
 from qurl_megatron.bench.rollout_load import LoadOutcome, drive, groups, long_tailed
 from qurl_megatron.config import RolloutConfig
 from qurl_megatron.fleet.client import EngineError

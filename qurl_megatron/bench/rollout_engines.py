@@ -1,7 +1,10 @@
-"""Engines to put a load on, started here with a model of a scheme.
+"""Models of a benchmark, and engines to put a load on, started here with one of them.
 
-They are a trainer's: brought to every version by the fleet. A version is as the trainer would
-publish it: quantized, in the engines' own layout, checked and named. It is written once and
+``--model`` is a shape of the table below, a folder of ``launch/models`` or any other folder with a
+config.json. Where no weights are at hand random ones do: their values change no bytes and no times.
+
+The engines are a trainer's: brought to every version by the fleet. A version is as the trainer
+would publish it: quantized, in the engines' own layout, checked and named. It is written once and
 published under ever new numbers, since engines do not care whether weights have changed.
 """
 
@@ -10,16 +13,29 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from qurl_megatron.bench.random_model import config_of, write_random
-from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint, read_tensors
+import torch
+
+from qurl_megatron.checkpoints.huggingface import TensorSpec, write_safetensors
+from qurl_megatron.checkpoints.ops import hf_shapes
+from qurl_megatron.checkpoints.places import SINGLE
+from qurl_megatron.checkpoints.source import (
+    Checkpoint,
+    open_checkpoint,
+    read_tensors,
+    write_json,
+)
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.engines.embedded.decoder import DTYPES
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.shipped import ROOT
 from qurl_megatron.publish.update import BlobsFor, Update
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import stored
+from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Blob
@@ -27,6 +43,71 @@ from qurl_megatron.wire.message import Blob
 BUCKET = 256 << 20  # bytes
 IDENTITY = ("version", "engine", "tp_size", "scheme", "quantization", "dtype", "device", "threads")
 """Facts in ``/server_info`` that a record keeps."""
+
+# Layers, hidden, heads, KV heads, intermediate, vocabulary; 0.5B and 1.5B are Qwen2.5's own.
+SIZES = {
+    "tiny": (1, 64, 4, 2, 128, 256),
+    "h1024": (8, 1024, 16, 4, 2816, 128),
+    "0.5B": (24, 896, 14, 2, 4864, 151936),
+    "1.5B": (28, 1536, 12, 2, 8960, 151936),
+    "7B": (28, 3584, 28, 4, 18944, 152064),
+    "14B": (48, 5120, 40, 8, 13824, 152064),
+    "32B": (64, 5120, 40, 8, 27648, 152064),
+}
+UNTIED = ("h1024", "7B", "14B", "32B")  # have an output layer apart from the embedding
+MODELS = ROOT / "launch/models"
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The config.json of a shape's name, or of a folder.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if model in SIZES:
+        return qwen2(model)
+    for folder in (Path(model), MODELS / model):
+        if (folder / "config.json").is_file():
+            return read_config(folder)
+    shipped = sorted(path.name for path in MODELS.glob("*") if path.is_dir())
+    raise ConfigError(
+        f"--model {model} is neither a folder with a config.json nor a known shape; "
+        f"known: {', '.join([*SIZES, *shipped])}"
+    )
+
+
+def qwen2(size: str) -> dict[str, Any]:
+    """config.json of a shape."""
+    layers, hidden, heads, kv_heads, intermediate, vocab = SIZES[size]
+    return {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": size not in UNTIED,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_random(config: dict[str, Any], folder: Path) -> None:
+    """Write a BF16 Hugging Face folder without a tokenizer."""
+    folder.mkdir(parents=True)
+    write_json(folder / "config.json", config)
+    shapes = hf_shapes(read_arch(config))
+
+    def random(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16).mul_(0.02)
+
+    specs = [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
+    tensors = ((name, random(shape)) for name, shape in shapes.items())
+    write_safetensors(folder / SINGLE, specs, tensors)
 
 
 @dataclass(frozen=True)

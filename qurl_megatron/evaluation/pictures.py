@@ -1,7 +1,7 @@
 """The paper's Figures 2, 3 and 9 for a study: one line per method, a band over its seeds.
 
-One image per scheme for the methods, and one for the UAQ scales. Frames look as in the report of a
-run (observe.drawing); the legend stands in a frame of its own, since all of them share it.
+Two images per scheme: training, and what an update changes of the codes. Frames look as in the
+report of a run (observe.drawing); the legend stands in a frame of its own, since all share it.
 """
 
 import io
@@ -17,20 +17,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from qurl_megatron.evaluation.plan import METHODS, SCALE
 from qurl_megatron.evaluation.study_results import Group, Series
 from qurl_megatron.observe.catalogue import unit
 from qurl_megatron.observe.drawing import COLORS, STYLE, frame, smooth
 from qurl_megatron.observe.text import how_many
 
 SKY = "#56b4e9"  # of the palette of COLORS; beside its blue it marks a variant of that method
-LINES = {
-    # Unquantized first, then the paper's baselines, then ours in two blues.
-    METHODS: ("ink", "orange", "yellow", "purple", "green", SKY, "blue", "muted"),
-    # s = 1 and 1.5 as there, then the other settings.
-    SCALE: (SKY, "blue", "ink", "orange", "yellow", "purple", "green", "muted"),
-}
-"""Colours by place in the study file."""
+LINES = ("ink", "orange", "yellow", "purple", "green", SKY, "blue", "muted")
+"""Colours by place in the study file: unquantized first, then the paper's baselines, then ours."""
 
 COLUMNS = 2
 
@@ -62,15 +56,15 @@ KL = Panel(
     log=True,
     decades=3,
 )
-PANELS = {
-    METHODS: (
+PICTURES = {
+    "training": (
         Panel("Reward (Fig. 2 a)", ("reward/mean",)),
         ACCURACY,
         CLIPPED,
         KL,
         Panel("Largest probability ratio (Fig. 3 b)", ("rollout/rho_max",), log=True),
     ),
-    SCALE: (
+    "updates": (
         ACCURACY,
         CLIPPED,
         Panel("Codes changed per step (Fig. 4 a)", ("quant/code_flip_rate",)),
@@ -97,20 +91,19 @@ def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
     """PNG images by name, of all groups that have finished runs."""
     drawn = {}
     for scheme in dict.fromkeys(group.scheme for group in groups if group.scheme != "none"):
-        # Unquantized training is the line to reach in each of them.
-        groups_of_scheme = [group for group in groups if group.scheme in ("none", scheme)]
-        for name, table in (("training", METHODS), ("scale", SCALE)):
-            chosen = [group for group in groups_of_scheme if table in group.method.tables]
-            if any(group.done for group in chosen if group.scheme == scheme):
-                drawn[f"{name}_{scheme}.png"] = _png(PANELS[table], chosen, LINES[table])
+        if any(group.done for group in groups if group.scheme == scheme):
+            # Unquantized training is the line to reach in each of them.
+            chosen = [group for group in groups if group.scheme in ("none", scheme)]
+            for name, panels in PICTURES.items():
+                drawn[f"{name}_{scheme}.png"] = _png(panels, chosen)
     return drawn
 
 
-def _png(panels: Sequence[Panel], groups: Sequence[Group], lines: Sequence[str]) -> bytes:
+def _png(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
     # By place, so that a method keeps its colour while those before it are not finished.
     colors = {}
     for place, group in enumerate(groups):
-        color = lines[place % len(lines)]
+        color = LINES[place % len(LINES)]
         colors[group.name] = COLORS.get(color, color)
     groups = [group for group in groups if group.done]
     drawable = []

@@ -20,13 +20,12 @@ from qurl_megatron.config.load import build, read_tables
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import shipped, shipped_names
 
-METHODS, SCALE, MISMATCH = TABLES = ("methods", "scale", "mismatch")
 NAME = re.compile(r"[\w.+-]+")  # goes into file names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method: its changes to the recipe, and its place in pictures."""
+    """A method: its changes to the recipe, and its name in tables and pictures."""
 
     label: str = ""
     """Its name in tables and pictures; empty: its key."""
@@ -37,14 +36,6 @@ class Method:
     schemes: tuple[str, ...] = ()
     """Its own choice of schemes. ``false`` in the file stands for ["none"], unquantized rollouts;
     without the key it runs under all schemes of the study."""
-
-    tables: tuple[str, ...] = (METHODS,)
-    """Where else it is shown, beside the table of results: "methods" draws it among objectives
-    (the paper's Figures 2 and 3), "scale" among UAQ factors and learning rates (Figure 9),
-    "mismatch" lists it in docs/mismatch.md."""
-
-    family: str = ""
-    """For "mismatch": the heading under which docs/mismatch.md lists the method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +155,6 @@ def _method(name: str, settings: Settings) -> Method:
         bool(method.schemes),
         f"methods.{name}.schemes is empty; leave it out for all schemes, or set it to false for "
         "unquantized rollouts",
-    )
-    require(
-        set(method.tables) <= set(TABLES),
-        f"methods.{name}.tables must be among {', '.join(TABLES)}, got {list(method.tables)}",
     )
     return method
 

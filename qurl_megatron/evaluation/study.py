@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qurl_megatron.bench.environment import environment
+from qurl_megatron.bench.record import environment
 from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.evaluation.plan import Cell, Study, read_study
 from qurl_megatron.evaluation.study_results import (

@@ -381,7 +381,7 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
     """Write OUT/study.json, OUT/study.md and the pictures; returns the path of study.md.
 
     Args:
-        environment: ``bench.environment`` where runs have been made now; None keeps the one that
+        environment: ``environment`` where runs have been made now; None keeps the one that
             study.json has of earlier runs.
     """
     from qurl_megatron.evaluation.pictures import pictures  # matplotlib

@@ -18,7 +18,6 @@ label = "RL, unquantized"
 schemes = false
 [methods.acr]
 label = "QuRL"
-tables = ["methods", "scale"]
 """
 
 
@@ -37,7 +36,7 @@ def test_two_cells_run_and_are_drawn_and_a_second_start_finds_them_done(tmp_path
     assert None not in (coarse["accuracy"], coarse["weight_update"], coarse["weight_error"])
     # What the study is about: at four bits the two policies differ, unquantized they are one.
     assert plain["kl"] < 1e-6 < 1e-4 < coarse["kl"]
-    assert {path.name for path in out.glob("*.png")} == {"training_int4.png", "scale_int4.png"}
+    assert {path.name for path in out.glob("*.png")} == {"training_int4.png", "updates_int4.png"}
     text = " ".join((out / "study.md").read_text().split())
     assert "| RL, unquantized | FP32 |" in text and "| QuRL | INT4, simulated |" in text
 

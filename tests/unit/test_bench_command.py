@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks.harness import read
 from qurl_megatron import cli
-from qurl_megatron.bench import random_model, step
+from qurl_megatron.bench import rollout_engines, step
 from qurl_megatron.bench.command import BENCHMARKS
-from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.record import Case, Figure
+from qurl_megatron.bench.rollout_engines import config_of
 from qurl_megatron.kit.errors import ConfigError
 
 
@@ -76,4 +76,4 @@ def test_shapes_are_those_of_the_models_that_ship():
         ours, theirs = config_of(size), config_of(folder)
         for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"):
             assert ours[key] == theirs[key], (size, key)
-    assert set(random_model.UNTIED) < set(random_model.SIZES)
+    assert set(rollout_engines.UNTIED) < set(rollout_engines.SIZES)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import machine_limits
-from qurl_megatron.bench import environment, repeats
+from qurl_megatron.bench import record, repeats
 from qurl_megatron.bench.repeats import Repeats, interleaved
 
 
@@ -45,9 +45,9 @@ def test_a_machine_that_others_use_is_a_reason_and_one_burst_is_not(monkeypatch)
 
 def test_the_yardstick_is_short_remembers_the_shortest_and_needs_no_torch():
     code = (
-        "import sys; from qurl_megatron.bench import repeats, environment\n"
+        "import sys; from qurl_megatron.bench import repeats, record\n"
         "seconds = repeats.yardstick(); assert 0 < repeats._Shortest.seconds == seconds < 1\n"
-        "environment.environment(); assert 'torch' not in sys.modules"
+        "record.environment(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -59,15 +59,15 @@ def git(folder, *words: str) -> str:
 
 
 def test_a_commit_with_changes_is_told_from_a_clean_one(tmp_path):
-    assert environment.commit(tmp_path) is None
+    assert record.commit(tmp_path) is None
     git(tmp_path, "init", "-q")
     (tmp_path / "a").write_text("1")
     git(tmp_path, "add", "a")
     git(tmp_path, "commit", "-qm", "a")
     head = git(tmp_path, "rev-parse", "--short=12", "HEAD")
-    assert environment.commit(tmp_path) == head
+    assert record.commit(tmp_path) == head
     (tmp_path / "a").write_text("2")
-    assert environment.commit(tmp_path) == head + "+changes"
+    assert record.commit(tmp_path) == head + "+changes"
 
 
 def test_the_limits_of_the_machine_are_above_0_however_slow_it_is(monkeypatch):

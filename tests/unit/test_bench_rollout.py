@@ -8,10 +8,9 @@ import torch
 
 from qurl_megatron.bench import rollout
 from qurl_megatron.bench.command import SCHEMES, add_rollout
-from qurl_megatron.bench.random_model import config_of
 from qurl_megatron.bench.repeats import Repeats
 from qurl_megatron.bench.rollout import Subject
-from qurl_megatron.bench.rollout_engines import Version, model_folder
+from qurl_megatron.bench.rollout_engines import Version, config_of, model_folder
 from qurl_megatron.bench.rollout_load import (
     Ask,
     LoadOutcome,

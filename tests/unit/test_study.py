@@ -61,7 +61,6 @@ overrides = ["algo.objective=proximal"]
 schemes = false
 [methods.acr]
 overrides = ["quant.uaq_scale=1.5"]
-tables = ["methods", "scale"]
 """
 CELLS = [
     "bf16-none-seed-0", "acr-int8-seed-0", "acr-int4-seed-0",
@@ -131,7 +130,6 @@ def test_every_method_runs_under_every_scheme_and_seed_and_an_unquantized_one_on
         ('"algo.obj', '"algo.bj', "methods.bf16: unknown key algo.bjective; did you mean"),
         ("seeds = [0, 1]", "seeds = [0, 0]", "seeds must be different values"),
         ("schemes = false", "schemes = []", "methods.bf16.schemes is empty"),
-        ('["methods", "scale"]', '["sclae"]', "methods.acr.tables must be among methods, scale"),
         ("[methods.acr]", '[methods."a,b"]', "methods.a,b: a method's name is of letters"),
         ("proximal", 'proximal", "quant.scheme=int8', "set quant.scheme=int8 where the study sets"),
         ('"recipe.toml"', '"other.toml"', "recipe other.toml is neither beside"),
@@ -228,7 +226,7 @@ def test_a_study_runs_its_cells_and_leaves_tables_numbers_and_pictures(drawing_r
     assert "6 of 6 runs are done. study.json has" in text
     pictures = re.findall(r"!\[[^]]*\]\((.*)\)", text)
     assert sorted(pictures) == [
-        "scale_int4.png", "scale_int8.png", "training_int4.png", "training_int8.png",
+        "training_int4.png", "training_int8.png", "updates_int4.png", "updates_int8.png",
     ]  # fmt: skip
     for name in pictures:
         assert (out / name).read_bytes().startswith(b"\x89PNG")

@@ -38,22 +38,14 @@ schemes = ["int8", "int4"]
 [methods.none]
 label = "nothing to answer"
 schemes = false
-tables = ["mismatch"]
 [methods.tis]
 label = "TIS"
-family = "Correct the loss"
 overrides = ["algo.objective=tis"]
-tables = ["mismatch", "methods"]
 [methods.acr]
 label = "ACR"
-family = "Correct the loss"
-tables = ["mismatch"]
 [methods.uaq]
 label = "UAQ"
-family = "Shape the weights"
 overrides = ["quant.uaq_scale=1.5"]
-tables = ["mismatch"]
-[methods.other]
 """
 
 
