@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-Unit = Literal["", "share", "near 1", "seconds", "name"]
-"""share: in [0, 1] and read as a percentage; near 1: the distance from 1 is the news; name: a whole
-number that counts nothing."""
+from qurl_megatron.kit.errors import CAUSES
+
+Unit = Literal["", "share", "near 1", "seconds"]
+"""share: in [0, 1] and read as a percentage; near 1: the distance from 1 is the news."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,7 @@ METRICS: dict[str, Known] = {
     "reward/mean_generated": Known("the mean with the groups that dynamic sampling dropped"),
     "reward/overlong_penalty": Known("mean that the penalty for long responses adds"),
     "reward/failed_fraction": _share("responses that got no score"),
-    "reward/timeouts": Known("responses whose scoring took too long"),
-    "reward/crashes": Known("responses whose scoring ended the worker"),
-    "reward/exceptions": Known("responses whose scoring raised"),
-    "reward/invalid": Known("responses whose score was no finite number"),
-    "reward/unanswered": Known("responses that a reward server did not answer"),
-    "reward/refused": Known("responses that a reward server answered with something else"),
-    "reward/environment": Known("responses that got no score because their environment failed"),
+    **{f"reward/{cause}": Known(f"responses whose scoring {why}") for cause, why in CAUSES.items()},
     "eval/accuracy": _share("right answers on held-out prompts"),
     "eval/reward": Known("mean reward on held-out prompts, where scores are not 0 or 1"),
     "eval/failed_fraction": _share("held-out responses that got no score"),
@@ -127,7 +122,7 @@ METRICS: dict[str, Known] = {
     "time/train": _seconds("forward, backward and optimizer"),
     "time/publish": _seconds("sending the new version to the engines"),
     "time/restart": _seconds("starting engines for unquantized weights"),
-    "sync/version": Known("version that responses should come from", "name"),
+    "sync/version": Known("version that responses should come from"),
     "sync/staleness": Known("versions between that and the oldest token"),
     "sync/quantize_s": _seconds("quantizing, on the slowest rank"),
     "sync/put_s": _seconds("handing over the bytes, on the slowest rank"),
@@ -148,11 +143,7 @@ METRICS: dict[str, Known] = {
     "sampling/surplus": Known("useful groups more than the step takes"),
     "sampling/unfilled": Known("useful groups that are missing"),
     "guard/tripped": Known("1 while a threshold is crossed for long enough"),
-    "guard/kl": Known("steps in a row beyond guard.kl_above"),
-    "guard/rho": Known("steps in a row beyond guard.rho_above"),
-    "guard/reward": Known("steps in a row below guard.reward_below"),
-    "guard/entropy_low": Known("steps in a row below guard.entropy_below"),
-    "guard/entropy_high": Known("steps in a row beyond guard.entropy_above"),
+    "guard/*": Known("steps in a row beyond this threshold of the section guard"),
 }
 
 

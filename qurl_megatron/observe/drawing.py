@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
 from scipy.ndimage import gaussian_filter1d
 
 from qurl_megatron.observe.catalogue import unit
@@ -66,12 +66,9 @@ class Picture:
     """Metrics that belong into one frame, and how to read them."""
 
     key: str
-    title: str
+    title: str  # with the paper's figure, where it has one
     lines: tuple[Line, ...]
     caption: str
-    paper: str = ""
-    """What it corresponds to in the paper, e.g. "Fig. 2 (b)"."""
-
     log: bool = False
     from_zero: bool = True
 
@@ -80,7 +77,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
     "Learning": (
         Picture(
             "reward",
-            "Reward",
+            "Reward (Fig. 2 a)",
             (
                 Line("reward/mean", "rollout reward", "blue"),
                 Line("eval/accuracy", "held-out accuracy", "orange", rings=True),
@@ -89,15 +86,13 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Mean reward of each rollout batch, sampled by the quantized policy. Rings: held-out "
             "prompts; the first one is the model before training. A line ends where other data or "
             "another reward makes a new scale.",
-            "Fig. 2 (a)",
         ),
         Picture(
             "clip",
-            "Clipped tokens",
+            "Clipped tokens (Fig. 2 b)",
             (Line("policy/clip_fraction", "clip fraction", "blue"),),
             "Share of tokens that clipping cuts off from the update. Under Eq. 3 the paper sees it "
             "climb to 1.5 % and then drop to zero as training breaks; low and steady is healthy.",
-            "Fig. 2 (b)",
         ),
         Picture(
             "length",
@@ -123,25 +118,23 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
     "Quantization gap": (
         Picture(
             "kl",
-            "KL of behaviour from proximal policy",
+            "KL of behaviour from proximal policy (Figs. 3 a, 4 b)",
             (Line("rollout/kl_k3", "k3", "blue"),),
             "How far the quantized policy that samples is from the full-precision one that trains, "
             "per token, by the estimator k3 (ρ − 1 − log ρ, which is never negative). In the paper "
             "it grows from 0.002 to 0.025 before training collapses.",
-            "Figs. 3 (a), 4 (b)",
         ),
         Picture(
             "rho_max",
-            "Largest probability ratio",
+            "Largest probability ratio (Fig. 3 b)",
             (Line("rollout/rho_max", "max ρ", "blue"),),
             "The most extreme token of each batch: proximal over behaviour probability, log scale. "
             "The paper sees up to 10⁵; the cap C keeps such a token from ruling the gradient.",
-            "Fig. 3 (b)",
             log=True,
         ),
         Picture(
             "acr",
-            "Truncated weights and ACR",
+            "Truncated weights and ACR (Eqs. 5, 9)",
             (
                 Line("rollout/truncated_weight_fraction", "weight above C", "green"),
                 Line("acr/active_fraction", "ACR active", "blue"),
@@ -150,7 +143,6 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Tokens with ρ above C, whose weight is cut to C (Eq. 5). Active: those of them whose "
             "upper clip bound ACR widens. Rescued: those that TIS would have clipped and ACR lets "
             "through.",
-            "Eqs. 5, 9",
         ),
         Picture(
             "weights",
@@ -165,16 +157,15 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
         ),
         Picture(
             "flips",
-            "Code flips",
+            "Code flips (Fig. 4 a)",
             (Line("quant/code_flip_rate", "codes changed", "blue"),),
             "Share of quantized weights whose code changed with the step. At zero, the engine "
             "samples from the same policy however much the trainer learns. A small share is not "
             "yet a frozen engine: quant/update_passed says how much of the update reaches it.",
-            "Fig. 4 (a)",
         ),
         Picture(
             "weight_change",
-            "Weight update and quantization error",
+            "Weight update and quantization error (Fig. 9)",
             (
                 Line("quant/weight_error", "error, Eq. 14", "orange"),
                 Line("quant/weight_update", "update, Eq. 13", "blue"),
@@ -182,7 +173,6 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Both squared and relative to the weights, log scale. The wider the gap, the rarer a "
             "weight reaches its next grid point, and the noisier each update arrives; a larger "
             "learning rate narrows it, and so does a larger UAQ factor s.",
-            "Fig. 9",
             log=True,
         ),
     ),
@@ -202,39 +192,35 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
         ),
         Picture(
             "throughput",
-            "Throughput",
+            "Throughput (Fig. 8)",
             (
                 Line("throughput/rollout_tokens_per_s", "rollout tokens/s", "blue"),
                 Line("throughput/train_tokens_per_s", "training tokens/s", "orange"),
             ),
             "Tokens generated per second of rollout, and tokens trained on per second of training.",
-            "Fig. 8",
         ),
     ),
 }
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A picture in a page, which writes title, legend and caption around it."""
+def drawn_sections(history: History) -> dict[str, list[tuple[Picture, str, list]]]:
+    """Return the pictures that this run can fill, by section.
 
-    picture: Picture
-    url: str
-    legend: list[tuple[Line, str]]  # with the value at the line's end
-    smoothed: bool  # a thin line shows the values as measured
-
-
-def drawn_sections(history: History) -> dict[str, list[Drawn]]:
-    """Return the pictures that this run can fill, as ``data:`` URLs of SVG files, by section."""
-    sections = {}
+    Returns:
+        Of each the ``data:`` URL of an SVG file, which the page writes title, legend and caption
+        around, and its legend: the lines with the values at their ends.
+    """
+    sections: dict[str, list[tuple[Picture, str, list]]] = {}
     for title, pictures in SECTIONS.items():
-        drawn = [_drawn(picture, history) for picture in pictures]
-        if filled := [picture for picture in drawn if picture.legend]:
-            sections[title] = filled
+        for picture in pictures:
+            url, ends = _svg(picture, history)
+            legend = [(line, reading(line.metric, values[-1])) for line, values in ends]
+            if legend:
+                sections.setdefault(title, []).append((picture, url, legend))
     return sections
 
 
-def _drawn(picture: Picture, history: History) -> Drawn:
+def _svg(picture: Picture, history: History) -> tuple[str, list[tuple[Line, np.ndarray]]]:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, facecolor=COLORS["paper"])
         # Equal margins line the frames up in the page; an automatic layout is also half the time.
@@ -243,18 +229,15 @@ def _drawn(picture: Picture, history: History) -> Drawn:
         file = io.BytesIO()
         if ends:
             figure.savefig(file, format="svg", metadata={"Date": None})
-    url = f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
-    legend = [(line, reading(line.metric, values[-1])) for line, values in ends]
-    smoothed = any(len(values) > MEASURED and not line.rings for line, values in ends)
-    return Drawn(picture, url, legend, smoothed)
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}", ends
 
 
 def draw(axes: Axes, picture: Picture, history: History) -> list[tuple[Line, np.ndarray]]:
     """Draw a picture: a smoothed line over the measured points, for each metric of the run.
 
     Returns:
-        The lines that this run has something to show for, each with the values of its newest
-        stretch as drawn, so that text can quote its end.
+        The lines that this run has something to show for, each with its values as drawn, so that
+        text can quote its end.
     """
     axes.set_facecolor("none")
     if picture.log:
@@ -334,14 +317,14 @@ def frame(axes: Axes, first: int, last: int, *, shares: bool) -> None:
 def _scale_y(axes: Axes, shares: bool) -> None:
     if axes.get_yscale() != "log":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-        axes.yaxis.set_major_formatter(FuncFormatter(_share_tick if shares else _tick))
+        percent = PercentFormatter(1.0, symbol=f"{NARROW_SPACE}%")
+        axes.yaxis.set_major_formatter(percent if shares else FuncFormatter(_tick))
         return
     low, high = axes.get_ylim()
     decades = math.log10(high / low)
     subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=7))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.minorticks_off()
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
 
 
@@ -352,7 +335,3 @@ def _tick(value: float, _position: int) -> str:
     if abs(value) >= 1e4:
         return f"{value:,.0f}".replace(",", NARROW_SPACE)
     return f"{value:g}".replace("-", MINUS)
-
-
-def _share_tick(value: float, position: int) -> str:
-    return _tick(100 * value, position) + NARROW_SPACE + "%"

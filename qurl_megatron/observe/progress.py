@@ -2,7 +2,7 @@
 
 step 12/60  reward 0.412  clip 0.3 %  k3 0.00123  flips 4.1 %  812 tok/s  2.29 s  eta 1m50s
 
-A name that does not explain itself is explained once, above the first line that has it.
+Names that do not explain themselves are explained once, above the first of them.
 """
 
 import os
@@ -66,7 +66,7 @@ class Progress:
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._intervals: deque[float] = deque(maxlen=ETA_STEPS)
-        self._explained: set[str] = set()  # names of LEGEND
+        self._explained = False
         self._step_started = clock()
         self._display: rich.progress.Progress | None = None
 
@@ -110,9 +110,10 @@ class Progress:
             if "time/step" in metrics:
                 metrics = {**metrics, "time/step": self._intervals[-1]}
         self._step_started, self.done = now, step
-        if unexplained := [name for name in LEGEND if name in metrics.keys() - self._explained]:
-            self._explained.update(unexplained)
-            self._print("; ".join(LEGEND[name] for name in unexplained), style="dim")
+        legend = [text for name, text in LEGEND.items() if name in metrics]
+        if legend and not self._explained:
+            self._explained = True
+            self._print("; ".join(legend), style="dim")
         self._print(self.line(metrics))
 
     def alarm(self, text: str) -> None:
@@ -128,18 +129,12 @@ class Progress:
             self._stream.write(line + "\n")  # one write: ranks share the log
             self._stream.flush()
 
-    @property
-    def eta_seconds(self) -> float | None:
-        """Seconds to the end at the pace of the last steps, or None before the first of them."""
-        if not self._intervals:
-            return None
-        return (self.total_steps - self.done) * sum(self._intervals) / len(self._intervals)
-
     def line(self, metrics: Mapping[str, float]) -> str:
         """The line of the step just reported."""
         readings = [show(metrics[name]) for name, show in FIELDS.items() if name in metrics]
         parts = [f"step {self.done}/{self.total_steps}", *filter(None, readings)]
-        if eta := self.eta_seconds:
+        pace = sum(self._intervals) / max(len(self._intervals), 1)
+        if eta := pace * (self.total_steps - self.done):
             parts.append(f"eta {f'{eta:.0f}s' if eta < 59.5 else duration(eta)}")
         return "  ".join(parts)
 

@@ -17,7 +17,7 @@ from qurl_megatron.observe.catalogue import METRICS, known
 from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
-from qurl_megatron.observe.text import duration, how_many, number, percent, reading
+from qurl_megatron.observe.text import duration, number, percent, reading
 from qurl_megatron.observe.timeline import HALTED, TIMELINE_FILE, TRACE_FILE, Span, read_timeline
 
 CONFIG_FILE = "config.toml"
@@ -70,7 +70,6 @@ def _rendered(**values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["printable"] = printable
     css = (folder / "report.css").read_text(encoding="utf-8")
     return printable(environment.get_template("report.html").render(css=css, **values))
 
@@ -91,9 +90,6 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
     done = history.last_step
     plural = "step" if done == 1 and not planned else "steps"
     facts.append(f"{done} of {planned} {plural}" if planned else f"{done} {plural}")
-    for name, kind in (("data/too_long", "prompt"), ("data/held_out_too_long", "held-out prompt")):
-        if left_out := int(history.last(name) or 0):
-            facts.append(f"{how_many(left_out, kind)} too long, left out")
     if share := unscored(history):
         facts.append(f"{percent(share)} of the responses unscored")
     facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
@@ -160,9 +156,9 @@ def _quotes(examples: Sequence[Example]) -> Iterator[tuple[str, str, dict[str, s
             ends = {"lowest": ranked[0], "highest": ranked[-1]}
             for end, example in list(ends.items())[: len(ranked)]:
                 texts = {
-                    "prompt": example.prompt,
-                    "response": example.response or "(empty)",
-                    "answer": example.answer,
+                    "prompt": printable(example.prompt),
+                    "response": printable(example.response) or "(empty)",
+                    "answer": printable(example.answer),
                 }
                 yield f"Step {step}, {of}, {end} reward", facts(example), texts
 
@@ -257,10 +253,6 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
             "tid": 0,
             "args": {"step": span.step},
         }
-        start, end = round(1e6 * span.start), round(1e6 * span.end)
-        if end > start:
-            events.append({**event, "ph": "b", "id": span_id, "ts": start})
-            events.append({**event, "ph": "e", "id": span_id, "ts": end})
-        else:
-            events.append({**event, "ph": "i", "s": "p", "ts": start})
+        for phase, at in (("b", span.start), ("e", span.end)):
+            events.append({**event, "ph": phase, "id": span_id, "ts": round(1e6 * at)})
     write_whole(path, json.dumps({"traceEvents": events}) + "\n")

@@ -36,14 +36,7 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
-class Step(Protocol):
-    """A line's value: it belongs to a step."""
-
-    @property
-    def step(self) -> int: ...
-
-
-T = TypeVar("T", bound=Step)
+T = TypeVar("T", bound=Any)  # has a step
 
 # What parsing raises for a line that a person, or the disk, has edited.
 _EDITED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -215,7 +208,7 @@ class TensorBoardSink:
     Written by this thread: TensorBoard's own writer has one that dies of a full disk.
     """
 
-    def __init__(self, dir: Path | str, resume_step: int | None = None) -> None:
+    def __init__(self, dir: Path | str, resume_step: int = 0) -> None:
         # A second to import.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -228,9 +221,8 @@ class TensorBoardSink:
         self._file = Growing(folder / name)
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        if resume_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(step=resume_step, session_log=start)
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(step=resume_step, session_log=start)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         value = self._summary.Summary.Value

@@ -95,6 +95,4 @@ def reading(name: str, value: float) -> str:
         return duration(value)
     if unit_name == "near 1" and abs(value - 1) < 0.5:
         return f"{value:.4f}"
-    if unit_name == "name" and math.isfinite(value):
-        return f"{value:.0f}"
     return number(value)

@@ -48,12 +48,6 @@ def test_merging_uneven_microbatches_equals_measuring_the_whole_batch():
     assert merged == pytest.approx(values(_measure(batch)), rel=1e-12)
 
 
-def test_merging_ranks_of_merged_microbatches_equals_merging_all_at_once():
-    parts = [_measure([float(n), n + 0.5]) for n in range(1, 5)]
-    by_rank = merge([merge(parts[:1]), merge(parts[1:])])
-    assert values(by_rank) == pytest.approx(values(merge(parts)))
-
-
 def test_a_mean_over_nothing_is_nan_and_disappears_in_a_merge():
     assert math.isnan(Mean(0.0, 0.0).value)
     assert merge([{"x": Mean(0.0, 0.0)}, {"x": Mean(3.0, 2.0)}])["x"].value == 1.5

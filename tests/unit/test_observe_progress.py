@@ -40,23 +40,8 @@ def test_a_log_gets_one_plain_line_per_step():
         "step 12/60  reward 0.412  clip 0.3 %  k3 0.00123  flips 4.1 %  812 tok/s  2.29 s  "
         "eta 1m50s"
     )
-    assert len(stream.getvalue().splitlines()) == 3  # one explains
-
-
-def test_names_that_do_not_explain_themselves_are_explained_once_where_they_first_appear():
-    stream = io.StringIO()
-    with Progress(3, stream=stream) as progress:
-        progress.step(1, {"rollout/kl_k3": 1e-3})
-        progress.step(2, METRICS)
-        progress.step(3, METRICS)
-    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == [
-        "k3: KL of the sampling from the trained policy, per token",
-        "step 1/3",
-        "clip: share of tokens that clipping cuts off; "
-        "flips: share of quantized weights whose code changed with the step",
-        "step 2/3",
-        "step 3/3",
-    ]
+    explained, *steps = stream.getvalue().splitlines()
+    assert explained.startswith("clip: share of tokens") and len(steps) == 2
 
 
 def test_the_line_leaves_out_what_was_not_measured_and_the_last_one_has_no_eta():
@@ -72,24 +57,16 @@ def test_the_line_leaves_out_what_was_not_measured_and_the_last_one_has_no_eta()
     assert last == "step 2/2  reward 1.000"
 
 
-def test_an_alarm_stands_out_in_a_log_and_above_the_display():
-    for stream in (io.StringIO(), Terminal()):
-        with Progress(2, stream=stream) as progress:
-            progress.alarm("guard, step 1: halted")
-            progress.step(1, METRICS)
-        assert "*** guard, step 1: halted" in stream.getvalue()
-
-
 def test_eta_follows_the_recent_pace_and_ignores_the_evaluation_before_training():
-    clock = Clock()
-    with Progress(100, stream=io.StringIO(), clock=clock) as progress:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(100, stream=stream, clock=clock) as progress:
         clock.now = 500.0
         progress.step(0, {"eval/accuracy": 0.1})
-        assert progress.eta_seconds is None
+        assert "eta" not in stream.getvalue()
         for step in range(1, 51):
             clock.now += 9.0 if step < 20 else 2.0
             progress.step(step, {})
-        assert progress.eta_seconds == pytest.approx(100.0)
+    assert stream.getvalue().endswith("step 50/100  eta 1m40s\n")
 
 
 def test_seconds_and_eta_are_of_the_same_time_and_starting_up_is_no_part_of_it():
@@ -114,6 +91,7 @@ def test_a_terminal_shows_the_same_lines_and_below_them_the_phase(monkeypatch):
     with Progress(60, 11, stream=stream) as progress:
         progress.step(12, METRICS)
         progress.step(13, METRICS)
+        progress.alarm("guard, step 13: halted")
         progress.phase("publish")
         progress._display.refresh()
         shown = stream.getvalue()

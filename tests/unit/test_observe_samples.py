@@ -1,6 +1,5 @@
 """What the model says is kept within bounds, and shown so that nothing obeys it."""
 
-import json
 import os
 import re
 import subprocess
@@ -14,12 +13,10 @@ from qurl_megatron.cli import main
 from qurl_megatron.cluster.cause import tracebacks
 from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.samples import (
     LONGEST,
     SAMPLES_FILE,
-    SampleFile,
     as_text,
     clipped,
     example_of,
@@ -86,20 +83,6 @@ def test_resuming_drops_the_steps_that_are_done_again_and_a_torn_line(tmp_path):
     assert path.read_bytes() == whole
     keep(tmp_path, resume_step=0)
     assert path.read_bytes() == b""
-
-
-@pytest.mark.parametrize("change", [{"reward": "1"}, {"step": None}, {"more": 1}])
-def test_a_line_that_is_no_example_is_named(tmp_path, change):
-    keep(tmp_path, example(), example())
-    path = tmp_path / SAMPLES_FILE
-    first, second = path.read_text().splitlines()
-    path.write_text(f"{first}\n{json.dumps(json.loads(second) | change)}\n")
-    with pytest.raises(ConfigError, match="samples.jsonl, line 2, is not an example"):
-        read_samples(tmp_path)
-    path.write_text(f"{first}\n[]\n")
-    with pytest.raises(ConfigError, match="line 2"):
-        SampleFile(path, resume_step=1)
-    assert path.read_text() == f"{first}\n[]\n"
 
 
 KEPT = [
@@ -177,10 +160,6 @@ def test_the_report_quotes_the_first_middle_and_last_step_and_runs_nothing_of_it
     assert "<script" not in page and page.count("&lt;/pre&gt;&lt;script&gt;") == 2
     assert "{{ 7 * 7 }}??" in page and "\x1b" not in page and "\u202e" not in page
     assert re.search(r"<details><summary>1\d\d more characters</summary><pre>x+</pre>", page)
-
-
-def test_a_report_of_a_run_without_examples_has_no_quotes(tmp_path):
-    assert "What the model says" not in write_report(write_fake_run(tmp_path, 1)).read_text()
 
 
 def test_an_advantage_is_the_mean_over_a_response_and_told_of_kept_ones_with_tokens():

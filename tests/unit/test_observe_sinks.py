@@ -30,26 +30,12 @@ def test_records_come_back_as_written(tmp_path):
     assert records[1].time >= records[0].time > 1.7e9
 
 
-def test_a_line_can_be_read_while_the_run_goes_on(tmp_path):
-    sink = JsonlSink(tmp_path / "m.jsonl")
-    sink.write(1, {"x": 1.0})
-    assert _steps(tmp_path / "m.jsonl") == [1]
-    sink.close()
-
-
 def test_resuming_replaces_the_steps_that_the_checkpoint_does_not_know(tmp_path):
     path = tmp_path / "m.jsonl"
     _write(path, range(6))
     _write(path, [4, 5, 6], resume_step=4)
     assert _steps(path) == [0, 1, 2, 3, 4, 5, 6]
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
-
-
-def test_resuming_at_step_0_starts_an_empty_file(tmp_path):
-    path = tmp_path / "m.jsonl"
-    _write(path, range(3))
-    _write(path, [0], resume_step=0)
-    assert _steps(path) == [0]
 
 
 def test_an_evaluation_that_is_made_again_replaces_the_one_there_is(tmp_path):
@@ -71,15 +57,9 @@ def test_a_torn_last_line_is_dropped_and_does_not_spoil_the_next(tmp_path):
     path.write_text(whole + whole.splitlines()[0][:-5])
     assert _steps(path) == [1, 2]
     _write(path, [3], resume_step=3)
-    assert _steps(path) == [1, 2, 3]
-
-
-def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
-    path = tmp_path / "m.jsonl"
-    _write(path, [1, 2])
-    path.write_text(path.read_text().rstrip("\n"))
-    _write(path, [3], resume_step=3)
-    assert _steps(path) == [1, 2, 3]
+    path.write_text(path.read_text().rstrip("\n"))  # whole, but for its line end
+    _write(path, [4], resume_step=4)
+    assert _steps(path) == [1, 2, 3, 4]
 
 
 def test_non_finite_values_are_valid_json_and_come_back(tmp_path):
@@ -90,15 +70,13 @@ def test_non_finite_values_are_valid_json_and_come_back(tmp_path):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
-    line = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+    text = (tmp_path / "m.jsonl").read_text()
+    line = json.loads(text, parse_constant=refuse)
     assert line["metrics"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
     metrics = read_metrics(tmp_path / "m.jsonl")[0].metrics
-    assert math.isnan(metrics["a"]) and metrics["b"] == math.inf and metrics["c"] == -math.inf
-
-
-def test_null_reads_as_nan(tmp_path):
-    (tmp_path / "m.jsonl").write_text('{"step": 1, "time": 1, "metrics": {"a": null}}\n')
+    (tmp_path / "m.jsonl").write_text(text.replace('"NaN"', "null"))  # as other tools write it
     assert math.isnan(read_metrics(tmp_path / "m.jsonl")[0].metrics["a"])
+    assert math.isnan(metrics["a"]) and metrics["b"] == math.inf and metrics["c"] == -math.inf
 
 
 def test_a_missing_file_and_an_empty_one_are_said_to_be_so(tmp_path):
@@ -131,23 +109,12 @@ def test_a_malformed_line_stops_a_resume_before_anything_is_lost(tmp_path):
     assert path.read_text() == text
 
 
-def test_tensorboard_gets_every_scalar(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoardSink(tmp_path)
-    sink.write(1, {"reward/mean": 0.25})
-    sink.write(2, {"reward/mean": 0.5})
-    sink.close()
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
-    assert [(event.step, event.value) for event in events] == [(1, 0.25), (2, 0.5)]
-
-
 def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for second, (resume, value) in enumerate(((None, 0.25), (2, 0.5))):
+    for second, (resume, value) in enumerate(((0, 0.25), (2, 0.5))):
         sink = TensorBoardSink(tmp_path, resume_step=resume)
-        for step in (1, 2, 3) if resume is None else (2,):
+        for step in (2,) if resume else (1, 2, 3):
             sink.write(step, {"x": value})
         sink.close()
         (written,) = tmp_path.glob("events.out.tfevents.1*")

@@ -1,11 +1,9 @@
 """Spans survive the file, a resume drops what is done again, and their overlap is counted."""
 
 import json
-import time
 
 import pytest
 
-from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.report import write_report, write_trace
 from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline
 from tests.support.observe_fake_run import write_fake_run
@@ -38,16 +36,6 @@ def test_spans_come_back_and_a_resume_drops_the_steps_that_come_again(tmp_path):
     assert {span.step for span in read_timeline(path)} == {1, 2}
 
 
-def test_a_cut_last_line_is_passed_over_and_any_other_is_refused(tmp_path):
-    path = tmp_path / "timeline.jsonl"
-    good = '{"lane": "trainer", "name": "train", "step": 1, "start": 1.0, "end": 2.0}\n'
-    path.write_text(good + good[:30])
-    assert len(read_timeline(path)) == 1
-    path.write_text(good[:30] + "\n" + good)
-    with pytest.raises(ConfigError, match="line 1"):
-        read_timeline(path)
-
-
 def test_a_trace_has_a_lane_for_each_process_and_events_for_spans(tmp_path):
     spans = [Span("trainer", "train", 3, 1.5, 2.0), Span("fleet", "engine-1 died", 3, 1.75, 1.75)]
     write_trace(spans, tmp_path / "trace.json")
@@ -64,7 +52,11 @@ def test_a_trace_has_a_lane_for_each_process_and_events_for_spans(tmp_path):
         },
         {
             **{"name": "engine-1 died", "cat": "fleet", "pid": 1, "tid": 0, "args": {"step": 3}},
-            **{"ph": "i", "s": "p", "ts": 1_750_000},
+            **{"ph": "b", "id": 1, "ts": 1_750_000},
+        },
+        {
+            **{"name": "engine-1 died", "cat": "fleet", "pid": 1, "tid": 0, "args": {"step": 3}},
+            **{"ph": "e", "id": 1, "ts": 1_750_000},
         },
     ]
 
@@ -99,13 +91,3 @@ def test_the_report_has_the_engines_events(tmp_path):
     page = write_report(run_dir).read_text()
     assert "step 3" in page
     assert "engine-1 died: &lt;killed&gt;" in page
-
-
-def test_a_span_has_its_true_length_though_the_clock_is_set_back_meanwhile(tmp_path, monkeypatch):
-    timeline = Timeline(tmp_path / "timeline.jsonl")
-    with timeline.span("trainer", "train", 1):
-        real = time.time
-        monkeypatch.setattr(time, "time", lambda: real() - 3600)
-    timeline.close()
-    (span,) = read_timeline(tmp_path / "timeline.jsonl")
-    assert 0 <= span.end - span.start < 60

@@ -36,11 +36,6 @@ def test_a_terminal_shows_what_was_not_written_over():
     assert ["".join(character for character, _ in row) for row in rows] == ["one", "last & <"]
 
 
-def test_a_line_wider_than_the_terminal_goes_on_below():
-    rows = draw.screen("x" * (draw.COLUMNS + 2))
-    assert [len(row) for row in rows] == [draw.COLUMNS, 2]
-
-
 def test_a_terminal_is_drawn_with_its_colours():
     rows = draw.screen("a \x1b[1;36mb\x1b[0m\x1b[38;2;1;2;3mc & <\x1b[0m")
     drawing = ElementTree.fromstring(draw.terminal_svg(rows))
