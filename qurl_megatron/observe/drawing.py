@@ -84,8 +84,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
                 Line("eval/reward", "held-out reward", "orange", rings=True),
             ),
             "Mean reward of each rollout batch, sampled by the quantized policy. Rings: held-out "
-            "prompts; the first one is the model before training. A line ends where other data or "
-            "another reward makes a new scale.",
+            "prompts; the first one is the model before training.",
         ),
         Picture(
             "clip",
