@@ -271,13 +271,12 @@ def load(
     """
     path = shipped(path, "launch/recipes")
     tables = read_tables(path, "recipe", f"these ship: {shipped_names('launch/recipes')}")
-    for name, value in _preset(tables).items():
-        _set(tables, name, value, over=False)
+    algo = tables.get("algo")
+    if isinstance(algo, dict):
+        for name, value in _preset(algo.get("name")).items():
+            _set(tables, name, value, over=False)
     settings = [_parse(override) for override in overrides]
-    chosen: dict[str, Any] = {}
-    for key, value in settings:
-        _set(chosen, key, value)
-    for key, value in [*_preset(chosen).items(), *settings]:
+    for key, value in [*_preset(dict(settings).get("algo.name")).items(), *settings]:
         _set(tables, key, value)
     config = build(RunConfig, tables, kind="section")
     for key, given in config.own_code.items():
@@ -409,10 +408,8 @@ def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> 
         table[name] = copy.deepcopy(value)  # another override may reach into it
 
 
-def _preset(tables: dict[str, Any]) -> dict[str, Any]:
+def _preset(name: object) -> dict[str, Any]:
     """Settings of the preset ``algo.name``, by section.key."""
-    algo = tables.get("algo")
-    name = algo.get("name") if isinstance(algo, dict) else None
     # A name of another kind, or of no preset, is refused when the section is built.
     return ALGORITHMS[name].values if isinstance(name, str) and name in ALGORITHMS else {}
 

@@ -108,15 +108,8 @@ class Constants:
     reload: float = 3.0
     """Seconds a step; estimate: colocated engines release memory and take it back."""
 
-    optimizer_bytes: float = 34.0
-    """Bytes a parameter; Adam reads gradient, master and moments (16), writes master, moments
-    and BF16 (14); the norm reads the gradient again (4)."""
-
     disk: float = 10 * GB
     """Bytes/s for all; estimate of a shared file system."""
-
-    publish_call: float = 5e-3
-    """Seconds a call; estimate: one HTTP call to an engine."""
 
     publish_over: float = 2.0
     """Times this model; docs/performance-notes.md: 1.9 to 3.0 on CPUs."""

@@ -5,11 +5,11 @@ them, or have whole machines of their own (on a single machine: GPUs).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from qurl_megatron.config import ParallelConfig, RunConfig
+from qurl_megatron.config import ParallelConfig, RunConfig, changes
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.shapes import engine_divides
@@ -157,14 +157,7 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
 
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
     """Return the overrides that turn one into the other, as section.key=value."""
-    changed = []
-    for section in fields(after):
-        old, new = getattr(before, section.name), getattr(after, section.name)
-        for key in fields(new):
-            value = getattr(new, key.name)
-            if value != getattr(old, key.name):
-                changed.append(f"{section.name}.{key.name}={_toml(value)}")
-    return changed
+    return [f"{change.key}={_toml(change.now)}" for change in changes(before, after)]
 
 
 def _toml(value: object) -> str:

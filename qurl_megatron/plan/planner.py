@@ -5,7 +5,7 @@ is the longer of rollout and training, and the publication that both wait for.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.errors import ConfigError
@@ -15,7 +15,6 @@ from qurl_megatron.plan.seconds import (
     Engine,
     Phase,
     Roofline,
-    Trainer,
     Workload,
     deal_out,
     publish_time,
@@ -113,7 +112,15 @@ class Planner:
         config, memory = fitting
         assert memory.engine is not None, "SGLang engines have a footprint"
         _, phase, size = memory.fullest
-        score, train = self._training(config, memory)
+        score, train = training_time(
+            self.roof,
+            [arch for arch in (self.models.policy, self.models.critic) if arch],
+            config.parallel,
+            self.work,
+            deal_out(self.work, config.parallel.data, config.train),
+            recompute=config.model.recompute,
+            reference=config.algo.kl_coef > 0,
+        )
         return Prediction(
             choice=choice,
             config=config,
@@ -170,27 +177,6 @@ class Planner:
             return [STATIC]
         step = self.roof.constants.static_step
         return [round(STATIC - i * step, 2) for i in range(int(STATIC / step))]
-
-    def _training(self, config: RunConfig, held: Footprint) -> tuple[Phase, Phase]:
-        train = config.train
-        hand = deal_out(self.work, config.parallel.data, train.max_tokens, train.micro_batch)
-        policy = Trainer(
-            arch=self.models.policy,
-            parallel=config.parallel,
-            recompute=config.model.recompute,
-            distributed=config.optimizer.distributed,
-            overlap=config.optimizer.overlap_grad_reduce,
-            parameters=max(stage.policy.parameters for stage in held.stages),
-            itemsize=config.model.itemsize,
-        )
-        trainers = [policy]
-        if self.models.critic:
-            parameters = max(stage.critic.parameters for stage in held.stages if stage.critic)
-            trainers.append(
-                replace(policy, arch=self.models.critic, head=False, parameters=parameters)
-            )
-        reference = config.algo.kl_coef > 0
-        return training_time(self.roof, trainers, self.work, hand, reference=reference)
 
     def nothing_fits(self, gpus: int, kind: str) -> ConfigError:
         """Why ``plan`` found nothing."""

@@ -18,8 +18,8 @@ sequences of length L, takes
 
 operations (Korthikanti et al. 2022, arXiv:2205.05198), divided over tensor and context ranks.
 Tensor ranks add up twice a layer and direction; a pipeline of p stages fills and drains,
-(p - 1) / m of m passes (Narayanan et al. 2021, arXiv:2104.04473); data ranks add gradients up once
-an update.
+(p - 1) / m of m passes (Narayanan et al. 2021, arXiv:2104.04473). The optimizer and the sum of the
+gradients take some tenths of a second an update and are left out.
 """
 
 import math
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from qurl_megatron.checkpoints.ops import hf_shapes, parameter_count
-from qurl_megatron.config import ParallelConfig, RunConfig
+from qurl_megatron.config import ParallelConfig, RunConfig, TrainConfig
 from qurl_megatron.plan import memory
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.tensors.arch import Arch
@@ -38,7 +38,7 @@ LONGEST = "the longest response"
 ROOM, REQUESTS = "room for keys and values", "rollout.requests_per_engine"
 WEIGHTS, COMPUTE, CACHE = "weights' bytes", "compute", "keys' and values' bytes"
 SENDS, LAUNCH, PREFILL = "sends between ranks", "launches", "prefill"
-BUBBLE, GRADIENTS, OPTIMIZER = "the pipeline's bubble", "the gradients' sum", "the optimizer"
+BUBBLE = "the pipeline's bubble"
 
 BF16 = 2  # bytes
 
@@ -119,12 +119,9 @@ class Roofline:
     def read(self, size: float) -> float:
         return size / (self.gpu.hbm * self.constants.hbm)
 
-    def send(self, size: float, extent: int, neighbours: int = 1) -> float:
-        """Seconds of a rank among ranks that span ``extent`` GPUs, ``neighbours`` on a machine."""
-        bandwidth = self.gpu.nvlink
-        if extent > self.node:
-            # A ring leaves a machine once; its members there share their networks for that.
-            bandwidth = min(bandwidth, self.gpu.network * max(1, neighbours))
+    def send(self, size: float, extent: int) -> float:
+        """Seconds of a rank among ranks that span ``extent`` GPUs."""
+        bandwidth = self.gpu.nvlink if extent <= self.node else self.gpu.network
         return size / (bandwidth * self.constants.collective)
 
 
@@ -231,109 +228,76 @@ class Hand:
 
 
 @cache
-def deal_out(work: Workload, data: int, budget: int, micro_batch: int) -> Hand:
-    """Return what one of ``data`` ranks gets: an even share, but the longest response at least.
-
-    Args:
-        budget, micro_batch: ``train.max_tokens`` and ``.micro_batch``.
-    """
+def deal_out(work: Workload, data: int, train: TrainConfig) -> Hand:
+    """Return what one of ``data`` ranks gets: an even share, but the longest response at least."""
+    budget, rows = train.max_tokens, train.micro_batch
     count = work.responses // work.minibatches
     lengths = [work.prompt + length for length in work.lengths(count)]
     if not budget:
         # Rows are padded to the longest of a pass: in the mean, this quantile.
-        lengths = [lengths[count * micro_batch // (micro_batch + 1)]] * count
+        lengths = [lengths[count * rows // (rows + 1)]] * count
     tokens = max(sum(lengths) / data, lengths[-1])
     squares = max(sum(length * length for length in lengths) / data, lengths[-1] ** 2)
-    passes = math.ceil(tokens / budget) if budget else count // data // micro_batch
+    passes = math.ceil(tokens / budget) if budget else count // data // rows
     return Hand(passes, tokens, squares)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """A layout of the trainer, and its model."""
+def forward(
+    roof: Roofline, arch: Arch, parallel: ParallelConfig, hand: Hand, *, head: bool = True
+) -> dict[str, float]:
+    """Return the seconds of the fullest stage for all passes of an update, forward.
 
-    arch: Arch
-    parallel: ParallelConfig
-    recompute: bool
-    distributed: bool  # optimizer
-    overlap: bool  # of the gradients' sum with the backward pass
-    parameters: int  # of the fullest stage on one rank
-    head: bool = True  # an output layer; a critic's has one row
-    itemsize: int = 2
-
-
-def forward(roof: Roofline, trainer: Trainer, hand: Hand) -> dict[str, float]:
-    """Return the seconds of the fullest stage for all passes of an update, forward."""
-    arch, parallel = trainer.arch, trainer.parallel
+    Args:
+        head: an output layer; a critic's has one row.
+    """
     t, c = parallel.tensor, parallel.context
     layers = arch.num_layers // parallel.pipeline
     weights = linear_parameters(arch) / parallel.pipeline
-    if trainer.head:  # of the last stage
+    if head:  # of the last stage
         weights += arch.vocab * arch.hidden
     attention = roof.compute(2 * layers * arch.heads * arch.head_dim * hand.squares / (t * c))
     compute = roof.compute(2 * weights * hand.tokens / (t * c)) + attention
-    hidden = hand.tokens / c * arch.hidden * trainer.itemsize
-    sends = 2 * layers * roof.send(2 * (t - 1) / t * hidden, t)
-    if c > 1:
-        keys = 2 * arch.kv_heads * arch.head_dim / t * trainer.itemsize
-        exchange = roof.send(layers * (c - 1) / c * hand.tokens * keys, t * c)
-        # Each block of keys travels while attention to the one before is computed.
-        sends += max(0.0, exchange - attention)
-    if parallel.pipeline > 1:
-        split = t if parallel.sequence else 1
-        sends += roof.send(2 * hidden / split, parallel.world_size)
+    sums = 2 * (t - 1) / t * hand.tokens / c * arch.hidden * BF16
+    keys = (c - 1) / c * hand.tokens * 2 * arch.kv_heads * arch.head_dim / t * BF16
+    # Each block of keys travels while attention to the one before is computed.
+    exchange = max(0.0, layers * roof.send(keys, t * c) - attention)
+    sends = 2 * layers * roof.send(sums, t) + exchange
     launches = hand.passes * layers * roof.constants.layer_launch
-    # A GPU waits for its host where the kernels are shorter than their launches.
-    return {COMPUTE: compute, SENDS: sends, LAUNCH: max(0.0, launches - compute - sends)}
-
-
-def update(roof: Roofline, trainer: Trainer, hand: Hand) -> dict[str, float]:
-    """Return the seconds of one update by cause."""
-    ahead, parallel = forward(roof, trainer, hand), trainer.parallel
-    again = 1 if trainer.recompute else 0
-    parts = {
-        COMPUTE: (3 + again) * ahead[COMPUTE],
-        SENDS: (2 + again) * ahead[SENDS],
-        LAUNCH: (2 + again) * ahead[LAUNCH],
+    return {
+        COMPUTE: compute,
+        SENDS: sends,
+        # A GPU waits for its host where the kernels are shorter than their launches.
+        LAUNCH: max(0.0, launches - compute - sends),
+        BUBBLE: max(launches, compute + sends) * (parallel.pipeline - 1) / hand.passes,
     }
-    busy = sum(parts.values())
-    parts[BUBBLE] = busy * (parallel.pipeline - 1) / hand.passes
-    copies = parallel.data * parallel.context
-    neighbours = roof.node // parallel.tensor
-    moved = roof.send(
-        (copies - 1) / copies * trainer.parameters, parallel.tensor * copies, neighbours
-    )
-    summed, gathered = 8 * moved, 0.0
-    if trainer.distributed:
-        summed, gathered = 4 * moved, trainer.itemsize * moved
-    if trainer.overlap:  # only the last pass of an update sends while it computes
-        summed = max(0.0, summed - (busy - sum(ahead.values())) / hand.passes)
-    parts[GRADIENTS] = summed + gathered
-    owned = trainer.parameters / (copies if trainer.distributed else 1)
-    parts[OPTIMIZER] = roof.read(owned * roof.constants.optimizer_bytes)
-    return parts
 
 
 def training_time(
-    roof: Roofline, trainers: list[Trainer], work: Workload, hand: Hand, *, reference: bool
+    roof: Roofline,
+    archs: list[Arch],
+    parallel: ParallelConfig,
+    work: Workload,
+    hand: Hand,
+    *,
+    recompute: bool,
+    reference: bool,
 ) -> tuple[Phase, Phase]:
     """Return the phases of scoring and of the updates.
 
     Args:
-        trainers: the policy's, and the critic's where there is one.
+        archs: the policy's, and the critic's where there is one.
         reference: its log-probs are wanted as well.
     """
     scored: dict[str, float] = defaultdict(float)
     trained: dict[str, float] = defaultdict(float)
-    passes = hand.passes * work.minibatches  # they follow on each other without a drain
-    for index, trainer in enumerate(trainers):
-        times = work.minibatches * (2 if reference and index == 0 else 1)
-        ahead = forward(roof, trainer, hand)
-        bubble = sum(ahead.values()) * (trainer.parallel.pipeline - 1) / passes
-        for cause, seconds in {**ahead, BUBBLE: bubble}.items():
-            scored[cause] += times * seconds
-        for cause, seconds in update(roof, trainer, hand).items():
-            trained[cause] += work.minibatches * work.epochs * seconds
+    for index, arch in enumerate(archs):
+        ahead = forward(roof, arch, parallel, hand, head=index == 0)
+        policies = 2 if reference and index == 0 else 1
+        for cause, seconds in ahead.items():
+            backward = 1 if cause in (SENDS, LAUNCH) else 2
+            scored[cause] += work.minibatches * policies * seconds
+            passes = 1 + backward + recompute
+            trained[cause] += work.minibatches * work.epochs * passes * seconds
     limit = max(trained, key=lambda cause: scored[cause] + trained[cause])
     return Phase(dict(scored), limit), Phase(dict(trained), limit)
 
@@ -342,8 +306,9 @@ def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:
     """Return the seconds of one publication by the recipe's transport.
 
     A training rank quantizes its share of the weights and puts the codes; an engine rank checks and
-    copies its own, bucket behind bucket. Files go through the disk that all machines share; memory
-    goes over NVLink, a group over the network. ``python -m benchmarks.publish`` measures it.
+    copies its own meanwhile, bucket behind bucket. Files go through the disk that all machines
+    share; memory goes over NVLink, a group over the network. ``python -m benchmarks.publish``
+    measures it.
     """
     parallel, rollout, constants = config.parallel, config.rollout, roof.constants
     version = memory.engine_weights(arch, config.quant.scheme, 1, config.model.itemsize)
@@ -362,7 +327,4 @@ def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:
             loading += roof.send(received, 1)
         case _:
             loading += roof.send(max(rollout.engines * quantized, received), roof.node + 1)
-    buckets = max(1, math.ceil(version / ranks / (config.sync.bucket_mb * (1 << 20))))
-    behind = max(making, loading) * (buckets - 1) / buckets
-    calls = (buckets + 12) * constants.publish_call
-    return constants.publish_over * ((making + loading) / buckets + behind + calls)
+    return constants.publish_over * max(making, loading)

@@ -37,22 +37,6 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
     assert load(again) == config
 
 
-def test_group_is_refused_where_both_ends_would_be_on_one_gpu(recipe):
-    colocated = ["rollout.backend=sglang", "rollout.colocate=true"]
-    assert load(recipe, [*colocated, "sync.transport=auto"]).rollout.colocate
-    message = "sync.transport=group needs engines on GPUs of their own.*set sync.transport=auto"
-    with pytest.raises(ConfigError, match=message):
-        load(recipe, [*colocated, "sync.transport=group"])
-
-
-def test_rounding_is_refused_where_nothing_is_rounded_and_makes_another_run(recipe):
-    drawn = load(recipe, ["quant.rounding=stochastic"])
-    assert other_run(load(recipe), drawn) == ["quant.rounding nearest -> stochastic"]
-    message = "quant.rounding=dithered has no codes to choose from with quant.scheme=none; leave it"
-    with pytest.raises(ConfigError, match=message):
-        load(recipe, ["quant.scheme=none", "quant.rounding=dithered"])
-
-
 @pytest.mark.parametrize(
     "override, message",
     [
@@ -117,22 +101,98 @@ def test_mistakes_name_key_value_and_fix(recipe, override, message):
     assert "\n" not in str(error.value)
 
 
+SGLANG = ["rollout.backend=sglang"]
+FP32_HEAD = "rollout.engine_args=['--enable-fp32-lm-head']"
+FALLING = ["train.steps=5", "optimizer.schedule=linear"]  # of 2 updates each
+TOOL = "rollout.environment=tool.py:Tool"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            [*SGLANG, "rollout.colocate=true", "sync.transport=group"],
+            "sync.transport=group needs engines on GPUs of their own.*set sync.transport=auto",
+        ),
+        (
+            ["quant.scheme=none", "quant.rounding=dithered"],
+            "quant.rounding=dithered has no codes to choose from with quant.scheme=none; leave it",
+        ),
+        (["model.fp32_output=true", "model.dtype=bfloat16"], "embedded engines round logits"),
+        ([*SGLANG, FP32_HEAD], "model.fp32_output and --enable-fp32-lm-head"),
+        ([*SGLANG, "model.fp32_output=true"], "model.fp32_output and --enable-fp32-lm-head"),
+        (
+            ["train.align=weights", "quant.scheme=none"],
+            "train.align=weights computes as engines .* quant.scheme=none leaves them as they",
+        ),
+        (
+            ["train.align=full", "quant.rounding=dithered"],
+            "train.align=full computes with the nearest codes, and quant.rounding=dithered publ",
+        ),
+        (
+            [*SGLANG, "rollout.engine_tensor=2", "train.align=full"],
+            "train.align=full needs parallel.tensor=1 to be a multiple of rollout.engine_tensor=2",
+        ),
+        (
+            [*FALLING, "optimizer.warmup_steps=10"],
+            r"optimizer.warmup_steps=10 must be below the 10 updates .*schedule=linear.*; lower",
+        ),
+        (
+            [*FALLING, "algo.advantage=gae", "critic.warmup_steps=10"],
+            "critic.warmup_steps=10 must be below the 10 updates",
+        ),
+        (["algo.reference=ref"], "algo.reference=ref needs a penalty, but algo.kl_coef is 0"),
+        (["reward.url=http://a/score?token=secret"], "reward.url has a query, .*key_env"),
+        (
+            ["reward.url=http://a", "reward.function=own:score"],
+            "reward needs one of function and url, not both",
+        ),
+        (
+            ["reward.function=own:score", "reward.kind=exact"],
+            "reward.kind=exact would not be used beside reward.function",
+        ),
+        (
+            ["reward.url=http://a", "reward.kind=exact"],
+            "reward.kind=exact would not be used beside reward.url",
+        ),
+        ([TOOL, "reward.kind=exact"], "exact compares all that the policy wrote, and a con"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(recipe, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*SGLANG, "rollout.colocate=true", "sync.transport=auto"],
+        [*SGLANG, FP32_HEAD, "model.fp32_output=true"],
+        [*SGLANG, "rollout.engine_tensor=2", "train.align=full", "parallel.tensor=4"],
+        [*SGLANG, "rollout.engine_tensor=2", "train.align=weights", "parallel.tensor=1"],
+        [*FALLING, "optimizer.warmup_steps=9"],
+        ["train.steps=5", "optimizer.warmup_steps=10"],  # constant behind it
+        ["algo.reference=ref", "algo.kl_coef=0.1"],
+        [TOOL, "reward.kind=last_number"],
+    ],
+)
+def test_their_neighbours_are_not(recipe, settings):
+    load(recipe, settings)
+
+
+def test_a_kind_that_nothing_would_use_is_empty(recipe):
+    assert load(recipe).reward.kind == "math"
+    for own in ("reward.function=own:score", "reward.url=http://a"):
+        assert load(recipe, [own]).reward == load(recipe, [own, "reward.kind="]).reward
+        assert load(recipe, [own]).reward.kind == ""
+
+
 def test_a_scheme_that_no_engine_computes_in_says_what_is_done_instead():
     assert simulation("int4") == (
         "quant.scheme=int4 is simulated: codes from -7 to 7 are kept and multiplied as INT8 by the "
         "embedded engine; no engine computes in INT4, and nothing is smaller or faster for it"
     )
     assert simulation("int8") == simulation("none") == ""
-
-
-def test_both_sides_round_logits_or_neither(recipe):
-    engines = ["rollout.backend=sglang", "rollout.engine_args=['--enable-fp32-lm-head']"]
-    assert load(recipe, [*engines, "model.fp32_output=true"]).model.fp32_output
-    with pytest.raises(ConfigError, match="embedded engines round logits"):
-        load(recipe, ["model.fp32_output=true", "model.dtype=bfloat16"])
-    for half in (engines, [engines[0], "model.fp32_output=true"]):
-        with pytest.raises(ConfigError, match="model.fp32_output and --enable-fp32-lm-head"):
-            load(recipe, half)
 
 
 def test_files_that_are_no_recipe(tmp_path):
@@ -192,31 +252,6 @@ def test_an_override_reaches_into_tables(recipe):
         assert message in str(error.value)
 
 
-def test_length_and_place_of_a_run_may_change_but_not_what_it_computes(recipe):
-    before = load(recipe)
-    longer = load(recipe, ["train.steps=500", "parallel.tensor=2", "rollout.engines=2"])
-    assert other_run(before, longer) == []
-    other = load(recipe, ["quant.scheme=fp8"])
-    assert other_run(before, other) == ["quant.scheme int8 -> fp8"]
-
-
-@pytest.mark.parametrize("align", ["weights", "full"])
-def test_there_is_nothing_to_align_to_without_quantized_rollouts(recipe, align):
-    assert load(recipe, [f"train.align={align}"]).train.align == align
-    message = f"train.align={align} computes as engines .* quant.scheme=none leaves them as they"
-    with pytest.raises(ConfigError, match=message):
-        load(recipe, [f"train.align={align}", "quant.scheme=none"])
-
-
-def test_engine_ranks_must_have_whole_parts_of_the_trainers_to_quantize_tokens_alike(recipe):
-    sglang = ["rollout.backend=sglang", "rollout.engine_tensor=2"]
-    load(recipe, [*sglang, "train.align=full", "parallel.tensor=4"])
-    load(recipe, [*sglang, "train.align=weights", "parallel.tensor=1"])
-    message = "train.align=full needs parallel.tensor=1 to be a multiple of rollout.engine_tensor=2"
-    with pytest.raises(ConfigError, match=message):
-        load(recipe, [*sglang, "train.align=full"])
-
-
 def test_the_engines_tensor_size_is_part_of_what_a_fully_aligned_run_computes(recipe):
     sglang = ["rollout.backend=sglang", "sync.transport=files", "parallel.tensor=2"]
     for align, expected in (("weights", []), ("full", ["rollout.engine_tensor 1 -> 2"])):
@@ -227,17 +262,6 @@ def test_the_engines_tensor_size_is_part_of_what_a_fully_aligned_run_computes(re
         assert other_run(one, two) == expected
 
 
-def test_codes_that_are_drawn_are_nothing_to_align_to(recipe):
-    message = "train.align=full computes with the nearest codes, and quant.rounding=dithered publ"
-    with pytest.raises(ConfigError, match=message):
-        load(recipe, ["train.align=full", "quant.rounding=dithered"])
-
-
-def test_another_alignment_is_another_run(recipe):
-    before, now = load(recipe), load(recipe, ["train.align=full"])
-    assert other_run(before, now) == ["train.align none -> full"]
-
-
 def test_a_schedule_that_falls_takes_all_updates_of_the_run_or_as_many_as_it_names(recipe):
     run = ["train.steps=10", "algo.minibatches=4", "algo.epochs=2", "optimizer.schedule=cosine"]
     assert load(recipe, run).policy_optimizer.decay_steps == 80
@@ -246,25 +270,6 @@ def test_a_schedule_that_falls_takes_all_updates_of_the_run_or_as_many_as_it_nam
     both = load(recipe, [*run, *critic])
     assert (both.policy_optimizer.decay_steps, both.critic_optimizer.decay_steps) == (56, 80)
     assert both.critic_optimizer.lr == 1e-3
-
-
-def test_a_warm_up_as_long_as_the_schedule_is_refused(recipe):
-    run = ["train.steps=5", "optimizer.schedule=linear"]  # of 2 updates each
-    assert load(recipe, [*run, "optimizer.warmup_steps=9"]).optimizer.warmup_steps == 9
-    message = r"optimizer.warmup_steps=10 must be below the 10 updates .*schedule=linear.*; lower"
-    with pytest.raises(ConfigError, match=message):
-        load(recipe, [*run, "optimizer.warmup_steps=10"])
-    load(recipe, ["train.steps=5", "optimizer.warmup_steps=10"])  # constant behind it
-    with pytest.raises(ConfigError, match="critic.warmup_steps=10 must be below the 10 updates"):
-        load(recipe, [*run, "algo.advantage=gae", "critic.warmup_steps=10"])
-
-
-def test_a_reference_without_a_penalty_is_refused(recipe):
-    load(recipe, ["algo.reference=ref", "algo.kl_coef=0.1"])
-    with pytest.raises(
-        ConfigError, match=r"algo.reference=ref needs a penalty, but algo.kl_coef is 0"
-    ):
-        load(recipe, ["algo.reference=ref"])
 
 
 def test_a_file_of_rewards_lies_beside_its_recipe_wherever_the_recipe_is_copied(recipe, tmp_path):
@@ -284,40 +289,10 @@ def test_a_file_of_rewards_lies_beside_its_recipe_wherever_the_recipe_is_copied(
     assert from_elsewhere(recipe, ["reward.function=own:score"]) == ["reward.function=own:score"]
 
 
-def test_a_server_is_named_without_a_query_which_might_hold_a_key(recipe):
-    with pytest.raises(ConfigError, match=r"reward.url has a query, .*key_env"):
-        load(recipe, ["reward.url=http://a/score?token=secret"])
-
-
-def test_there_is_one_scorer(recipe):
-    with pytest.raises(ConfigError, match="reward needs one of function and url, not both"):
-        load(recipe, ["reward.url=http://a", "reward.function=own:score"])
-
-
-def test_a_kind_that_nothing_would_use_is_refused_and_not_shown(recipe):
-    for own, beside in (
-        ("reward.function=own:score", "reward.kind=exact would not be used beside reward.function"),
-        ("reward.url=http://a", "reward.kind=exact would not be used beside reward.url"),
-    ):
-        assert (
-            load(recipe, [own]).reward.kind == load(recipe, [own, "reward.kind="]).reward.kind == ""
-        )
-        with pytest.raises(ConfigError, match=beside):
-            load(recipe, [own, "reward.kind=exact"])
-    assert load(recipe).reward.kind == "math"
-
-
 def test_scores_of_a_kind_are_an_accuracy_unless_others_stand_for_those_that_fail(recipe):
     assert load(recipe).reward.right_or_wrong
     assert not load(recipe, ["reward.failed=-0.5"]).reward.right_or_wrong
     assert not load(recipe, ["reward.function=own:score"]).reward.right_or_wrong
-
-
-def test_an_exact_answer_has_one_turn(recipe):
-    tool = "rollout.environment=tool.py:Tool"
-    with pytest.raises(ConfigError, match="exact compares all that the policy wrote, and a con"):
-        load(recipe, [tool, "reward.kind=exact"])
-    load(recipe, [tool, "reward.kind=last_number"])
 
 
 def test_a_server_may_move_and_another_reward_is_another_run(recipe):
