@@ -188,15 +188,16 @@ def examine(
     cluster: ClusterConfig,
     *,
     cancelled: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, str]:
     """Have every node of the job measure itself, and return a sentence for each bad one."""
     if not cluster.job.examine_s:
         return {}
     nodes = commands.hostnames(os.environ["SLURM_JOB_NODELIST"])
-    end = time.monotonic() + cluster.job.examine_s
+    end = clock() + cluster.job.examine_s
     command = examining_step(layout, cluster, ["qurl", "slurm", "examine"], workdir=os.getcwd())
     step = SrunStep(command, EXAMINATION_PREFIX, capture=True)
-    while (code := step.wait(POLL_S)) is None and not cancelled() and time.monotonic() < end:
+    while (code := step.wait(POLL_S)) is None and not cancelled() and clock() < end:
         pass
     if code is None:
         step.end_within(GRACE_S)

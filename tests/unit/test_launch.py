@@ -311,9 +311,8 @@ def test_ctrl_c_while_the_ranks_are_being_imported_is_heard_without_a_traceback(
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as launcher:
-        while not (tmp_path / "begun").exists():
-            assert launcher.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: (tmp_path / "begun").exists() or launcher.poll() is not None)
+        assert launcher.poll() is None
         os.killpg(launcher.pid, signal.SIGINT)
         said = launcher.communicate(timeout=PATIENCE_S)[1]  # until the fork server too has left
     assert (launcher.returncode, said) == (130, "")

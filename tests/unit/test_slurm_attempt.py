@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ import pytest
 from qurl_megatron.cluster import folder, supervise
 from qurl_megatron.cluster.attempt import attempt
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
-from qurl_megatron.cluster.supervise import Received
+from qurl_megatron.cluster.supervise import GLANCE_S, Received, Stillness
 from qurl_megatron.cluster.verdict import BAD_NODE, NO_PROGRESS, STOPPED
 from qurl_megatron.config import to_toml
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.training.state import latest
 from tests.support.programs import Programs
 from tests.support.slurm_scripts import ROOT
 from tests.support.waiting import PATIENCE_S
@@ -275,8 +277,18 @@ def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, run_dir):
 def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(supervise, "WATCH_S", 0.1)
     monkeypatch.setattr(supervise, "STACKS_S", 1.0)
-    run_dir = submitted(tmp_path / "run", hung_s=1)
-    stack = f"{run_dir}/slurm/attempts/1/stack-0.txt"
+    run_dir = submitted(tmp_path / "run", hung_s=60)
+    stack = run_dir / "slurm/attempts/1/stack-0.txt"
+    seconds = 0.0
+
+    def clock() -> float:
+        """Time passes while the first attempt hangs: from its checkpoint to its stacks."""
+        nonlocal seconds
+        if latest(run_dir) and not stack.exists():
+            seconds += GLANCE_S
+        return seconds
+
+    monkeypatch.setattr(supervise, "Stillness", partial(Stillness, clock))
     first, second = saves(run_dir, 3), saves(run_dir, 7)
     slurm(
         "srun",

@@ -1,5 +1,6 @@
 """Reports of nodes, and their verdict; Slurm and NVIDIA's driver are stand-ins."""
 
+import itertools
 import json
 import os
 import threading
@@ -225,8 +226,8 @@ def slurm(tmp_path, monkeypatch):
     return make
 
 
-def examined(**job) -> dict[str, str]:
-    return examination.examine(LAYOUT, ClusterConfig(job=JobConfig(**job)))
+def examined(**options) -> dict[str, str]:
+    return examination.examine(LAYOUT, ClusterConfig(), **options)
 
 
 def test_nodes_are_asked_through_srun_and_a_greeting_is_passed_on(slurm, capfd):
@@ -240,7 +241,7 @@ def test_nodes_are_asked_through_srun_and_a_greeting_is_passed_on(slurm, capfd):
 
 def test_a_node_that_hangs_is_bad_when_its_time_is_up(slurm):
     slurm("srun", "exec sleep 60")
-    assert examined(examine_s=1).keys() == {"a1"}
+    assert examined(clock=itertools.count(step=JobConfig().examine_s).__next__).keys() == {"a1"}
 
 
 def test_an_examination_that_fails_everywhere_is_no_nodes_fault(slurm, capfd):

@@ -62,8 +62,7 @@ def test_what_the_engines_srun_says_is_told_from_what_the_ranks_says(tmp_path, c
     line = "srun: error: roll1: task 1: Killed"
     SrunStep(["sh", "-c", f"echo '{line}' >&2"]).wait(PATIENCE_S)
     with beside(["sh", "-c", f"echo '{line}' >&2; touch {tmp_path}/said"]):
-        while not (tmp_path / "said").exists():
-            time.sleep(0.01)
+        wait_until((tmp_path / "said").exists)
     assert capfd.readouterr().err == f"{line}\nengines: {line}\n"
 
 
@@ -157,7 +156,8 @@ def test_a_stuck_rank_writes_its_stacks_and_its_children_do_not_mind(where, tmp_
     )
     child = int(rank.stdout.readline())
     assert path.read_text() == ""
-    time.sleep(0.1)
+    # It says where it is just before it sleeps.
+    wait_until(lambda: psutil.Process(rank.pid).status() == psutil.STATUS_SLEEPING)
     for pid in (child, rank.pid):
         os.kill(pid, signal.SIGUSR2)
     wait_until(lambda: "in stuck_here" in path.read_text())
