@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
-from qurl_megatron.data.dealing import round_up
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.plan import memory
-from qurl_megatron.plan.memory import GIB, Held, Pass, held_from_shapes
+from qurl_megatron.plan.memory import GIB, Held, Pass, held_from_shapes, round_up
 from qurl_megatron.schemes import SERVED
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.shapes import Models, check_division, find_models

@@ -96,13 +96,13 @@ def lay_out(parameters: Sequence[tuple[int, bool]], *, limit: float, ranks: int)
 
     def close() -> None:
         nonlocal begin, at, owned, spans
-        end = _round_up(at, step)
+        end = round_up(at, step)
         part = begin + (end - begin) // ranks
         owned += sum(max(0, min(last, part) - first) for first, last in spans)
         begin, at, spans = end, end, []
 
     for numbers, alone in reversed(parameters):
-        at = _round_up(at, PARAMETER_STEP)
+        at = round_up(at, PARAMETER_STEP)
         if alone and spans:
             close()
         spans.append((at, at + numbers))
@@ -166,7 +166,7 @@ def _parameters(
         for part in op.hf:
             shape = part.shape
             if part.vocabulary:
-                shape = (_round_up(shape[0], tensor), *shape[1:])
+                shape = (round_up(shape[0], tensor), *shape[1:])
             numbers += math.prod(shape) // _ranks_of(part, tensor)
         shared = arch.tied and pipeline > 1 and not op.megatron.startswith("decoder.")
         parameters.append((numbers, shared))
@@ -185,7 +185,7 @@ def _place(name: str) -> tuple[int, int, int]:
     return (1, layer, next(place for place, part in enumerate(ORDER) if part in name))
 
 
-def _round_up(number: int, step: int) -> int:
+def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
