@@ -223,6 +223,25 @@ def everywhere(own_value: Any) -> list:
     return values
 
 
+def together(act: Callable[[], T]) -> list[T]:
+    """Return every rank's result of ``act``, on every rank; all ranks call it.
+
+    Raises:
+        Foreseen: ``act`` did on one of them; raised on every rank.
+    """
+    result: Any = None
+    failure: Foreseen | None = None
+    try:
+        result = act()
+    except Foreseen as error:  # the others must not wait in vain
+        failure = error
+    outcomes = everywhere((result, failure))
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in outcomes]
+
+
 def release_memory() -> None:
     """Free the device memory that no tensor uses; no rank goes on before all have.
 

@@ -99,7 +99,6 @@ class ObjectiveTerms:
     weight: Tensor  # factor of the surrogate
     clipped: Tensor  # bool: the ratio is beyond a bound that counts; clip: no gradient
     dual_clipped: Tensor  # bool: the dual clip stops this token's gradient
-    truncated: Tensor  # bool: rho > cap
     banded: Tensor  # bool: rho is outside the band, and the weight 0 (icepop)
     acr_active: Tensor  # bool: A > 0, and the upper bound is wider than 1 + clip_high
     acr_rescued: Tensor  # bool: of these, tokens that the bound of TIS would have clipped
@@ -176,7 +175,6 @@ def objective_terms(
         weight=weight,
         clipped=too_high | too_low,
         dual_clipped=dual_clipped,
-        truncated=rho > limits.cap,
         banded=in_band == 0,
         acr_active=above & (upper > fixed),
         acr_rescued=above & (quotient > fixed) & ~too_high,

@@ -64,9 +64,9 @@ def pad_samples(
     Args:
         token_weights: share of each response's tokens in the batch loss.
         length: S; every prompt with its response must fit.
-        indices: which responses of the step; None takes all that are held.
+        indices: which responses of the step; None takes all.
     """
-    chosen = responses.held if indices is None else tuple(indices)
+    chosen = tuple(range(len(responses)) if indices is None else indices)
     starts = range(0, (len(chosen) + 1) * length, length)
     return _batch(responses, chosen, token_weights, starts, len(chosen), pad_id)
 
@@ -88,7 +88,7 @@ def pack_samples(
         sequence_multiple: multiple that the length of each sequence is rounded up to.
         multiple: S is rounded up to it, a multiple of the other; the last sequence gets it.
     """
-    chosen = responses.held if indices is None else tuple(indices)
+    chosen = tuple(range(len(responses)) if indices is None else indices)
     totals = responses.summary.totals
     starts = [0, *accumulate(round_up(totals[i], sequence_multiple) for i in chosen)]
     starts[-1] = round_up(starts[-1], multiple)

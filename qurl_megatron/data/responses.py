@@ -72,14 +72,12 @@ class Responses:
     """The samples of one step, prompt-major, as training sees them."""
 
     summary: Summary
-    held: tuple[int, ...]  # H of the R responses, in the order in which their tokens lie here
     tokens: Tensor  # int32
-    mask: Tensor  # uint8, one per token of a held response, its prompt left out: 1 if written
-    behaviour: Tensor  # float32, one per written token of a held response
+    mask: Tensor  # uint8, one per token of a response, its prompt left out: 1 if written
+    behaviour: Tensor  # float32, one per written token of a response
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> "Responses":
-        """All of them, all held."""
         summary = Summary.empty(len(samples))
         prompt_numbers: dict[tuple[int, ...], int] = {}
         tokens, masks, log_probs = [np.empty(0, np.int32)], [np.empty(0, np.uint8)], []
@@ -96,32 +94,23 @@ class Responses:
             log_probs.append(sample.behaviour_log_probs[sample.written])
         return Responses(
             summary,
-            tuple(range(len(samples))),
             torch.from_numpy(np.concatenate(tokens)),
             torch.from_numpy(np.concatenate(masks, dtype=np.uint8)),
             torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
         )
 
     @staticmethod
-    def empty(summary: Summary, held: Sequence[int]) -> "Responses":
-        """Room for the tokens of ``held``."""
+    def empty(summary: Summary) -> "Responses":
+        """Room for their tokens."""
         return Responses(
             summary,
-            tuple(held),
-            torch.empty(sum(summary.totals[i] for i in held), dtype=torch.int32),
-            torch.empty(sum(summary.lengths[i] for i in held), dtype=torch.uint8),
-            torch.empty(sum(summary.written[i] for i in held), dtype=torch.float32),
+            torch.empty(sum(summary.totals), dtype=torch.int32),
+            torch.empty(sum(summary.lengths), dtype=torch.uint8),
+            torch.empty(sum(summary.written), dtype=torch.float32),
         )
 
     def __len__(self) -> int:
         return len(self.summary)
-
-    def part(self, indices: Sequence[int]) -> "Responses":
-        """The same step, holding these responses alone, in this order."""
-        tokens = [self.tokens[:0], *(self.tokens_of(i) for i in indices)]
-        mask = [self.mask[:0], *(self.mask_of(i) for i in indices)]
-        behaviour = [self.behaviour[:0], *(self.behaviour_of(i) for i in indices)]
-        return Responses(self.summary, tuple(indices), *map(torch.cat, (tokens, mask, behaviour)))
 
     def tokens_of(self, index: int) -> Tensor:
         """Prompt and response, a view; ``index`` counts the responses of the step."""
@@ -139,12 +128,8 @@ class Responses:
         return self.behaviour[start : start + self.summary.written[index]]
 
     @cached_property
-    def _places(self) -> dict[int, tuple[int, int, int]]:
-        """Where the tokens, the mask and the log-probs of each held response begin."""
+    def _places(self) -> list[tuple[int, int, int]]:
+        """Where the tokens, the mask and the log-probs of each response begin."""
         summary = self.summary
-        tokens, mask, behaviour = (
-            accumulate([counts[i] for i in self.held], initial=0)
-            for counts in (summary.totals, summary.lengths, summary.written)
-        )
-        places = zip(tokens, mask, behaviour, strict=False)
-        return dict(zip(self.held, places, strict=False))
+        counts = (summary.totals, summary.lengths, summary.written)
+        return list(zip(*(accumulate(c, initial=0) for c in counts), strict=True))

@@ -19,33 +19,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass, replace
 from threading import Event
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import Interrupted
+from qurl_megatron.training.groups import Draft
 
 POLL_S = 0.1
 
 Cursor = dict[str, Any]
-Drawn = TypeVar("Drawn")
-Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
-class _Pending(Generic[Drawn, Batch]):
+class _Pending:
     step: int
-    drawn: Drawn
-    future: "Future[Batch]"
+    drawn: Draft
+    future: "Future[Draft]"
     cursor: Cursor  # where it began to draw
 
 
-class Ahead(Generic[Drawn, Batch]):
+class Ahead:
     """Draws prompts, has them answered in the background, hands the answers over in order."""
 
     def __init__(
         self,
-        draw: Callable[[], tuple[Cursor, Drawn]],
-        produce: Callable[[int, Drawn, Callable[[], bool]], Batch],
+        draw: Callable[[], tuple[Cursor, Draft]],
+        produce: Callable[[int, Draft, Callable[[], bool]], Draft],
         cursor: Callable[[], Cursor],
         *,
         first: int,
@@ -64,10 +63,10 @@ class Ahead(Generic[Drawn, Batch]):
         self._next, self._last = first, last
         self.max_staleness = max_staleness
         self._closing = Event()
-        self._pending: deque[_Pending[Drawn, Batch]] = deque()
+        self._pending: deque[_Pending] = deque()
         self._pool = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="rollout")
 
-    def __enter__(self) -> "Ahead[Drawn, Batch]":
+    def __enter__(self) -> "Ahead":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -89,10 +88,10 @@ class Ahead(Generic[Drawn, Batch]):
                 future = self._begin(batch.step, batch.drawn)
                 self._pending[index] = replace(batch, future=future)
 
-    def _begin(self, step: int, drawn: Drawn) -> "Future[Batch]":
+    def _begin(self, step: int, drawn: Draft) -> "Future[Draft]":
         return self._pool.submit(self._produce, step, drawn, self._closing.is_set)
 
-    def take(self, step: int, stop: Callable[[], bool]) -> tuple[Batch, Cursor]:
+    def take(self, step: int, stop: Callable[[], bool]) -> tuple[Draft, Cursor]:
         """Wait for the batch of ``step``; return it, and the place where the run draws next.
 
         Raises:

@@ -16,6 +16,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException
 
 from qurl_megatron.actor.critic import Critic
-from qurl_megatron.actor.megatron import Ranks, everywhere, share
+from qurl_megatron.actor.megatron import everywhere, on_lead, together
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.actor.trained import Trained
 from qurl_megatron.checkpoints.integrity import (
@@ -54,7 +55,7 @@ from qurl_megatron.checkpoints.megatron_reader import CRITIC
 from qurl_megatron.checkpoints.places import DESCRIPTION
 from qurl_megatron.checkpoints.source import describe
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.kit.filesystem import FIXES, free, refusal, refusing
+from qurl_megatron.kit.filesystem import free, refusal, refusing
 from qurl_megatron.training.in_place import OneTensorAtATime, in_place
 from qurl_megatron.training.state import (
     STATE,
@@ -81,20 +82,22 @@ def save(
     final, aside = root / name, root / f".{name}"
     sharded = _sharded_state(policy, critic, loading=False)
     size = _bytes_to_write(sharded)
-    with _together(final, aside, size, policy.ranks):
-        if policy.ranks.leads:
+    refused = partial(refusing, final, key="train.run_dir", size=size)
+    ranks, sums = policy.ranks, dict[str, FileSum]()
+
+    def make_room() -> None:
+        with refused():
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             if size > free(aside):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    strategy = OneTensorAtATime("torch_dist", 1)
-    with _together(final, aside, size, policy.ranks):
-        _write_sharded(sharded, aside, strategy, policy)
-    sums: dict[str, FileSum] = {}
-    for rank_sums in everywhere(strategy.sums):
-        sums |= rank_sums
-    with _together(final, aside, size, policy.ranks):
-        if policy.ranks.leads:
+
+    def write() -> dict[str, FileSum]:
+        with refused():
+            return _write_sharded(sharded, aside, policy)
+
+    def finish() -> None:
+        with refused():
             # The checkpoint describes itself: the converters need no other folder.
             config = policy.source.folded_config(policy.uaq_scale)
             describe(policy.source, aside / DESCRIPTION, config)
@@ -104,10 +107,26 @@ def save(
                 set_aside(final)
             aside.rename(final)
             to_disk(root)
-    if policy.ranks.leads:
         with contextlib.suppress(OSError):  # the next save tries again
             for old in checkpoints(run_dir)[:-keep]:
                 shutil.rmtree(old)
+
+    def give_up() -> str:
+        shutil.rmtree(aside, ignore_errors=True)
+        newest = latest(run_dir)
+        return f"{newest.name} stays the newest checkpoint" if newest else "there is no older one"
+
+    try:
+        on_lead(make_room, ranks, waiting_for="room for a checkpoint")
+        for rank_sums in together(write):
+            sums |= rank_sums
+        on_lead(finish, ranks, waiting_for="the end of a checkpoint")
+    except _Alone as error:
+        refusal_here = refusal(error.refused, final, key="train.run_dir", size=size)
+        raise ConfigError(f"checkpoint {refusal_here}; older checkpoints stay") from error
+    except ConfigError as error:
+        kept = on_lead(give_up, ranks, waiting_for="looking for older checkpoints")
+        raise ConfigError(f"checkpoint {error}; {kept}") from error
     return final
 
 
@@ -128,16 +147,21 @@ def evaluated(run_dir: Path, state: TrainState) -> None:
             write_record(folder, record)
 
 
-def _write_sharded(
-    sharded: dict[str, Any], folder: Path, strategy: OneTensorAtATime, policy: Policy
-) -> None:
-    """Have Megatron write.
+class _Alone(Exception):
+    """The system refused rank 0 a write in a collective, where the other ranks wait in vain."""
+
+    def __init__(self, refused: OSError) -> None:
+        self.refused = refused
+
+
+def _write_sharded(sharded: dict[str, Any], folder: Path, policy: Policy) -> dict[str, FileSum]:
+    """Have Megatron write; return the sums of this rank's files.
 
     Raises:
-        CheckpointException: a rank could not write its part; on all ranks.
-        OSError: the system refused this rank a write; raised instead, on this rank.
-        _Alone: the system refused rank 0 a write, and the other ranks wait for it in vain.
+        OSError: the system refused a rank a write; on all ranks.
+        _Alone: it refused rank 0 one, and the others do not know.
     """
+    strategy = OneTensorAtATime("torch_dist", 1)
     try:
         dist_checkpointing.save(
             sharded,
@@ -145,13 +169,15 @@ def _write_sharded(
             FullyParallelSaveStrategyWrapper(strategy, policy.ranks.copies.group),
             content_metadata={k: v for k, v in _metadata(policy).items() if k != "dp_cp_group"},
         )
-    except CheckpointException as error:
-        raise _system_error(strategy.failure) or error from None
+    except CheckpointException:  # on all ranks, one of which knows the system's reason
+        for refused in filter(None, everywhere(_system_error(strategy.failure))):
+            raise refused from None
+        raise
     except (OSError, RuntimeError) as error:
-        refused = _system_error(error)
-        if refused is None:
-            raise
-        raise _Alone(refused.errno, refused.strerror) from error
+        if refused := _system_error(error):
+            raise _Alone(refused) from error
+        raise
+    return strategy.sums
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
@@ -159,39 +185,6 @@ def _system_error(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
-
-
-class _Alone(OSError):
-    """This rank failed in the middle of a collective operation."""
-
-
-@contextlib.contextmanager
-def _together(final: Path, aside: Path, size: int, ranks: Ranks) -> Iterator[None]:
-    """Make a part of saving fail on all ranks alike, and leave no half of a checkpoint."""
-    failure: ConfigError | None = None
-    unknown: CheckpointException | None = None
-    try:
-        yield
-    except CheckpointException as error:  # on all ranks; one of them may know more
-        unknown = error
-    except OSError as error:
-        if error.errno not in FIXES:
-            raise
-        failure = refusal(error, final, key="train.run_dir", size=size)
-        if isinstance(error, _Alone):
-            raise ConfigError(f"checkpoint {failure}; older checkpoints stay") from error
-    failure = next(filter(None, everywhere(failure)), None)
-    if failure is None:
-        if unknown is not None:
-            raise unknown
-        return
-    newest = None
-    if ranks.leads:
-        shutil.rmtree(aside, ignore_errors=True)
-        newest = latest(final.parents[1])
-    newest = share(newest, waiting_for="looking for older checkpoints")
-    kept = f"{newest.name} stays the newest checkpoint" if newest else "there is no older one"
-    raise ConfigError(f"checkpoint {failure}; {kept}")
 
 
 def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None:
@@ -300,14 +293,10 @@ def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
             yield from _parameter_groups(value)
 
 
-def _fill(trained: Trained, weights: dict[str, Any]) -> None:
+def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
     fp8 = {name: nothing for name in trained.gpt.state_dict() if _is_fp8_state(name)}
-    trained.gpt.load_state_dict({**weights, **fp8})
-
-
-def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
-    _fill(trained, loaded["model"])
+    trained.gpt.load_state_dict({**loaded["model"], **fp8})
     group = trained.optimizer.param_groups[0]
     restored = {key: group[key] for key in _GIVEN if key in group}
     # Before it is loaded: Megatron-Core 0.19 finds a group by its learning rates too.

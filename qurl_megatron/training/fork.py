@@ -8,12 +8,11 @@ are whole.
 
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from qurl_megatron.checkpoints.integrity import RECORD, read_record, to_disk, write_record
-from qurl_megatron.config import Change, RunConfig, changes, refused
+from qurl_megatron.config import RunConfig, changes, refused
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusing
@@ -29,7 +28,6 @@ from qurl_megatron.training.state import (
 
 ORDER = ("data.", "train.seed")  # keys that determine which prompt comes when ...
 NOT_ORDER = ("data.prompts_per_step",)  # ... and one that only sets how many
-UPDATES = ("algo.epochs", "algo.minibatches", "algo.advantage", "critic.ahead_steps")  # of a step
 
 
 def fork(source: Path, config: RunConfig) -> None:
@@ -56,7 +54,6 @@ def fork(source: Path, config: RunConfig) -> None:
             f"in them ({', '.join(map(str, never))}); set these back, or begin again with the "
             f"weights alone: model.path={source}, a new train.run_dir, and no --fork"
         )
-    _refuse_another_pace(config, setting_changes)
     state = TrainState.read(newest)
     if state.step >= config.train.steps:
         raise ConfigError(
@@ -92,17 +89,6 @@ def forked(
     if other_order or files:
         state = replace(state, cursor=None)
     return state.without_scores()  # the outcome of the fork's own evaluation is its "before"
-
-
-def _refuse_another_pace(config: RunConfig, setting_changes: Sequence[Change]) -> None:
-    """Raise ``ConfigError`` where a schedule would count the updates done as others."""
-    paced = [change.key for change in setting_changes if change.key in UPDATES]
-    optimizer = config.optimizer
-    if paced and optimizer.schedule != "constant" and not optimizer.decay_steps:
-        raise ConfigError(
-            f"--fork: {paced[0]} changes how many updates a step has, and the schedule counts "
-            "those that were done; set optimizer.decay_steps to the update at which it is to end"
-        )
 
 
 def _copy_logs(source: Path, run_dir: Path, step: int, origin: str) -> None:

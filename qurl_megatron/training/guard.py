@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qurl_megatron.actor.megatron import everywhere
+from qurl_megatron.actor.megatron import together
 from qurl_megatron.config import GuardConfig
 from qurl_megatron.kit.errors import Foreseen
 
@@ -32,22 +32,18 @@ class Collapse(Foreseen, RuntimeError):
     """The run's own numbers end it; names the metric or tensor, its value, and the step."""
 
 
-class NotFinite(RuntimeError):
-    """Losses, gradients or weights are not finite; the same on every rank."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """One rank's part of the weights."""
-
-    squares: float  # their sum; over all ranks each weight counts once
-    bad: str | None  # the first tensor that is not finite, or too large
+class NotFinite(Foreseen, RuntimeError):
+    """Losses, gradients or weights are not finite."""
 
 
 @torch.no_grad()
-def examine(models: "Sequence[Trained]") -> Weights:
-    """Examine this rank's masters after a step."""
-    squares, bad = 0.0, None
+def examine(models: "Sequence[Trained]") -> float:
+    """Return the sum of squares of this rank's masters; over all ranks each weight counts once.
+
+    Raises:
+        NotFinite: one is not finite, or too large.
+    """
+    squares = 0.0
     for model in models:
         masters = list(model.masters())
         if not masters:
@@ -59,39 +55,32 @@ def examine(models: "Sequence[Trained]") -> Weights:
         total = (norms_N.double() * once_N).square().sum()
         total, largest = torch.stack([total, rms_N.max().double()]).tolist()
         squares += total
-        if bad is None and not largest <= LARGEST:  # NaN is not
-            for (name, master, _), rms in zip(masters, rms_N.tolist(), strict=True):
-                if not rms <= LARGEST:
-                    bad = f"{name} on rank {model.ranks.rank} {_how_bad(master)}"
-                    break
-    return Weights(squares, bad)
-
-
-def norm_of(parts: Sequence[Weights]) -> float:
-    """Return the norm of all weights, from the parts of every rank.
-
-    Raises:
-        NotFinite: a rank has weights that are not finite, or too large.
-    """
-    for part in parts:
-        if part.bad:
-            raise NotFinite(f"weights are not finite, or too large to compute with: {part.bad}")
-    return math.sqrt(sum(part.squares for part in parts))
+        if largest <= LARGEST:  # NaN is not
+            continue
+        for (name, master, _), rms in zip(masters, rms_N.tolist(), strict=True):
+            if not rms <= LARGEST:
+                raise NotFinite(
+                    "weights are not finite, or too large to compute with: "
+                    f"{name} on rank {model.ranks.rank} {_how_bad(master)}"
+                )
+    return squares
 
 
 def check_gradient(model: "Trained", norm: float) -> None:
     """Raise ``NotFinite`` where the norm, the same on every rank, is not finite; all call it."""
     if math.isfinite(norm):
         return
-    first_bad = None
-    for name, parameter in model.gpt.named_parameters():
-        gradient = getattr(parameter, "main_grad", None)
-        if gradient is not None and not bool(gradient.isfinite().all()):
-            first_bad = f"{name} on rank {model.ranks.rank} {_how_bad(gradient)}"
-            break
-    for bad in everywhere(first_bad):
-        if bad:
-            raise NotFinite(f"the gradient is not finite: {bad}")
+
+    def look() -> None:
+        for name, parameter in model.gpt.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and not bool(gradient.isfinite().all()):
+                raise NotFinite(
+                    "the gradient is not finite: "
+                    f"{name} on rank {model.ranks.rank} {_how_bad(gradient)}"
+                )
+
+    together(look)
     raise NotFinite(
         "the gradient is not finite: each tensor is, but not the sum of their squares in FP32"
     )

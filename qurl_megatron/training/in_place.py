@@ -62,39 +62,30 @@ def in_place(optimizer: Any) -> None:
     """Have a Megatron optimizer's distributed parts read and write their state where it lies."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "sharded_param_state_fully_reshardable"):
-            part.sharded_param_state_fully_reshardable = _StateOf(part)
+            part.sharded_param_state_fully_reshardable = partial(_state_of, part)
             # The memory behind the boxes is filled by the time this is called.
-            part.load_parameter_state_from_fully_reshardable = _nothing_left
+            part.load_parameter_state_from_fully_reshardable = lambda _loaded: None
 
 
-def _nothing_left(_loaded: Any) -> None:
-    pass
-
-
-class _StateOf:
-    """Replacement for the state method of one distributed optimizer."""
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-    def __call__(
-        self, model: dict[str, Any], is_loading: bool = False, metadata: Any = None
-    ) -> dict[str, ShardedTensor]:
-        places = {
-            place.data: place
-            for place in nested_values(model)
-            if isinstance(place, ShardedTensor | ShardedTensorFactory)
-        }
-        state: dict[str, ShardedTensor] = {}
-        for parameter in self.part.model_param_gbuf_map:
-            owned = self.part._get_model_param_range_map(parameter)["param"]
-            tensors = self.part._get_main_param_and_optimizer_states(parameter)
-            for kind in ("param", "exp_avg", "exp_avg_sq"):
-                flat = tensors[kind].detach().view(-1)
-                for box in _owned(places[parameter], parameter, owned.start, owned.end, flat):
-                    box.key = f"optimizer.state.{kind}.{box.key}"
-                    state[f"{box.key}:{box.global_offset}"] = box
-        return state
+def _state_of(
+    part: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None
+) -> dict[str, ShardedTensor]:
+    """Return the state of one distributed optimizer, in place of its own method's."""
+    places = {
+        place.data: place
+        for place in nested_values(model)
+        if isinstance(place, ShardedTensor | ShardedTensorFactory)
+    }
+    state: dict[str, ShardedTensor] = {}
+    for parameter in part.model_param_gbuf_map:
+        owned = part._get_model_param_range_map(parameter)["param"]
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            flat = tensors[kind].detach().view(-1)
+            for box in _owned(places[parameter], parameter, owned.start, owned.end, flat):
+                box.key = f"optimizer.state.{kind}.{box.key}"
+                state[f"{box.key}:{box.global_offset}"] = box
+    return state
 
 
 def _owned(

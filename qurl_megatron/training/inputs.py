@@ -154,32 +154,25 @@ def describe_data(config: RunConfig) -> list[str]:
     ]
 
 
-def room(rollout: RolloutConfig, arch: Arch) -> int | None:
-    """Return how many tokens of a prompt and its response together engines take.
+def longest_prompt(rollout: RolloutConfig, arch: Arch) -> int | None:
+    """Return the longest prompt, in tokens, that leaves room for its response.
 
-    None where they know better: adopted ones, and SGLang with a context length of its own.
+    None where engines know better: adopted ones, and SGLang with a context length of its own.
+
+    Raises:
+        ConfigError: a full response leaves not one token for its prompt.
     """
     own_length = any(argument.startswith("--context-length") for argument in rollout.engine_args)
     if own_length or rollout.urls or rollout.rendezvous:
         return None
-    return arch.max_position
-
-
-def refuse_endless_responses(rollout: RolloutConfig, arch: Arch) -> None:
-    """Raise ``ConfigError`` where a full response leaves not one token for its prompt."""
-    limit = room(rollout, arch)
-    if limit is not None and rollout.max_new_tokens >= limit:
+    limit = arch.max_position
+    if rollout.max_new_tokens >= limit:
         raise ConfigError(
             f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt: the "
             f"model takes {limit} tokens of prompt and response together "
             f"(max_position_embeddings in its config.json); set it below {limit}"
         )
-
-
-def longest_prompt(rollout: RolloutConfig, arch: Arch) -> int | None:
-    """Return the longest prompt that leaves room for its response; None: engines know better."""
-    limit = room(rollout, arch)
-    return None if limit is None else limit - rollout.max_new_tokens
+    return limit - rollout.max_new_tokens
 
 
 def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:

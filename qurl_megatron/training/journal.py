@@ -51,7 +51,6 @@ Proximal = Mapping[int, np.ndarray]
 for a response that was not scored."""
 
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
-VIEWED = 10  # steps between two whose examples W&B gets, beside all evaluations
 
 
 class Journal:
@@ -180,8 +179,7 @@ class Journal:
         examples = [
             example_of(sample, step, TRAIN, advantages.get(index)) for index, sample in kept.items()
         ]
-        view = step % VIEWED == 0 or step in (1, self.config.train.steps)
-        self._keep_examples(step, examples, view=view)
+        self._keep_examples(step, examples)
 
     def keep_rollout(self, step: int, samples: Sequence[Sample], proximal: Proximal) -> None:
         """Save all responses of a step, with their log-probs under the policy before the update."""
@@ -268,13 +266,13 @@ class Journal:
         except ConfigError as error:
             self._refused = error
 
-    def _keep_examples(self, step: int, examples: Sequence[Example], *, view: bool = True) -> None:
+    def _keep_examples(self, step: int, examples: Sequence[Example]) -> None:
         if not examples:
             return
 
         def write() -> None:
             self.examples.write(examples)
-            if view and self.wandb is not None:
+            if self.wandb is not None:
                 self.wandb.show(step, examples)
 
         self._keep(self.run_dir / SAMPLES_FILE, write)

@@ -3,18 +3,14 @@
 A response keeps its place for the whole step, so scores computed once serve every epoch, and every
 layout sums the same terms.
 
-Lengths and rewards go to every rank. Tokens go only where they are needed, as flat tensors that
-nobody pickles: the leading rank sends each data-parallel rank's share once, to one rank, which
-passes it on to the others that train on the same responses (tensor, context and pipeline ranks).
-All of it stays on the CPU.
+All responses go to every rank, as flat tensors on the CPU that nobody pickles: 13 bytes a token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.algo.aggregate import token_weights
@@ -25,20 +21,6 @@ from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.observe.metrics import Max, Mean, Metric
 
 Minibatch = list[TokenBatch]  # this data-parallel rank's microbatches of one optimizer update
-
-Split = Callable[[Summary], list[list[int]]]
-"""Which responses' tokens each data-parallel rank needs; the same on every rank."""
-
-
-def shares(ranks: Ranks, summary: Summary, config: RunConfig, *, step: int) -> list[list[int]]:
-    """Return the responses whose tokens each data-parallel rank needs, the same on every rank."""
-    dealt = _dealt(ranks, summary, config, step)
-    responses: list[list[int]] = [[] for _ in range(ranks.data.size)]
-    for minibatch in dealt:
-        for share, microbatches in zip(responses, minibatch, strict=True):
-            for microbatch in microbatches:
-                share += microbatch
-    return responses
 
 
 def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -> list[Minibatch]:
@@ -160,61 +142,18 @@ def _multiples(ranks: Ranks) -> tuple[int, int]:
     return chunks, chunks * ranks.tensor.size
 
 
-def deliver(ranks: Ranks, responses: Responses | None, split: Split) -> Responses:
-    """Return this rank's share of one step's responses; all ranks call it together.
+def deliver(responses: Responses | None) -> Responses:
+    """Return the step's responses on every rank; all ranks call it together.
 
     Args:
-        responses: all of them, on the leading rank; None on the others.
+        responses: on the leading rank; None on the others.
     """
     summary = _summary(responses)
-    parts = split(summary)
-    teams = _teams(ranks)
-    team = teams[ranks.data.rank]
-    own_share = Responses.empty(summary, parts[ranks.data.rank])
-    if responses is not None:
-        for part, (head, *_) in zip(parts, teams, strict=True):
-            share = responses.part(part)
-            if head == ranks.rank:
-                own_share = share
-                continue
-            for tensor in _tensors(share):
-                dist.send(tensor, head)
-    elif ranks.rank == team[0]:
-        for tensor in _tensors(own_share):
-            dist.recv(tensor, 0)
-    for tensor in _tensors(own_share):
-        _pass_on(tensor, team, ranks.rank)
-    return own_share
-
-
-def _tensors(responses: Responses) -> tuple[Tensor, ...]:
-    """Return the tensors to send, in this order."""
-    return responses.tokens, responses.mask, responses.behaviour
-
-
-def _teams(ranks: Ranks) -> list[list[int]]:
-    """Return the ranks that train on the same responses, by data-parallel rank."""
-    place = torch.tensor([ranks.data.rank])
-    everywhere = [torch.empty_like(place) for _ in range(ranks.world_size)]
-    dist.all_gather(everywhere, place)
-    teams: list[list[int]] = [[] for _ in range(ranks.data.size)]
-    for rank, team in enumerate(everywhere):
-        teams[int(team)].append(rank)
-    return teams
-
-
-def _pass_on(tensor: Tensor, team: list[int], rank: int) -> None:
-    """Send a tensor from the first of a team to all; its holders double in each round.
-
-    A broadcast would need a group for each team, which on GPUs nobody has for tensors on the CPU.
-    """
-    place, have = team.index(rank), 1
-    while have < len(team):
-        if place < have and place + have < len(team):
-            dist.send(tensor, team[place + have])
-        elif have <= place < 2 * have:
-            dist.recv(tensor, team[place - have])
-        have *= 2
+    if responses is None:
+        responses = Responses.empty(summary)
+    for tensor in (responses.tokens, responses.mask, responses.behaviour):
+        dist.broadcast(tensor, 0)
+    return responses
 
 
 def _summary(responses: Responses | None) -> Summary:

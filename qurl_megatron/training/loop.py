@@ -10,6 +10,8 @@ embedded engines. On another machine collectives and matrix products add in anot
 SGLang's results depend on the other requests of a batch.
 """
 
+import math
+from collections import ChainMap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qurl_megatron.actor.critic import Critic
-from qurl_megatron.actor.megatron import everywhere, held, on_lead, release_memory
+from qurl_megatron.actor.megatron import everywhere, held, on_lead, release_memory, together
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.responses import Responses
@@ -37,9 +39,8 @@ from qurl_megatron.training.guard import (
     Verdict,
     check_losses,
     examine,
-    norm_of,
 )
-from qurl_megatron.training.layout import deliver, shares
+from qurl_megatron.training.layout import deliver
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.step import improve
@@ -138,7 +139,7 @@ class Run:
             self._evaluate()
 
     def _samples(self, step: int, timer: Timer) -> tuple[Responses, Rollout]:
-        """Return one step's graded samples, each rank's share on it."""
+        """Return one step's graded samples, on every rank."""
         responses: Responses | None = None  # stays where it is: of the tokens nothing is pickled
 
         def take(lead: Lead) -> Rollout:
@@ -147,9 +148,7 @@ class Run:
             return rollout
 
         rollout = self._on_lead(take)
-        ranks = self.policy.ranks
-        split = partial(shares, ranks, config=self.config, step=step)
-        return deliver(ranks, responses, split), rollout
+        return deliver(responses), rollout
 
     def _update(
         self, samples: Responses, step: int, timer: Timer
@@ -162,25 +161,24 @@ class Run:
         Raises:
             NotFinite: the policy is broken, on every rank.
         """
-        own_metrics, own_advantages = improve(
-            self.policy,
-            samples,
-            self.config,
-            step=step,
-            timer=timer,
-            critic=self.critic,
-            scored=partial(self.lead.keep_rollout, step) if self.lead else None,
-        )
-        own_weights = examine([self.policy, self.critic] if self.critic else [self.policy])
-        all_metrics, all_weights = [], []
-        advantages: dict[int, float] = {}
-        for metrics, kept, weights in everywhere((own_metrics, own_advantages, own_weights)):
-            all_metrics.append(metrics)
-            all_weights.append(weights)
-            advantages |= kept
-        measured = merge(all_metrics)
+        models = [self.policy, self.critic] if self.critic else [self.policy]
+
+        def act() -> tuple[dict[str, Metric], dict[int, float], float]:
+            metrics, advantages = improve(
+                self.policy,
+                samples,
+                self.config,
+                step=step,
+                timer=timer,
+                critic=self.critic,
+                scored=partial(self.lead.keep_rollout, step) if self.lead else None,
+            )
+            return metrics, advantages, examine(models)
+
+        metrics_by_rank, advantages_by_rank, squares = zip(*together(act), strict=True)
+        measured = merge(metrics_by_rank)
         check_losses(values(measured))
-        return measured, norm_of(all_weights), advantages
+        return measured, math.sqrt(sum(squares)), dict(ChainMap(*advantages_by_rank))
 
     def _broken(self, error: NotFinite) -> Collapse:
         fix = "start again with a smaller optimizer.lr"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from qurl_megatron.actor.megatron import Ranks, everywhere, on_lead
+from qurl_megatron.actor.megatron import Ranks, on_lead, together
 from qurl_megatron.checkpoints.integrity import (
     FIX,
     FileSum,
@@ -124,17 +124,10 @@ def find_damage(
     """
     largest_first = sorted(record, key=lambda name: -record[name].bytes)
     own_files = largest_first[ranks.rank :: ranks.world_size]
-    own_result: str | ConfigError | None
-    try:
+
+    def own_damage() -> str | None:
         for name in own_files:
             wait_until_seen(folder / name, "rank 0 sees it", key=key)
-        own_result = damaged(folder, record, own_files)
-    except ConfigError as error:  # the others wait for this rank's result
-        own_result = error
-    damages = []
-    for result in everywhere(own_result):
-        if isinstance(result, ConfigError):
-            raise result
-        if result is not None:
-            damages.append(result)
-    return damages[0] if damages else None
+        return damaged(folder, record, own_files)
+
+    return next(filter(None, together(own_damage)), None)

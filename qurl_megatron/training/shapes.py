@@ -75,19 +75,8 @@ def check_layout(config: RunConfig) -> None:
     Raises:
         ConfigError: as ``check_division``; a config.json that is there cannot be read.
     """
-    path, warmstart = Path(config.model.path), config.warmstart
-    if warmstart.steps and not path.exists():
-        sizes = {
-            "model_type": "qwen2",
-            "hidden_size": warmstart.hidden,
-            "intermediate_size": warmstart.intermediate,
-            "num_hidden_layers": warmstart.layers,
-            "num_attention_heads": warmstart.heads,
-            "num_key_value_heads": warmstart.kv_heads,
-            "vocab_size": 1,  # known when there is a tokenizer; nothing is divided by it
-        }
-        check_division(config, Models(path, read_arch(sizes), None))
-    elif path.exists() or _shipped(path).is_file():
+    path = Path(config.model.path)
+    if path.exists() or _shipped(path).is_file():
         check_division(config, find_models(config))
 
 

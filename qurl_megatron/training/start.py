@@ -34,7 +34,7 @@ from qurl_megatron.training.inputs import (
     check_own_loss,
     describe_data,
     doubts,
-    refuse_endless_responses,
+    longest_prompt,
     refuse_without_tokenizer,
 )
 from qurl_megatron.training.shapes import check_division, find_models
@@ -119,7 +119,7 @@ def _model_checks(config: RunConfig, arch: Arch) -> list[Callable[[], object]]:
     """Return the checks that the model and its tokenizer can roll out this recipe."""
     return [
         partial(arch.refuse_without_engine, f"model.path={config.model.path}: "),
-        partial(refuse_endless_responses, config.rollout, arch),
+        partial(longest_prompt, config.rollout, arch),
         partial(refuse_without_tokenizer, config),
     ]
 

@@ -40,7 +40,7 @@ def improve(
     """Score the samples, then update the policy on them; all ranks call it together.
 
     Args:
-        samples: of one step, with at least this data-parallel rank's share (``shares``).
+        samples: of one step.
         critic: updated on the same minibatches, each time before the policy.
         scored: on the leading rank, gets the proximal log-probs before any update, where
             ``train.save_rollouts`` keeps them.

@@ -4,6 +4,7 @@ Every rank runs it. The leading rank alone talks to engines, files and the termi
 all ranks get the result or the exception.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,12 +18,12 @@ from qurl_megatron.actor.aligned import Align
 from qurl_megatron.actor.critic import Critic
 from qurl_megatron.actor.megatron import (
     Ranks,
-    everywhere,
     held,
     kept_on_lead,
     megatron_runtime,
     on_lead,
     release_memory,
+    together,
 )
 from qurl_megatron.actor.policy import Policy, Reference
 from qurl_megatron.checkpoints.places import description_of
@@ -42,7 +43,7 @@ from qurl_megatron.rewards.own_code import checksums, edited, named_code
 from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_stop_ids
 from qurl_megatron.training import checkpoint
-from qurl_megatron.training.guard import NotFinite, examine, norm_of
+from qurl_megatron.training.guard import NotFinite, examine
 from qurl_megatron.training.inputs import read_prompts, sources
 from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.lead import Lead
@@ -192,7 +193,8 @@ def _finite_norm(policy: Policy, critic: Critic | None) -> float:
         ConfigError: they are not finite.
     """
     try:
-        return norm_of(everywhere(examine([policy, critic] if critic else [policy])))
+        models = [policy, critic] if critic else [policy]
+        return math.sqrt(sum(together(lambda: examine(models))))
     except NotFinite as error:
         raise ConfigError(
             f"the run would begin with broken weights ({error}); name another model.path, or "

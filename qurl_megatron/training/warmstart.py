@@ -23,7 +23,6 @@ from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.questions import held_out_questions, training_questions
 from qurl_megatron.data.rows import Question
 from qurl_megatron.kit.disk import new_folder
-from qurl_megatron.kit.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -97,12 +96,7 @@ def _questions(data: DataConfig) -> tuple[list[Question], list[Question]]:
     if data.eval_path or not data.path:
         return questions, held_out_questions(data, HELD_OUT)
     lent = max(1, min(HELD_OUT, len(questions) // 20))
-    if lent == len(questions):
-        raise ConfigError(
-            f"data.path={data.path} has one row, and a warm start needs another to measure itself "
-            "on; add rows, or set data.eval_path"
-        )
-    return questions[:-lent], questions[-lent:]
+    return questions[:-lent] or questions, questions[-lent:]
 
 
 def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
@@ -135,7 +129,7 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     words = set("0123456789-")
     for text in {*texts, *(question.answer for question in questions)}:
         for word, _ in split.pre_tokenize_str(text):
-            words |= {word} if _comes_back(word) else set(_bytes_of(word))
+            words.add(word)
     vocabulary = [STOP, *sorted(words - {STOP})]
     vocab = {name: i for i, name in enumerate([PAD, EOS, UNKNOWN, *vocabulary])}
     tokenizer = Tokenizer(models.BPE(vocab, []))
@@ -143,8 +137,7 @@ def build_tokenizer(questions: Sequence[Question]) -> "PreTrainedTokenizerFast":
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    whole_words = filter(_comes_back, vocabulary)
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in whole_words])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in vocabulary])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -162,25 +155,6 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
     # transformers 5 writes a class name of its own there, which version 4 (some engines) lacks.
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     file.write_text(json.dumps(settings, indent=2), "utf-8")
-
-
-def _comes_back(word: str) -> bool:
-    """Return whether the token ``word`` is decoded as itself.
-
-    Qwen2 writes each byte as a letter, and reads a token of such letters alone as their bytes:
-    "é" would come back as half a character.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return word.isascii() or not set(word) <= set(ByteLevel.alphabet())
-
-
-def _bytes_of(word: str) -> str:
-    """Return the letters that stand for the bytes of ``word``."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    ((letters, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word)
-    return letters
 
 
 def shape_of(data: DataConfig, config: WarmstartConfig) -> dict[str, Any]:

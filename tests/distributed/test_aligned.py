@@ -78,7 +78,7 @@ def check_codes(device, config, samples) -> None:
                 for name, value in found.items():
                     expected = getattr(published[name], part).float().cpu()
                     assert torch.equal(value[:, : expected.shape[1]], expected), (step, name)
-            share = delivered(ranks, samples, config, step=step)
+            share = delivered(ranks, samples)
             improve(policy, share, config, step=step, timer=Timer())
 
 
@@ -172,7 +172,7 @@ def sharded_gradients(device, config, samples, out) -> None:
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
         score = Scorer(policy, 1.0)
-        share = delivered(ranks, samples, config, step=1)
+        share = delivered(ranks, samples)
 
         def mean_log_prob(logits, batch):
             return (score(logits, batch)[0] * batch.weights).sum(), {}
@@ -278,7 +278,7 @@ def measure(device, config, samples, out) -> None:
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
-        share = delivered(ranks, samples, config, step=1)
+        share = delivered(ranks, samples)
         metrics, _ = improve(policy, share, config, step=1, timer=Timer())
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, metrics)

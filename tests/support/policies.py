@@ -1,7 +1,6 @@
 """Policies on several ranks: a tiny recipe, whole tensors of all ranks, training and resuming."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -128,12 +127,11 @@ def gradient(policy):
     return read
 
 
-def delivered(ranks, samples, config, *, step: int) -> Responses:
-    """This rank's share of what the leading rank has."""
-    from qurl_megatron.training.layout import deliver, shares
+def delivered(ranks, samples) -> Responses:
+    """What the leading rank has."""
+    from qurl_megatron.training.layout import deliver
 
-    whole = Responses.of(samples) if ranks.leads else None
-    return deliver(ranks, whole, partial(shares, ranks, config=config, step=step))
+    return deliver(Responses.of(samples) if ranks.leads else None)
 
 
 def of_the_first_minibatch(policy, samples, config: RunConfig) -> dict[str, torch.Tensor]:
@@ -145,7 +143,7 @@ def of_the_first_minibatch(policy, samples, config: RunConfig) -> dict[str, torc
 
     ranks = policy.ranks
     score = Scorer(policy, config.rollout.temperature)
-    share = delivered(ranks, samples, config, step=1)
+    share = delivered(ranks, samples)
     laid = lay_out(ranks, share, config, step=1)
     first = attach_scores(policy, laid[0], score, with_reference=True)
     first, _ = attach_advantages(ranks, first, share.summary, config)
@@ -164,7 +162,7 @@ def train_twice(device, config: RunConfig, samples, out: Path) -> None:
         seen, kept = [], []
         config = replace(config, train=replace(config.train, save_rollouts=True))
         for step in (1, 2):
-            share = delivered(ranks, samples, config, step=step)
+            share = delivered(ranks, samples)
             scored = kept.append if ranks.leads else None
             learnt = improve(policy, share, config, step=step, timer=Timer(), scored=scored)
             gathered: list = [None] * dist.get_world_size()

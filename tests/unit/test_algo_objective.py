@@ -133,7 +133,6 @@ def test_terms_say_what_happened_to_each_token():
     ]
     acr = terms_of(*tokens(*rows), kind="acr")
     assert acr.clipped.tolist() == [False, False, True, False, True, True]
-    assert acr.truncated.tolist() == [False, True, True, True, False, True]
     assert acr.acr_active.tolist() == [False, True, True, True, False, False]
     assert acr.acr_rescued.tolist() == [False, True, False, False, False, False]
     torch.testing.assert_close(acr.weight, torch.tensor([1, 2, 2, 2, 1, 2.0]).double())
@@ -265,7 +264,7 @@ def test_tokens_that_are_not_kept_are_silent_even_with_impossible_log_probs(kind
     torch.testing.assert_close(terms.value.detach(), torch.where(keep, value, 0.0))
     torch.testing.assert_close(leaf.grad, torch.where(keep, gradient, 0.0))
     assert (terms.weight[~keep] == 0).all() and (terms.rho[~keep] == 1).all()
-    assert not (terms.clipped | terms.dual_clipped | terms.truncated)[~keep].any()
+    assert not (terms.clipped | terms.dual_clipped)[~keep].any()
 
 
 def written(current, proximal, behaviour, A, *, kind, surrogate, dual_clip, cap=2.0):

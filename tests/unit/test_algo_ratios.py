@@ -103,7 +103,6 @@ def test_a_responses_tokens_share_rho_and_weight(level, ratio):
     first = torch.tensor([owners.tolist().index(owner) for owner in owners.tolist()])
     assert torch.equal(terms.rho, terms.rho[first])
     assert torch.equal(terms.weight, terms.weight[first])
-    assert torch.equal(terms.truncated, terms.truncated[first])
 
 
 @pytest.mark.parametrize("level, ratio", FORMS)
@@ -170,7 +169,7 @@ def test_gspos_weight_is_of_the_level_that_is_asked_for():
     inputs = (zero, zero, -log_rho, torch.ones_like(zero))
     at = dict(kind="acr", ratio="sequence", owners=torch.zeros(8192, dtype=torch.int64))
     tokens = terms_of(*inputs, level="token", responses=1, **at)
-    assert tokens.weight[17] == 2 and tokens.truncated[17] and (tokens.weight[18:] == 1).all()
+    assert tokens.weight[17] == 2 and (tokens.weight[18:] == 1).all()
     mean = terms_of(*inputs, level="geometric", responses=1, **at)
     assert mean.weight[17].item() == pytest.approx(1.000844, abs=1e-6)  # 1000^(1 / 8192)
 

@@ -161,7 +161,6 @@ def test_what_cannot_be_forked_is_one_sentence_and_leaves_no_folder(source, reci
     for config, run, message in (
         (recipe("quant.uaq_scale=1.0"), source, r"quant.uaq_scale 1.5 -> 1.0.*no --fork"),
         (recipe("train.steps=3"), source, "has done 3 steps, and train.steps=3 leaves none"),
-        (recipe("algo.minibatches=4", "optimizer.schedule=linear"), source, "set optimizer.decay_"),
         (recipe(), tmp_path / "none", "none has no checkpoint to begin with; set train.run_dir"),
     ):
         with pytest.raises(ConfigError, match=message):

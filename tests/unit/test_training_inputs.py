@@ -17,7 +17,6 @@ from qurl_megatron.training.inputs import (
     doubts,
     longest_prompt,
     read_prompts,
-    refuse_endless_responses,
 )
 from qurl_megatron.training.warmstart import build_tokenizer
 from tests.support.descriptions import QWEN2
@@ -180,10 +179,10 @@ ARCH = read_arch({**QWEN2, "max_position_embeddings": 1024})
 def test_a_response_that_fills_the_context_is_refused():
     message = r"rollout.max_new_tokens=100000 leaves no room .* takes 1024 tokens.*below 1024"
     with pytest.raises(ConfigError, match=message):
-        refuse_endless_responses(RolloutConfig(max_new_tokens=100_000), ARCH)
+        longest_prompt(RolloutConfig(max_new_tokens=100_000), ARCH)
     with pytest.raises(ConfigError):
-        refuse_endless_responses(RolloutConfig(max_new_tokens=1024), ARCH)
-    refuse_endless_responses(RolloutConfig(max_new_tokens=1023), ARCH)
+        longest_prompt(RolloutConfig(max_new_tokens=1024), ARCH)
+    assert longest_prompt(RolloutConfig(max_new_tokens=1023), ARCH) == 1
     assert longest_prompt(RolloutConfig(max_new_tokens=1000), ARCH) == 24
 
 
@@ -197,5 +196,4 @@ def test_a_response_that_fills_the_context_is_refused():
 )
 def test_engines_that_may_take_more_are_left_to_say_so(engines):
     rollout = RolloutConfig(max_new_tokens=100_000, **engines)
-    refuse_endless_responses(rollout, ARCH)
     assert longest_prompt(rollout, ARCH) is None

@@ -139,12 +139,10 @@ def test_whoever_loads_the_folder_reads_the_same_ids(made):
 
 
 def test_text_survives_the_tokenizer_and_whoever_loads_it(tmp_path):
-    """Also words of letters that stand for bytes."""
     from transformers import AutoTokenizer
 
-    texts = ["\u00e9t\u00e9 5 \u4e2d", "\u0141\u00f3d\u017a 6 \u00e9 ?", "\u00c3 7"]
-    texts += ["-12", "85", "198", "0", "State the sum : 4 - 17 ="]
-    tokenizer = build_tokenizer([Question(text, "\u00e9") for text in texts])
+    texts = ["-12", "85", "198", "0", "State the sum : 4 - 17 ="]
+    tokenizer = build_tokenizer([Question(text, "no") for text in texts])
     save_tokenizer(tokenizer, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     for codec in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
@@ -170,9 +168,6 @@ def test_a_file_without_one_for_held_out_prompts_lends_its_last_rows(monkeypatch
     warmstart(tmp_path / "model", DataConfig(path=str(path)), replace(TINY, steps=1), str)
     fitted, held_out = [[question.answer for question in some] for some in asked]
     assert fitted == [str(i) for i in range(100, 138)] and held_out == ["138", "139"]
-    path.write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(ConfigError, match="has one row, .* add rows, or set data.eval_path"):
-        warmstart(tmp_path / "other", DataConfig(path=str(path)), TINY, str)
 
 
 def test_what_all_questions_begin_with_is_one_token():
