@@ -195,13 +195,7 @@ def add_study_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--only", default="*", metavar="PATTERN", help="cells to run or list, e.g. 'acr*-int8-*'"
     )
-    modes = command.add_mutually_exclusive_group()
-    for name, help in (
-        ("status", "only show how far each cell is"),
-        ("dry-run", "only print the commands"),
-    ):
-        value = name.replace("-", "_")
-        modes.add_argument(f"--{name}", dest="mode", action="store_const", const=value, help=help)
+    command.add_argument("--status", action="store_true", help="only show how far each cell is")
 
 
 def study(arguments: argparse.Namespace) -> int:
@@ -213,6 +207,6 @@ def study(arguments: argparse.Namespace) -> int:
         arguments.out,
         jobs=arguments.jobs,
         only=arguments.only,
-        mode=arguments.mode,
+        look=arguments.status,
         overrides=arguments.overrides,
     )

@@ -130,19 +130,16 @@ def score(
             every += answers[mode, index]
         reward_PK = np.array(rewards)
         mean_P = reward_PK.mean(axis=1)
-        chances = {}
-        if count > 1:
-            right_P = (reward_PK == 1).sum(axis=1).tolist()
-            for k in [2**power for power in range(count.bit_length()) if 2**power < count]:
-                chances[k] = pass_at(right_P, count, k)
-            chances[count] = pass_at(right_P, count, count)
+        right_P = (reward_PK == 1).sum(axis=1).tolist()
+        powers = [2**power for power in range(count.bit_length()) if 2**power < count]
+        ks = [*powers, count] if count > 1 else []
         scores[mode] = Score(
             responses=count,
             accuracy=float(reward_PK.mean()),
             resampled_D=_resampled(benchmark.name, mean_P, seed),
             truncated=float(np.mean([answer.finish == "length" for answer in every])),
             tokens=float(np.mean([answer.tokens for answer in every])),
-            pass_at=chances,
+            pass_at={k: pass_at(right_P, count, k) for k in ks},
             mean_P=mean_P,
         )
     return scores

@@ -16,7 +16,6 @@ The evaluation lies in the run's folder: whoever deletes a run deletes its accur
 import fnmatch
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -54,7 +53,7 @@ def main(
     *,
     jobs: int = 1,
     only: str = "*",
-    mode: str | None = None,
+    look: bool = False,
     overrides: Sequence[str] = (),
     qurl: Sequence[str] = QURL,
 ) -> int:
@@ -63,7 +62,7 @@ def main(
     Args:
         overrides: ``section.key=value`` for every run; a method's own overrides win.
         only: pattern of the names of cells to run or list; tables and pictures take all.
-        mode: "dry_run" or "status"; None runs the cells.
+        look: only print how far each cell is.
         qurl: the command whose ``train`` and ``eval`` are called.
 
     Returns:
@@ -82,14 +81,10 @@ def main(
         )
     if jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
-    if mode is not None:
+    if look:
         width = max(len(cell.name) for cell in cells)
         for cell in cells:
-            result = read_result(cell, out)
-            if mode == "status":
-                print(status(result, width))
-            else:
-                print(f"{result.state:11}{shlex.join(train_command(study, cell, out, qurl))}")
+            print(status(read_result(cell, out), width))
         return 0
     with claimed(out, "a study"):
         machine = environment() if any(next_task(cell, out) for cell in cells) else None

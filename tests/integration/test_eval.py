@@ -121,17 +121,6 @@ def test_killed_twice_an_evaluation_ends_in_the_same_bits(model, bench, tmp_path
     assert "other settings (scheme: none there, int8 here)" in other.stderr
 
 
-def test_a_prompt_beyond_the_context_is_named(model, tmp_path):
-    path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"prompt": "7 " * 240, "answer": "7"}) + "\n")
-    done = subprocess.run(
-        command(path, model, tmp_path / "out"), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 2
-    assert "long.jsonl line 1: the longest prompt, 240 tokens" in done.stderr
-    assert "exceed the 256 tokens that the engine takes; give at most 16" in done.stderr
-
-
 def test_a_run_is_evaluated_by_its_own_recipe_before_and_after_and_sglang_wants_it_converted(
     tmp_path,
 ):

@@ -1,6 +1,5 @@
 """The benchmarks of the checkout: the loss, quantizing, publishing."""
 
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,9 +9,7 @@ import torch
 
 from benchmarks import loss, machine_limits, publish, quantize
 from benchmarks.harness import measure, read
-from qurl_megatron import quant
 from qurl_megatron.bench.repeats import Repeats
-from qurl_megatron.kit import fused
 
 
 @pytest.fixture(autouse=True)
@@ -88,23 +85,6 @@ def test_quantizing_leaves_a_record_with_a_copy_of_what_it_moves_as_limit(
     assert case.keys == keys | {"device": "cpu", "threads": torch.get_num_threads()}
     (figure,) = case.figures
     assert len(figure.repeats) == 2 and figure.limit > 0 and figure.unit == "s"
-
-
-def test_the_kernels_are_measured_where_the_environment_turns_them_off_for_all_else(monkeypatch):
-    monkeypatch.setenv(fused.SWITCH, "0")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(fused, "_can_run", lambda interpreted: True)
-    monkeypatch.setattr(quantize, "quantize", on_torch)
-    cases = {case.name: case for case in quantize.run(of_quantize("--dtype", "float32"))}
-    assert cases["float32 to int8, kernels"].figures
-    assert os.environ[fused.SWITCH] == "0"
-
-
-def on_torch(weight, scheme):
-    """In place of kernels that this machine has not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(fused.SWITCH, "0")
-        return quant.quantize(weight, scheme)
 
 
 def test_a_transport_has_every_turn_and_the_limit_of_a_copy():

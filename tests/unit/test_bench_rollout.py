@@ -108,14 +108,6 @@ def test_a_failed_request_and_a_wrong_length_are_reasons_with_their_cause():
     assert outcome.tokens == 8
 
 
-def test_a_version_that_the_engine_does_not_take_ends_the_benchmark():
-    def publish() -> float:
-        raise EngineError("engine-0 rejects version 2")
-
-    with pytest.raises(EngineError, match="rejects version 2"):
-        drive(Engine(), [Ask((1,), 4)] * 2, publish=publish, publications=1)
-
-
 # -- its figures -------------------------------------------------------------------------------
 
 
@@ -162,12 +154,6 @@ def test_a_reason_of_one_repeat_is_one_of_the_case_and_without_an_answer_there_a
 
 
 # -- the engines -------------------------------------------------------------------------------
-
-
-def test_an_engine_is_started_with_the_cache_and_ranks_that_were_asked_for():
-    config = rollout.engine_config(Subject("sglang", "int8", 2), options("--cache-gb", "3.5"))
-    assert (config.backend, config.engine_tensor, config.engine_memory_gb) == ("sglang", 2, 3.5)
-    assert Subject("sglang", "int8", 2).name == "sglang int8 tp2"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["show", "quickstart", "algo.cap=3.0"], "cap = 3.0"),
         (["show", "launch/recipes/calculator.toml"], "calculator.py"),
-        (["study", "uaq_or_lr", "--out", "out", "--dry-run"], "quickstart"),
+        (["study", "uaq_or_lr", "--out", "out", "--status"], "uaq-int8-seed-0"),
         (["plan", "grpo_qwen2.5_14b", "--gpus", "64"], "limited by"),
     ],
 )

@@ -340,16 +340,12 @@ def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, numbe
     assert [call["first"] for call in calls(root)[2:4]] == [2, 2]  # not from the beginning
 
 
-def test_a_dry_run_prints_commands_and_a_status_how_far_each_cell_is(root, capsys):
+def test_a_status_says_how_far_each_cell_is(root, capsys):
     behave(root, **{CELLS[1]: {"fail_at": 3}})
     qurl_study(root, only="*int8-seed-0")
     qurl_study(root, only="bf16-*-seed-0")
     capsys.readouterr()
-    assert qurl_study(root, mode="dry_run", only="acr-int4*") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and lines[0].startswith("waiting ")
-    assert lines[0].endswith(f"train.seed=0 train.run_dir={root}/out/runs/{CELLS[2]}")
-    assert qurl_study(root, mode="status", only="*seed-0") == 0
+    assert qurl_study(root, look=True, only="*seed-0") == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[0] == [CELLS[0], "done", "3/3", "reward", "0.300", "accuracy", "75.0", "%"]
     failed = [CELLS[1], "failed", "2/3", "reward", "0.200"]
@@ -362,7 +358,7 @@ def test_one_study_works_in_a_folder_and_others_may_look(root):
     with claimed(root / "out", "a study"):
         with pytest.raises(ConfigError, match="a study is at work in .*out; wait for it"):
             qurl_study(root)
-        assert qurl_study(root, mode="status") == 0
+        assert qurl_study(root, look=True) == 0
 
 
 def test_the_table_has_a_line_for_each_method_and_scheme(root):
