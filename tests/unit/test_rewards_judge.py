@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.kit.errors import ConfigError, Unscored
-from qurl_megatron.rewards import Item, RewardPool, check_rewards
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.rewards import RewardPool, check_rewards
 from qurl_megatron.rewards.judge import Judge
 from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
 from qurl_megatron.rewards.verifiers import Score
@@ -33,7 +33,8 @@ def asked(url: str, *responses: str, **options) -> list[Score]:
     return judge.answers([item.line for item in items(*responses)], lambda: False)
 
 
-def test_requests_are_batches_and_scores_come_back_in_order():
+def test_requests_are_batches_without_a_key_and_scores_come_back_in_order(monkeypatch):
+    monkeypatch.setenv("QURL_API_KEY", "of the engines")
     texts = [str(number) for number in range(10)]
     with (
         reward_server(numbers) as server,
@@ -44,6 +45,7 @@ def test_requests_are_batches_and_scores_come_back_in_order():
     assert max(map(len, server.asked)) <= 3
     first = next(item for items in server.asked for item in items if item["response"] == "0")
     assert first == {"prompt": "1 + 1 =", "response": "0", "answer": "2", "metadata": {}}
+    assert not any("Authorization" in headers for headers in server.headers)
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
@@ -77,10 +79,8 @@ def test_what_is_no_answer_is_not_asked_again(answer, said):
 def test_a_response_may_have_no_score_beside_others_that_have():
     content = json.dumps({"scores": [None, 0.5, float("nan"), "1"]}).encode()
     with reward_server(answered(200, content)) as server:
-        found = asked(server.url, "a", "b", "c", "d")
-    assert [one.cause if isinstance(one, Unscored) else one for one in found] == [
-        *("invalid", 0.5, "invalid", "invalid")
-    ]
+        none, half, *others = asked(server.url, "a", "b", "c", "d")
+    assert half == 0.5 and {none.cause, *(other.cause for other in others)} == {"invalid"}
 
 
 def test_a_server_that_is_down_is_named_after_the_retries():
@@ -176,36 +176,13 @@ def test_a_key_comes_from_the_environment_and_is_never_shown(monkeypatch, capfd)
     assert "s3cret" not in "".join(capfd.readouterr())
 
 
-def test_without_a_key_none_is_sent(monkeypatch):
-    monkeypatch.setenv("QURL_API_KEY", "of the engines")
-    with reward_server(numbers) as server:
-        line = Item("p", "1", "a", {"level": 3}).line
-        Judge(RewardConfig(url=server.url)).answers([line], lambda: False)
-    assert "Authorization" not in server.headers[0]
-    assert server.asked[0][0]["metadata"] == {"level": 3}
-
-
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl to make a certificate")
 def test_certificates_are_checked(tmp_path, monkeypatch):
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "127.0.0.1")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *(
-                "-nodes",
-                "-days",
-                "2",
-                "-subj",
-                "/CN=judge",
-                "-addext",
-                "subjectAltName=IP:127.0.0.1",
-            ),
-            *("-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj"
+    make += " /CN=judge -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    subprocess.run(make.split(), check=True, capture_output=True, cwd=tmp_path)
     with reward_server(numbers, tls=tmp_path) as server:
         assert server.url.startswith("https://")
         (unknown,) = asked(server.url, "1", url_retries=0)

@@ -14,7 +14,7 @@ import pytest
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.kit.errors import ConfigError, Unscored, unscored
-from qurl_megatron.rewards import Item, RewardPool, check_rewards
+from qurl_megatron.rewards import Item, RewardPool
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from qurl_megatron.rewards.verifiers import as_score
 from qurl_megatron.rewards.worker import call, own_reward, score_of
@@ -110,14 +110,6 @@ def test_a_name_that_leads_to_no_reward_is_one_sentence(name, said, own):
     assert "\n" not in str(error.value)
 
 
-def test_the_start_of_a_run_refuses_what_a_worker_cannot_import(own):
-    with pytest.raises(
-        ConfigError, match=r"^reward.function=\S+own.py:xyz: \S+ has no xyz; it has"
-    ):
-        check_rewards(RewardConfig(function=f"{own}:xyz"))
-    check_rewards(RewardConfig(function=f"{own}:score"))
-
-
 class Leaving(dict):
     def __contains__(self, name):
         raise SystemExit
@@ -143,18 +135,14 @@ class Odd:
     ("value", "expected"),
     [(1, 1.0), (True, 1.0), (-0.5, -0.5), (1e6, 1e6)]
     + [(value, None) for value in (math.nan, math.inf, -math.inf, 1e7, 10**400, None, "0.5", b"1")]
-    + [(value, None) for value in ([1.0], 1j, {"score": 1})]
+    + [(np.float32(0.25), 0.25), (np.array(0.25), 0.25), (np.array(math.nan), None)]
+    + [(value, None) for value in ([1.0], 1j, {"score": 1}, np.ones(2))]
     + [pytest.param(Odd(), None, id="odd")],
     ids=repr,
 )
 def test_only_finite_numbers_are_scores(value, expected):
     found = as_score(value)
     assert found == expected if expected is not None else found.cause == "invalid"
-
-
-def test_numbers_of_other_libraries_are_numbers():
-    assert as_score(np.float32(0.25)) == as_score(np.array(0.25)) == 0.25
-    assert as_score(np.array(math.nan)).cause == as_score(np.ones(2)).cause == "invalid"
 
 
 def test_a_reason_fits_on_a_line_and_does_nothing_to_a_terminal():
@@ -183,14 +171,6 @@ def test_a_child_that_a_reward_forks_never_answers_in_its_place(own):
         grades = pool.grade(items(*texts))
     assert grades.scores == expected
     assert not grades.tally.failed
-
-
-def test_memory_beyond_the_limit_is_an_exception(own):
-    config = RewardConfig(function=f"{own}:score", memory_gb=0.75)
-    with RewardPool(config) as pool:
-        grades = pool.grade(items("memory", "2"))
-    assert grades.scores == [0.0, 2.0]
-    assert grades.tally.first["exceptions"].startswith("MemoryError")
 
 
 def test_what_a_function_started_ends_with_its_worker(pool, tmp_path):

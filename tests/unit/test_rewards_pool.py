@@ -141,33 +141,12 @@ def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
     assert pids(pool) == before
 
 
-def test_an_interrupted_call_leaves_no_check_under_way(pool):
-    looks = iter([False, False])
-
-    def interrupted():
-        if next(looks, True):
-            raise KeyboardInterrupt
-        return False
-
-    settle(pool)
-    with pytest.raises(KeyboardInterrupt):
-        pool.answers([line(TOWER), line(("\\boxed{2}", "2"))], interrupted)
-    assert scores(pool, [("\\boxed{1}", "7"), ("\\boxed{2}", "7")]) == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("kind", ["last_number", "exact"])
 def test_cheap_kinds_start_no_process(kind):
     with RewardPool(RewardConfig(kind=kind, workers=2)) as pool:
         items = [Item("", "12", "12", {}), Item("", "13", "12", {})]
         assert pool.grade(items).scores == [1.0, 0.0]
         assert pool.workers is None
-
-
-def test_leaving_the_pool_ends_its_workers():
-    with workers_of(RewardConfig(kind="math")) as pool:
-        before = pids(pool)
-        assert all(map(alive, before))
-    assert not any(map(alive, before))
 
 
 TRAINER = """
