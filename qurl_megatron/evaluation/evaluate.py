@@ -312,11 +312,8 @@ class Evaluator:
         for mode, each in self.plan.responses.items():
             _Round(self, benchmark, file, mode, each).answer()
         new = [answer for answer in file.every if answer.key not in before]
-        scorer = self.plan.reward.setting
-        if self.plan.reward_key.startswith("--"):
-            scorer = f"{self.plan.reward_key}={self.plan.reward.described}"
         try:
-            refuse_none_scored(tally_of(new), scorer)
+            refuse_none_scored(tally_of(new), self.rewards.setting)
         except (ConfigError, RewardDown):
             file.forget({answer.key for answer in new})
             raise

@@ -25,18 +25,18 @@ from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.kit.errors import ConfigError
 
 
-def find_named(key: str, name: str, kind: Literal["function", "class"]) -> Callable[..., Any]:
+def find_named(setting: str, kind: Literal["function", "class"]) -> Callable[..., Any]:
     """Return the function or the class of a name.
 
     Args:
-        key: of the recipe, or the option, that names it; for messages.
-        name: "package.module:name" or "path/to/file.py:name".
+        setting: key, of the recipe or the option, and name, "package.module:name" or
+            "path/to/file.py:name", as key=name.
 
     Raises:
         ConfigError: there is none.
     """
-    target, _, attribute = name.rpartition(":")
-    module = _module(f"{key}={name}", target)
+    target, _, attribute = setting.partition("=")[2].rpartition(":")
+    module = _module(setting, target)
     named_object = getattr(module, attribute, None)
     own_names = []
     for own_name, value in vars(module).items():
@@ -48,13 +48,13 @@ def find_named(key: str, name: str, kind: Literal["function", "class"]) -> Calla
     if named_object is None:
         close = get_close_matches(attribute, own_names, n=1)
         hint = f"did you mean {close[0]}?" if close else contents
-        raise ConfigError(f"{key}={name}: {target} has no {attribute}; {hint}")
+        raise ConfigError(f"{setting}: {target} has no {attribute}; {hint}")
     if callable(named_object) and inspect.isclass(named_object) == (kind == "class"):
         return named_object
     found = f"value of type {type(named_object).__name__}"
     if callable(named_object):
         found = "function" if kind == "class" else "class"
-    raise ConfigError(f"{key}={name} is a {found}; name a {kind} ({contents})")
+    raise ConfigError(f"{setting} is a {found}; name a {kind} ({contents})")
 
 
 def check_call(
@@ -146,19 +146,6 @@ def checksums(named: Mapping[str, str]) -> dict[str, str]:
         if path and path.is_file() and os.access(path, os.R_OK):
             sums[key] = checksum_of(path)
     return sums
-
-
-def edited(named: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """Return the changed part of ``named_code``, as "reward.function=..." by its key.
-
-    Args:
-        before: its former checksums; a name without one counts as unchanged.
-    """
-    return {
-        key: f"{key}={named[key]}"
-        for key, checksum in checksums(named).items()
-        if before.get(key, checksum) != checksum
-    }
 
 
 def _file_of(name: str) -> Path | None:

@@ -132,18 +132,18 @@ class RewardPool:
             ConfigError: the environment has no key for the reward's server.
         """
         self.config = config
+        option = key.startswith("--")
+        self.setting = f"{key}={config.described}" if option else config.setting
         self.tally = Tally()  # of all calls
         self.workers: WorkerPool | None = None
         self.judge = Judge(config) if config.url else None
         self._leaving = threading.Event()
         if config.function or config.kind and config.kind not in IN_PROCESS:
-            key = key if key.startswith("--") else "reward.function"
-            task = {"function": config.function, "key": key} if config.function else {}
             self.workers = WorkerPool(
-                {"kind": config.kind, "memory_gb": config.memory_gb, **task},
-                config.workers,
-                called="a reward worker",
-                setting=f"{key}={config.function}",
+                task="reward" if config.function else "check",
+                setting=self.setting,
+                count=config.workers,
+                memory_gb=config.memory_gb,
                 limit_key="reward.timeout_s",
                 limit_s=config.timeout_s,
             )

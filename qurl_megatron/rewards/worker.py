@@ -74,41 +74,40 @@ def serve(make: Callable[[], Answer], memory_gb: float) -> None:
         say(number, answer(json.loads(question)))
 
 
-def own_reward(key: str, name: str) -> Answer:
+def own_reward(setting: str) -> Answer:
     """
     Args:
-        key: of the recipe, or the option, that names the function; for messages.
+        setting: key, of the recipe or the option, and name of the function, as key=name.
 
     Raises:
         ConfigError: there is none, or it cannot be called as rewards are.
     """
-    function = find_named(key, name, "function")
-    check_call(function, f"{key}={name}", name.rpartition(":")[2], REWARD_FIELDS)
+    function = find_named(setting, "function")
+    check_call(function, setting, setting.rpartition(":")[2], REWARD_FIELDS)
     return partial(call, function, score_of, asyncio.Runner())
 
 
-def environment(name: str) -> Answer:
+def environment(setting: str) -> Answer:
     """
     Raises:
         ConfigError: there is no class of that name, it cannot be made, or has no ``step`` to call.
     """
-    key, class_name = "rollout.environment", name.rpartition(":")[2]
-    own_class = find_named(key, name, "class")
+    own_class, class_name = find_named(setting, "class"), setting.rpartition(":")[2]
     try:
         made = own_class()
     except BaseException as error:  # whatever it does, this is one sentence
-        raise ConfigError(f"{key}={name}: {class_name}() failed: {last_line(error)}") from None
+        raise ConfigError(f"{setting}: {class_name}() failed: {last_line(error)}") from None
     step = getattr(made, "step", None)
     if not callable(step):
         call_of = ", ".join(f"{field}=..." for field in STEP_FIELDS)
-        raise ConfigError(f"{key}={name}: {class_name} has no method step({call_of}); write one")
-    check_call(step, f"{key}={name}", f"{class_name}().step", STEP_FIELDS)
+        raise ConfigError(f"{setting}: {class_name} has no method step({call_of}); write one")
+    check_call(step, setting, f"{class_name}().step", STEP_FIELDS)
     return partial(call, step, as_reply, asyncio.Runner())
 
 
-def our_check(kind: str) -> Answer:
+def our_check(setting: str) -> Answer:
     """Return a check that has imported all it needs, before the clock of an answer runs."""
-    check = KINDS[kind]
+    check = KINDS[setting.partition("=")[2]]
     check("$1$", "1")
     return lambda fields: check(fields["response"], fields["answer"])
 
@@ -167,16 +166,8 @@ def as_reply(value: object) -> Reply:
     )
 
 
-def main(task: dict[str, Any]) -> None:
-    match task:
-        case {"environment": name}:
-            make = partial(environment, name)
-        case {"function": name, "key": key}:
-            make = partial(own_reward, key, name)
-        case _:
-            make = partial(our_check, task["kind"])
-    serve(make, task["memory_gb"])
-
+TASKS = {"reward": own_reward, "environment": environment, "check": our_check}
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    task, setting, memory_gb = sys.argv[1:]
+    serve(partial(TASKS[task], setting), float(memory_gb))

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Self
 
 from qurl_megatron.config import RolloutConfig
@@ -48,31 +49,18 @@ class Died(Exception):
     """A worker has ended, or said something that is no answer."""
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """Use as a context manager; leaving it ends the workers."""
 
-    module = "qurl_megatron.rewards.worker"
-    start_s = START_S
-
-    def __init__(
-        self,
-        task: dict[str, Any],
-        count: int,
-        *,
-        called: str,
-        setting: str,
-        limit_key: str,
-        limit_s: float,
-    ) -> None:
-        """
-        Args:
-            task: the JSON argument of each worker.
-            called: a worker's name in messages.
-            setting: names the user's code in messages, as key=value.
-            limit_key: recipe key of the limit of an answer, for messages.
-        """
-        self.task, self.count, self.called, self.setting = task, count, called, setting
-        self.limit_key, self.limit_s = limit_key, limit_s
+    task: str  # of ``worker.TASKS``
+    setting: str  # names the code that workers run, as key=value
+    count: int
+    memory_gb: float  # of each worker
+    limit_key: str  # recipe key of the limit of an answer, for messages
+    limit_s: float
+    module: str = "qurl_megatron.rewards.worker"
+    start_s: float = START_S
 
     def __enter__(self) -> Self:
         self.left, self.lock = False, threading.Lock()  # held to start and to end a worker
@@ -108,7 +96,7 @@ class WorkerPool:
             try:
                 self.workers[0].await_ready()
             except RuntimeError as error:
-                raise ConfigError(f"{self.setting}: {error}") from None
+                raise ConfigError(str(error)) from None
 
     def put(self, question: str) -> Future:
         """Ask a question, JSON on one line of ASCII, from any thread.
@@ -202,7 +190,7 @@ class Worker:
             except Died:
                 problem = "ended while starting; see stderr"
             self.end()
-        raise RuntimeError(f"{self.pool.called} {problem}")
+        raise RuntimeError(f"{self.pool.setting}: a worker {problem}")
 
     def renew(self) -> None:
         """Replace the process, so that another may start before the next question comes.
@@ -236,13 +224,15 @@ class Worker:
     def _start(self) -> None:
         env = without_launcher(os.environ)
         env.setdefault("OMP_NUM_THREADS", "1")  # a worker is one of many
-        with self.pool.lock:
-            if self.pool.left:
+        command = [sys.executable, "-m", self.pool.module]
+        pool = self.pool
+        with pool.lock:
+            if pool.left:
                 raise Abandoned
             self._line, theirs = socket.socketpair()
             with theirs, on_cores(children_cores()):
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", self.pool.module, json.dumps(self.pool.task)],
+                    [*command, pool.task, pool.setting, str(pool.memory_gb)],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     env=env,
@@ -272,10 +262,10 @@ class EnvironmentPool(WorkerPool):
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
         super().__init__(
-            {"environment": config.environment, "memory_gb": config.environment_memory_gb},
-            config.environment_workers,
-            called="a worker of the environment",
+            task="environment",
             setting=f"rollout.environment={config.environment}",
+            count=config.environment_workers,
+            memory_gb=config.environment_memory_gb,
             limit_key="rollout.turn_timeout_s",
             limit_s=config.turn_timeout_s,
         )

@@ -29,7 +29,7 @@ def find_loss(name: str) -> Callable[..., Any]:
     Raises:
         ConfigError: there is none.
     """
-    return find_named("algo.function", name, "function")
+    return find_named(f"algo.function={name}", "function")
 
 
 def check_own_loss(algo: AlgoConfig, correction: CorrectionConfig) -> None:

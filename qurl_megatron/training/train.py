@@ -39,7 +39,7 @@ from qurl_megatron.kit.stop import StopRequest
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.publish.publisher import Publisher, make_sender
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.own_code import checksums, edited, named_code
+from qurl_megatron.rewards.own_code import checksums, named_code
 from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_stop_ids
 from qurl_megatron.training import checkpoint
@@ -176,13 +176,18 @@ def adapt(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainSt
     if claimed.changes:
         remarks.append(f"settings changed: {', '.join(map(str, claimed.changes))}")
     named = named_code(config.reward, config.rollout, config.algo.function)
-    for key, setting in edited(named, state.own_code).items():
+    own_code = checksums(named)
+    for key, checksum in own_code.items():
+        if state.own_code.get(key, checksum) == checksum:
+            continue
         consequence = "the policy learns by the new one from here on"
         if key != "algo.function":
             comparable = False
             consequence = "held-out scores from here on are not compared with earlier ones"
-        remarks.append(f"the code of {setting} has changed since step {state.step}: {consequence}")
-    state = replace(state, own_code=checksums(named))
+        remarks.append(
+            f"the code of {key}={named[key]} has changed since step {state.step}: {consequence}"
+        )
+    state = replace(state, own_code=own_code)
     return state if comparable else state.without_scores(), remarks
 
 

@@ -100,7 +100,7 @@ def cores_of_an_engine(folder) -> int:
 
 def cores_of_a_worker() -> int:
     with RewardPool(RewardConfig(kind="math")) as pool:
-        return len(os.sched_getaffinity(pool.pools["reward"].seats[0].worker.process.pid))
+        return len(os.sched_getaffinity(pool.workers.workers[0].process.pid))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

@@ -47,10 +47,7 @@ def pool_of(tmp_path, monkeypatch):
 
     def make(source: str = ECHO) -> WorkerPool:
         (tmp_path / "own_worker.py").write_text(source)
-        names = {"called": "an echo", "setting": "echo=own", "limit_key": "limit_s"}
-        pool = WorkerPool({}, 1, **names, limit_s=PATIENCE_S)
-        pool.module = "own_worker"
-        return pool
+        return WorkerPool("echo", "echo=own", 1, 1.0, "limit_s", PATIENCE_S, module="own_worker")
 
     return make
 
@@ -89,7 +86,7 @@ def test_a_machine_with_no_room_for_another_worker_may_have_some_later(pool_of):
         wait_until(lambda: process.poll() is not None)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            with pytest.raises(RuntimeError, match="an echo cannot be started: .*open files"):
+            with pytest.raises(RuntimeError, match="a worker cannot be started: .*open files"):
                 ask(pool)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

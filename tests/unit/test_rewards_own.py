@@ -39,7 +39,7 @@ FIELDS = {"prompt": "1", "response": "2", "answer": "3", "metadata": {"a": 1}}
 
 @pytest.mark.parametrize("name", ["echo", "later"])
 def test_a_function_of_a_file_gets_the_four_fields_by_name_and_may_be_async(own, name):
-    reward = own_reward("reward.function", f"{own}:{name}")
+    reward = own_reward(f"reward.function={own}:{name}")
     assert [reward(FIELDS), reward(FIELDS)] == [1231.0, 1231.0]
 
 
@@ -53,7 +53,7 @@ def test_a_file_finds_modules_beside_it_but_they_hide_none_that_is_installed(tmp
         "@dataclass\nclass Found:\n    value: 'float'\n"
         "def score(**fields):\n    return math.floor(Found(1.5).value) * own_units.KILO\n"
     )
-    assert own_reward("k", f"{tmp_path}/near.py:score")(FIELDS) == 1e3
+    assert own_reward(f"k={tmp_path}/near.py:score")(FIELDS) == 1e3
 
 
 def test_gaps_of_a_table_are_null_in_json():
@@ -64,7 +64,7 @@ def test_gaps_of_a_table_are_null_in_json():
 
 def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypatch):
     monkeypatch.syspath_prepend(own.parent)
-    assert own_reward("k", "own:leaves_out")(FIELDS) == 2.0
+    assert own_reward("k=own:leaves_out")(FIELDS) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_name_that_leads_to_no_reward_is_one_sentence(name, said, own):
     )
     target = name if name == "nowhere:score" else f"{folder}/{name}"
     with pytest.raises(ConfigError) as error:
-        own_reward("reward.function", target)
+        own_reward(f"reward.function={target}")
     assert re.search(said, str(error.value)), error.value
     assert str(error.value).startswith(f"reward.function={target}")
     assert "\n" not in str(error.value)

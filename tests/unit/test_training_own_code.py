@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from qurl_megatron.config import RewardConfig, load
-from qurl_megatron.rewards.own_code import checksums, edited, named_code
+from qurl_megatron.rewards.own_code import checksums
 from qurl_megatron.training.fork import forked
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.train import adapt
@@ -58,10 +58,9 @@ def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_co
 
 
 def test_code_that_has_gone_is_for_others_to_refuse(config, tmp_path):
-    named = named_code(config.reward, config.rollout)
-    before = checksums(named)
+    state, _ = taken_up(config, BEFORE)
     (tmp_path / "rewards.py").unlink()
-    assert edited(named, before) == {}
+    assert taken_up(config, state)[1] == []
 
 
 @pytest.mark.parametrize("name", ["math:sqrt", "own_package.inner.nowhere.deeper:score"])
