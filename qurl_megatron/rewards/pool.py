@@ -4,19 +4,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qurl_megatron.config import RewardConfig
+from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.errors import CAUSES, ConfigError, Foreseen, Unscored, unscored
 from qurl_megatron.observe.metrics import Mean, Metric, Sum
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards.judge import Judge
 from qurl_megatron.rewards.verifiers import KINDS, Score
 from qurl_megatron.rewards.workers import WorkerPool, as_line
-
-if TYPE_CHECKING:  # workers import this package, and need no numpy
-    from qurl_megatron.data.tokenizer import Tokenizer
-    from qurl_megatron.types import Sample
+from qurl_megatron.types import Sample
 
 IN_PROCESS = {"last_number", "exact"}  # microseconds a check: no worker needed
 FIXES = {
@@ -210,11 +208,11 @@ class RewardPool:
 
 
 def graded(
-    samples: "Sequence[Sample]",
+    samples: Sequence[Sample],
     rewards: RewardPool,
-    tokenizer: "Tokenizer",
+    tokenizer: Tokenizer,
     stop: Callable[[], bool] = lambda: False,
-) -> "tuple[list[Sample], Grades]":
+) -> tuple[list[Sample], Grades]:
     """Return the samples with text and reward, and their grades.
 
     Raises:
@@ -232,7 +230,7 @@ def graded(
     return graded_samples, grades
 
 
-def items_of(samples: "Iterable[Sample]", texts: Iterable[str]) -> list[Item]:
+def items_of(samples: Iterable[Sample], texts: Iterable[str]) -> list[Item]:
     """Turn decoded responses of the policy into items, as rewards get them.
 
     A response whose conversation failed in the environment has no score.

@@ -138,8 +138,7 @@ def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
     before = pids(pool)
     for pid in before:
         os.kill(pid, signal.SIGINT)
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        assert "torch" not in maps and "numpy" not in maps
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
     assert scores(pool, [("\\boxed{8}", "8"), ("\\boxed{9}", "9")]) == [1.0, 1.0]
     assert pids(pool) == before
 
