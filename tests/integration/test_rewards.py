@@ -156,5 +156,5 @@ def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):
     assert run.stderr().count("\n") == 1 and "Traceback" not in run.stderr()
     assert "step 1 is saved, start again to go on from it" in run.stderr()
     told = f"the code of reward.function={tiny.parent}/own.py:score has changed since step"
-    assert f"\n{told} 1: what is measured with it" in run.stdout()
+    assert f"\n{told} 1: held-out scores from here on" in run.stdout()
     assert f'"{told} 1' in (run.dir / "timeline.jsonl").read_text()
