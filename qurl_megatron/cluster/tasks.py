@@ -34,7 +34,8 @@ from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.cluster.verdict import STOPPED
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.filesystem import refusing
-from qurl_megatron.observe.failures import FOLDER, kept
+from qurl_megatron.observe import failures
+from qurl_megatron.observe.failures import FOLDER
 
 KEY = "key"
 """File of the engines' key, in the rendezvous folder."""
@@ -59,11 +60,14 @@ def task(run_dir: Path) -> int:
         stacks = folder.stack_file(Path(attempt), int(os.environ.get("SLURM_PROCID", "0")))
     stop_on_usr1(stacks)
     forget_hook(os.environ)
-    with kept():
+    try:
         config = folder.recipe(run_dir)
         from qurl_megatron.training.start import start
 
         code = start(config)
+    except Exception as error:
+        failures.keep(error)
+        raise
     return 0 if code == STOPPED else code
 
 

@@ -70,7 +70,6 @@ class Picture:
     lines: tuple[Line, ...]
     caption: str
     log: bool = False
-    from_zero: bool = True
 
 
 SECTIONS: dict[str, tuple[Picture, ...]] = {
@@ -142,17 +141,6 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Tokens with ρ above C, whose weight is cut to C (Eq. 5). Active: those of them whose "
             "upper clip bound ACR widens. Rescued: those that TIS would have clipped and ACR lets "
             "through.",
-        ),
-        Picture(
-            "weights",
-            "Importance weights",
-            (
-                Line("rollout/rho_mean", "mean ρ", "blue"),
-                Line("rollout/ess", "effective sample size", "orange"),
-            ),
-            "Mean ratio, 1 in expectation, and the share of tokens that stay effective under their "
-            "weights. Both drift away from 1 as the two policies part.",
-            from_zero=False,
         ),
         Picture(
             "flips",
@@ -253,7 +241,7 @@ def draw(axes: Axes, picture: Picture, history: History) -> list[tuple[Line, np.
     if not ends:
         return []
     axes.margins(y=0.1)
-    if picture.from_zero and not picture.log:
+    if not picture.log:
         low, high = axes.dataLim.intervaly
         axes.set_ylim(min(0.0, 1.12 * low), 1.12 * high if high > 0 else 0.01)
     shares = all(unit(line.metric) == "share" for line in picture.lines)

@@ -82,16 +82,6 @@ def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
         write_whole(path, json.dumps(asdict(failure), indent=1) + "\n")
 
 
-@contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """An exception that leaves the block is kept."""
-    try:
-        yield
-    except Exception as error:
-        keep(error)
-        raise
-
-
 def read_failures(folder: Path) -> list[Failure]:
     """Those of an attempt, the earliest first; a damaged one is left out, for logs tell too."""
     failures = []

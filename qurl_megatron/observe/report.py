@@ -90,7 +90,7 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
     done = history.last_step
     plural = "step" if done == 1 and not planned else "steps"
     facts.append(f"{done} of {planned} {plural}" if planned else f"{done} {plural}")
-    if share := unscored(history):
+    if share := history.mean("reward/failed_fraction"):
         facts.append(f"{percent(share)} of the responses unscored")
     facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
     return facts
@@ -175,13 +175,6 @@ def _groups(history: History) -> dict[str, list[tuple[str, str, int, list[str]]]
         row = (name, entry.says if entry else "", int(steps[-1]), cells)
         groups.setdefault(name.split("/")[0], []).append(row)
     return {group: rows for group, rows in groups.items() if rows}
-
-
-def unscored(history: History) -> float:
-    """Return the share of responses that got no score, as a mean over steps."""
-    if "reward/failed_fraction" not in history:
-        return 0.0
-    return float(history.series("reward/failed_fraction")[1].mean())
 
 
 ACTS = {

@@ -104,14 +104,13 @@ def facts(example: Example) -> str:
     return ", ".join(parts)
 
 
-def as_text(example: Example, title: str = "", *, longest: int = 2 * LONGEST) -> str:
+def as_text(example: Example, *, longest: int = 2 * LONGEST) -> str:
     """Return an example as several lines for a terminal.
 
     Args:
-        title: what its first line begins with; default: step and prompt.
         longest: characters of the prompt, and of the response.
     """
-    title = title or f"step {example.step}, {example.of} prompt {example.index}"
+    title = f"step {example.step}, {example.of} prompt {example.index}"
     lines = [f"{printable(title)}: {facts(example)}"]
     for name, text in (("prompt", example.prompt), ("response", example.response)):
         lines += _labelled(name, clipped(text, longest) or "(empty)")

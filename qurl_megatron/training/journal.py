@@ -236,7 +236,7 @@ class Journal:
             ConfigError: the disk refused the report, or metrics before it.
         """
         # matplotlib takes a second to import
-        from qurl_megatron.observe.report import unscored, what_acted, write_report
+        from qurl_megatron.observe.report import what_acted, write_report
 
         self.progress.close()
         print(state.summary(right_or_wrong=self.config.reward.right_or_wrong))
@@ -246,7 +246,7 @@ class Journal:
             history = History(read_metrics(self.run_dir / "metrics.jsonl"))
             if acted := what_acted(history, asdict(self.config.algo)):
                 print(acted)
-            if share := unscored(history):
+            if share := history.mean("reward/failed_fraction"):
                 print(
                     f"{percent(share)} of the responses could not be scored and got "
                     f"reward.failed={self.config.reward.failed:g}"

@@ -100,11 +100,9 @@ def test_held_out_scores_that_are_no_accuracies_have_no_percentage(tmp_path):
     assert "Held-out accuracy" not in text and "held-out reward" in text
 
 
-@pytest.mark.parametrize("evaluated", [True, False])
-def test_a_run_of_one_step_is_drawn(tmp_path, evaluated):
+def test_a_run_of_one_step_is_drawn(tmp_path):
     run_dir = write_fake_run(tmp_path, 1)
-    if not evaluated:
-        _without(run_dir, "eval/")
+    _without(run_dir, "eval/")
     assert _pictures(write_report(run_dir).read_text()) == KEYS
 
 
