@@ -159,17 +159,6 @@ def transformer_engine_error() -> str:
     return ""
 
 
-def broken(package: Package) -> str:
-    """Why an installed package cannot be used, in one line; "" where nothing is known against it.
-
-    Transformer Engine alone is tried: it is built for one torch and one CUDA, and Megatron takes it
-    for usable by its name.
-    """
-    if package.name != "transformer-engine" or not version(package):
-        return ""
-    return transformer_engine_error()
-
-
 def describe() -> str:
     """One line per fact about this machine and per package."""
     import torch
@@ -189,7 +178,9 @@ def describe() -> str:
     for package in PACKAGES:
         installed = version(package)
         effect = package.found if installed else f"without it: {package.absent}"
-        if error := broken(package):
+        # It is built for one torch and one CUDA, and Megatron takes it for usable by its name.
+        tried = installed and package.name == "transformer-engine"
+        if tried and (error := transformer_engine_error()):
             effect = f"cannot be imported ({error}); qurl train refuses it where there is a GPU"
         lines.append(f"{package.name:20} {installed or 'not found':16} {effect}")
     return "\n".join(lines)

@@ -19,7 +19,6 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import shipped, shipped_names
 from qurl_megatron.schemes import SCHEMES
 
-VARIANT = "--"  # stands before each override in the name of a run's folder
 LONGEST_NAME = 200  # bytes of ASCII; file systems take 255
 LISTED = 10  # keys of a section that a message names
 REMOVED = {
@@ -60,13 +59,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._check_step()
-        self._check_reference()
         self._check_schedule()
         self._check_engines()
         self._check_codes()
 
     def _check_step(self) -> None:
-        """Check the sizes of a step: samples, scoring and training."""
+        """Check the sizes of a step, and what it computes."""
         responses = self.responses_per_step
         rows = self.train.micro_batch if not self.train.max_tokens else 1
         per_update = self.algo.minibatches * self.parallel.data * rows
@@ -105,9 +103,6 @@ class RunConfig:
             "algo.bypass skips the policy's own log-probs, which are needed by "
             f"{', '.join(read_by)}; leave it out, or change these",
         )
-
-    def _check_reference(self) -> None:
-        """A reference that nothing is held against."""
         require(
             self.algo.kl_coef > 0 or not self.algo.reference,
             f"algo.reference={self.algo.reference} needs a penalty, but algo.kl_coef is 0; set "
@@ -344,23 +339,14 @@ def _default_run_dir(recipe: Path, given: typing.Iterable[tuple[str, Any]]) -> s
     for key, value in given:
         section, name = key.split(".")[:2]
         if section == "parallel" or rules_of(SECTIONS[section])[name] != "free":
-            variant[key] = f"{value:.12g}" if type(value) is float else _toml_value(value)
-    return f"runs/{variant_name(recipe.stem, variant)}"
-
-
-def variant_name(name: str, variant: typing.Mapping[str, str]) -> str:
-    """A folder's name, followed by its overrides."""
-    parts = [f"{key}-{_in_a_name(value)}" for key, value in sorted(variant.items())]
-    name = VARIANT.join([name, *parts])
+            text = f"{value:.12g}" if type(value) is float else _toml_value(value)
+            plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_")
+            variant[key] = f"--{key}-{plain}"
+    name = "".join([recipe.stem, *(variant[key] for key in sorted(variant))])
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         name = f"{name[: LONGEST_NAME - 9]}-{digest}"
-    return name
-
-
-def _in_a_name(value: str) -> str:
-    """Letters, digits, dots, dashes and underscores alone; others become one underscore."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", value).strip("_")
+    return f"runs/{name}"
 
 
 def _parse(override: str) -> tuple[str, Any]:
@@ -411,7 +397,7 @@ def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> 
 def _preset(name: object) -> dict[str, Any]:
     """Settings of the preset ``algo.name``, by section.key."""
     # A name of another kind, or of no preset, is refused when the section is built.
-    return ALGORITHMS[name].values if isinstance(name, str) and name in ALGORITHMS else {}
+    return ALGORITHMS.get(name, {}) if isinstance(name, str) else {}
 
 
 def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "key") -> Any:

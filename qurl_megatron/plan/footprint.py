@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def loading(self) -> int:
-        return sum(map(memory.loading, self.held))
+        return sum(held.loading for held in self.held)
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def _phase_lines(run: Footprint) -> list[str]:
         columns.append(column | {"sum": _gib(sum(sizes.values()))})
     lines = [f"GiB on a GPU of stage {run.stages.index(stage)}, of {run.gpu / GIB:g}"]
     lines += _table(columns)
-    host = memory.host(stage.policy)
+    host = stage.policy.host
     ranks = min(NODE, run.config.parallel.world_size)
     lines.append(
         f"host memory of a rank: {host['start'] / GIB:.1f} GiB while weights load, "

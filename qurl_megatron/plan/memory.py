@@ -78,6 +78,21 @@ class Held:
     def total(self) -> int:
         return self.weights + self.gradients + self.masters + self.moments
 
+    @property
+    def loading(self) -> int:
+        """The most extra bytes while the rank resumes; engines start after it.
+
+        Weights that another rank read arrive beside its own. Transformer Engine's Adam takes its
+        moments over into new memory. Masters and moments are read into place.
+        """
+        return self.weights + self.moments
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Host memory by phase: the FP32 weights while they load; for a checkpoint one tensor at a
+        time, with the bytes it is read from or written as."""
+        return {"start": 4 * self.parameters, "save": 2 * 4 * self.largest}
+
 
 def lay_out(parameters: Sequence[tuple[int, bool]], *, limit: float, ranks: int) -> tuple[int, int]:
     """Lay out the buffer of a distributed optimizer, in buckets that are reduced at once.
@@ -320,15 +335,6 @@ def publishing(largest: int, bucket: int, *, slots: int) -> int:
     return 4 * 4 * largest + (1 + slots) * filled
 
 
-def loading(held: Held) -> int:
-    """Return the most extra bytes that a rank needs while it resumes; engines start after it.
-
-    Weights that another rank read arrive beside this rank's own. Transformer Engine's Adam takes
-    its moments over into new memory. Masters and moments are read into place.
-    """
-    return held.weights + held.moments
-
-
 def engine_free(gpu: int, at_rest: int | None) -> int:
     """Bytes an engine rank finds free when it starts.
 
@@ -384,12 +390,3 @@ def phases(
         "publish": published,
         "save": published,
     }
-
-
-def host(held: Held) -> dict[str, int]:
-    """Return the host memory of a rank, by phase.
-
-    At the start it holds the FP32 weights while they load. For a checkpoint it holds one tensor at
-    a time, with the bytes it is read from or written as.
-    """
-    return {"start": 4 * held.parameters, "save": 2 * 4 * held.largest}

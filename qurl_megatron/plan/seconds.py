@@ -167,8 +167,8 @@ def decode_step(roof: Roofline, engine: Engine, running: float, context: float) 
         sums = 2 * arch.num_layers * (roof.constants.latency + roof.send(sent, tensor))
     return {
         # The weights are read while they are multiplied: the longer of the two counts.
-        WEIGHTS: read if read >= multiply else 0.0,
-        COMPUTE: multiply if multiply > read else 0.0,
+        WEIGHTS: read * (read >= multiply),
+        COMPUTE: multiply * (multiply > read),
         CACHE: max(cached, roof.compute(tokens * attention)),
         SENDS: sums,
         LAUNCH: arch.num_layers * roof.constants.decode_layer + roof.constants.decode_step,

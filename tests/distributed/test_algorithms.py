@@ -28,7 +28,7 @@ def variants(folder: Path, parallel: dict) -> dict[str, RunConfig]:
     """A recipe for every preset, then GRPO with every correction."""
     made = {}
     for name, preset in ALGORITHMS.items():
-        keys = {k.removeprefix("algo."): v for k, v in preset.values.items() if "algo." in k}
+        keys = {k.removeprefix("algo."): v for k, v in preset.items() if "algo." in k}
         made[name] = recipe(folder, parallel, name=name, kl_coef=0.05, **keys)
     for name, keys in CORRECTIONS.items():
         plain = recipe(folder, parallel)

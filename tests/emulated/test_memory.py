@@ -16,7 +16,6 @@ from torch import Tensor
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.plan import memory
 from qurl_megatron.plan.footprint import footprint
 from qurl_megatron.training.state import TrainState
 from tests.emulated.phases import SLACK, Phases, build, save_and_load, train_and_publish
@@ -92,7 +91,7 @@ def test_what_a_phase_takes_is_what_the_formulas_say(nccl, tmp_path):
             assert stage.publishing / 4 < most[publication] < stage.publishing + SLACK
         assert most["save"] < SLACK
         assert most["load"] < stage.loading + SLACK
-        assert 0 < real["staged"] <= memory.host(stage.policy)["save"]
+        assert 0 < real["staged"] <= stage.policy.host["save"]
 
 
 def engines_are_started(*_arguments) -> None:
