@@ -68,7 +68,10 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         _check(config)
     if not path.exists() and (placed or not config.warmstart.steps):
         raise ConfigError(_missing(config))
-    _refuse_impossible(config)
+    models = find_models(config)
+    check_division(config, models)
+    for check in _model_checks(config, models.policy):
+        check()
     if placed:
         end_with_launcher()
         with mustered(Path(config.train.run_dir), key="train.run_dir"):
@@ -135,14 +138,6 @@ def _own_checks(config: RunConfig) -> list[Callable[[], object]]:
     if config.observe.wandb_project:
         checks.append(wandb_package)
     return checks
-
-
-def _refuse_impossible(config: RunConfig) -> None:
-    """Raise ``ConfigError`` where the model, made already or not, cannot run the recipe."""
-    models = find_models(config)
-    check_division(config, models)
-    for check in _model_checks(config, models.policy):
-        check()
 
 
 def _prepare(source: Path | None, config: RunConfig) -> dict[str, DataFile]:

@@ -17,7 +17,7 @@ from qurl_megatron.training.state import latest
 from tests.support.disks import small_disk
 from tests.support.leftovers import Footprint
 from tests.support.runs import Run, make_recipe
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +164,8 @@ def test_checkpoints_that_become_read_only_end_the_run_in_a_sentence(tiny):
     with small_disk(run.dir / "checkpoints", "64m") as disk:
         with run.process():
             run.wait(lambda: len(run.saved()) >= 2)
-            while subprocess.run(["mount", "-o", "remount,ro", disk]).returncode:
-                time.sleep(0.001)  # a checkpoint is being written
+            remount = ["mount", "-o", "remount,ro", str(disk)]
+            wait_until(lambda: not subprocess.run(remount).returncode)  # not while one is written
             assert run.ended() == 2
             assert run.left() == []
         assert re.match(rf"qurl: checkpoint {disk}/\S+ cannot be written \(Read-only", run.stderr())
@@ -223,9 +223,8 @@ def test_under_torchrun_nothing_is_left_whoever_is_killed(tiny, victim, tmp_path
     with (tmp_path / "log").open("w") as log:
         agent = subprocess.Popen(command, env=footprint.env, stdout=log, stderr=log)
     try:
-        while not (run_dir / "metrics.jsonl").exists():
-            assert agent.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.05)
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists() or agent.poll() is not None)
+        assert agent.poll() is None, (tmp_path / "log").read_text()
         ranks = [
             p.pid for p in footprint.look() if p.ppid() == agent.pid and "train" in p.cmdline()
         ]
