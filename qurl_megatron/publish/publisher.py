@@ -167,15 +167,15 @@ class Publisher:
         with ExitStack() as stack:
             lead = _Lead(self, self.fleet, version, stack) if self.fleet else None
             begin = partial(self.sender.begin, version)
-            engines = self._agree(begin, lead.begin if lead else None)
+            engines = self._agree(begin, lead, _Lead.begin)
             failures = self.sender.connect(engines)
             for index in range(self._shards.rounds):
                 fill = partial(self._fill, index, version, engines, failures, spent)
-                alive = self._agree(fill, lead.load if lead else None)
+                alive = self._agree(fill, lead, _Lead.load)
                 engines, failures = self._without(engines, alive), {}
                 self.sender.deliver(index)
                 spent.send_s += time.perf_counter() - spent.filled
-            served = self._agree(self.sender.settle, lead.commit if lead else None)
+            served = self._agree(self.sender.settle, lead, _Lead.commit)
             self._without(engines, served)
         self.sender.finish()
         return {
@@ -188,7 +188,9 @@ class Publisher:
             "sync/buffer_mb": Max(2 * spent.largest / MIB),
         }
 
-    def _agree(self, make: Callable[[], Any], act: Callable[[list], Any] | None) -> Any:
+    def _agree(
+        self, make: Callable[[], Any], lead: "_Lead | None", act: Callable[["_Lead", list], Any]
+    ) -> Any:
         """Make every rank's part, and return the leading rank's result on every rank.
 
         Raises:
@@ -199,13 +201,13 @@ class Publisher:
         except ConfigError as error:  # the others count on this rank
             outcome = error
         gathered: list = [None] * self.policy.ranks.world_size
-        dist.gather_object(outcome, gathered if act else None)
+        dist.gather_object(outcome, gathered if lead else None)
 
         def acted() -> Any:
             for part in gathered:
                 if isinstance(part, ConfigError):
                     raise part
-            return held(act)(gathered)
+            return act(held(lead), gathered)
 
         return on_lead(acted, self.policy.ranks, waiting_for="publishing")
 
@@ -232,8 +234,7 @@ class Publisher:
             ConfigError: a weight cannot be quantized, or there is no room for the bucket.
         """
         start = time.perf_counter()
-        memory = self.sender.room(index, self._shards.most_bytes)
-        shards = self._shards.quantized(index, version, memory, self._drift)
+        shards = self._shards.quantized(index, version, self.sender.room(index), self._drift)
         quantized = time.perf_counter()
         blobs: Blobs = {}
         if not self.sender.cut:

@@ -21,7 +21,7 @@ from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.quant.rounding import scheme_named
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.tensors.table import HfTensor, hf_tensor, is_quantized, is_vocabulary
-from qurl_megatron.wire.message import ALIGNMENT, Room
+from qurl_megatron.wire.message import Room
 
 VOCABULARY_STEP = 64  # SGLang pads the vocabulary to a multiple of it before it splits
 
@@ -57,23 +57,14 @@ class RankShards:
         self._policy, self._ranks = policy, policy.ranks
         self._rounding, self._scheme, self._seed = quant.rounding, scheme, seed
         self._dtype = next(policy.gpt.parameters()).dtype
-        layout = policy.hf_layout()
         portions, sizes = [], []
-        for parameter, shards in enumerate(layout):
+        for parameter, shards in enumerate(policy.hf_layout()):
             size = sum(self._sent_bytes(shard) for shard in shards)
             parts = self._parts(shards, size, limit)
             for part in range(parts):
                 portions.append(_Portion(parameter, part, parts))
                 sizes.append(size // parts)
-        self._buckets: list[list[_Portion]] = []
-        self.most_bytes = 0
-        for run in buckets(sizes, limit):
-            bucket = [portions[i] for i in run]
-            self._buckets.append(bucket)
-            size = sum(sizes[i] for i in run)
-            for portion in bucket:
-                size += sum(self._extra_bytes(shard) for shard in layout[portion.parameter])
-            self.most_bytes = max(self.most_bytes, size)
+        self._buckets = [portions[run.start : run.stop] for run in buckets(sizes, limit)]
         counts: list = [None] * self._ranks.world_size
         dist.all_gather_object(counts, len(self._buckets))
         self.rounds = -(-max(counts) // self._ranks.copies.size)
@@ -184,16 +175,6 @@ class RankShards:
         if is_quantized(shard.name) and self._scheme != "none":
             return (elements + 4 * shard.shape[0]) // split
         return elements * self._dtype.itemsize // split
-
-    def _extra_bytes(self, shard: Shard) -> int:
-        """Room for the bytes that ``_sent_bytes`` leaves out: alignment, and row-parallel scales,
-        which are whole on the rank that sends them.
-
-        Padded rows of a vocabulary may exceed it; tensors without room are then copied.
-        """
-        if is_quantized(shard.name) and self._scheme != "none":
-            return 2 * ALIGNMENT + 4 * shard.shape[0]
-        return 2 * ALIGNMENT
 
 
 def buckets(sizes: Sequence[int], limit: int) -> list[range]:

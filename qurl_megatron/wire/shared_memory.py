@@ -89,11 +89,8 @@ class MemorySender(Sender):
             "facts": self._facts,
         }
 
-    def room(self, index: int, size: int) -> Tensor | None:
-        try:
-            return self._slots[index % SLOTS].of(size)
-        except ConfigError:  # raised again by ``put``, when no rank waits for this one's scales
-            return None
+    def room(self, index: int) -> Tensor | None:
+        return self._slots[index % SLOTS].memory
 
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         planned, size = lay_out(parts)
@@ -148,7 +145,7 @@ class _Slot:
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path, self._device = path, device
-        self._memory: Tensor | None = None
+        self.memory: Tensor | None = None
         self.where: dict[str, Any] = {}  # ``Blob.where``
 
     def of(self, size: int) -> Tensor:
@@ -157,14 +154,14 @@ class _Slot:
         Raises:
             ConfigError: no room.
         """
-        if self._memory is None or len(self._memory) < size:
+        if self.memory is None or len(self.memory) < size:
             self.close()
             make = self._on_gpu if self._device.type == "cuda" else self._in_file
-            self._memory = make(max(size, 1))
-        return self._memory
+            self.memory = make(max(size, 1))
+        return self.memory
 
     def close(self) -> None:
-        self._memory = None
+        self.memory = None
         self._path.unlink(missing_ok=True)
 
     def _in_file(self, size: int) -> Tensor:

@@ -11,7 +11,7 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
 
     begin(version)
     connect(engines)            while L calls every engine with "connect"
-    room(i, size)               where the parts of bucket i may be made
+    room(i)                     where the parts of bucket i may be made
     put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
     ...                         the ranks make bucket i + 1 meanwhile
     settle()                    L awaits the calls
@@ -101,11 +101,11 @@ class Sender:
         """
         return {}
 
-    def room(self, index: int, size: int) -> Tensor | None:
-        """Return memory for a bucket of up to ``size`` bytes, uint8, 1-D, that ``put`` will send.
+    def room(self, index: int) -> Tensor | None:
+        """Return the memory that the bucket ``index`` will be sent from, uint8, 1-D.
 
-        Parts that are made there in their order (``message.Room``) need not be copied. None: there
-        is no such memory, or not enough; ``put`` then raises.
+        Parts that are made there in their order (``message.Room``) need not be copied. It has the
+        size that earlier buckets needed. None: there is no such memory, or none yet.
         """
         return None
 

@@ -73,12 +73,15 @@ def publish_to_memory(device, config, scheme, out):
     sent = []
 
     class Keeps(MemorySender):
+        def begin(self, version):
+            self.version = version
+
         def put(self, index, parts, *, to=None):
             blob = super().put(index, parts)
-            memory = self.room(index, 0)
+            memory = self.room(index)
             for part, piece in zip(parts, blob.pieces, strict=True):
                 found = piece_of(memory, piece)
-                if device.type == "cpu":
+                if device.type == "cpu" and self.version:  # slots grow with the first one
                     assert part.value.data_ptr() == found.data_ptr(), f"{part.name} was copied"
                 sent.append((piece, found.clone()))
             return blob
@@ -90,7 +93,7 @@ def publish_to_memory(device, config, scheme, out):
         sender = Keeps("test", ranks.rank, leads=ranks.leads, root=out)
         with Publisher(policy, fleet, quant, sync, sender) as publisher:
             publisher.publish(0)
-            sent.clear()  # slots have their size from the first version
+            sent.clear()
             publisher.publish(1)
     torch.save(sent, out / f"sent-{ranks.rank}.pt")
 

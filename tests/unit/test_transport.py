@@ -71,7 +71,9 @@ def over_the_wire(sender, blob):
 
 def test_what_is_made_in_its_room_is_sent_from_there(tmp_path):
     sender, sent = make_sender("memory", tmp_path), parts(0)
-    room = Room(sender.room(0, 4096))
+    assert sender.room(0) is None
+    sender.put(0, sent)
+    room = Room(sender.room(0))
     made = []
     for part in sent:
         place = room.place(part.value.shape, part.value.dtype)
@@ -80,7 +82,7 @@ def test_what_is_made_in_its_room_is_sent_from_there(tmp_path):
     blob = sender.put(0, made)
     receiver = open_receiver(sender.describe("http://a:1", 1), 0)
     check(receiver.fetch(blob), blob, sent)
-    memory = sender.room(0, 1)
+    memory = sender.room(0)
     assert [piece_of(memory, piece).data_ptr() for piece in blob.pieces] == addresses
     receiver.close()
     sender.close()
@@ -89,7 +91,8 @@ def test_what_is_made_in_its_room_is_sent_from_there(tmp_path):
 @pytest.mark.parametrize("kept", [(0, 2, 3), (1, 3, 5)])
 def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kept, tmp_path):
     sender, drawn = make_sender("memory", tmp_path), parts(0)
-    room = Room(sender.room(0, 200))
+    sender.put(0, drawn[:3])
+    room = Room(sender.room(0))
     made = []
     for part in drawn:
         place = room.place(part.value.shape, part.value.dtype)
@@ -113,7 +116,6 @@ def test_no_room_for_a_bucket_is_said_by_put(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert sender.room(0, 4096) is None
     with pytest.raises(ConfigError, match="set sync.transport=files and sync.dir to"):
         sender.put(0, parts(0))
     sender.close()
