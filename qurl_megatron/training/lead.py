@@ -46,7 +46,7 @@ from qurl_megatron.types import Prompt, Sample
 
 @dataclass(frozen=True)
 class Rollout:
-    """Facts of one step's responses that every rank has, beside its share of them."""
+    """Facts of one step's responses that every rank has beside them."""
 
     metrics: dict[str, Metric]
     tokens: int  # that the engines generated, dropped groups included
