@@ -124,7 +124,7 @@ class Progress:
         if self._display is not None:
             from rich.text import Text
 
-            self._display.console.print(Text(line, style=style), soft_wrap=True)
+            self._display.console.print(Text(line, style=style))
         else:
             self._stream.write(line + "\n")  # one write: ranks share the log
             self._stream.flush()

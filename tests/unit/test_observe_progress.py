@@ -86,7 +86,7 @@ def test_seconds_and_eta_are_of_the_same_time_and_starting_up_is_no_part_of_it()
 
 def test_a_terminal_shows_the_same_lines_and_below_them_the_phase(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "200")
     stream = Terminal()
     with Progress(60, 11, stream=stream) as progress:
         progress.step(12, METRICS)
