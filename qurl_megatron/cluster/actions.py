@@ -29,7 +29,7 @@ def slurm(arguments: argparse.Namespace) -> int:
         case "status":
             from qurl_megatron.cluster.status import status
 
-            return status(arguments.run_dir, as_json=arguments.json)
+            return status(arguments.run_dir)
         case "logs":
             from qurl_megatron.cluster.logs import logs
 
@@ -73,7 +73,6 @@ def add_actions(command: argparse.ArgumentParser) -> None:
         parsers[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
     text = "stop before anything is written or submitted"
     parsers["submit"].add_argument("--dry-run", action="store_true", help=text)
-    parsers["status"].add_argument("--json", action="store_true", help="for a program to read")
     text = "default: the newest; the first is 1"
     parsers["logs"].add_argument("--attempt", type=int, metavar="N", help=text)
     parsers["cell"].add_argument("study", type=Path, help="TOML study file")

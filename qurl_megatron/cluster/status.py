@@ -1,12 +1,11 @@
 """``qurl slurm status``: how a run is.
 
-``describe`` is a function of the folder, the metrics, the queue and the time. The queue may be out
-of reach, as on a machine without Slurm: the folder tells the rest.
+``render`` is a function of the folder, the metrics, the queue and the time. The queue may be out of
+reach, as on a machine without Slurm: the folder tells the rest.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -39,34 +38,13 @@ class Facts:
     checkpoint: tuple[int, float] | None = None  # step of the newest, and when it was written
 
 
-@dataclass(frozen=True)
-class Status:
-    """How a run is. Seconds, and numbers of steps; None: not known, or not yet."""
-
-    run_dir: str
-    state: str  # waiting, running, ended, unknown
-    what: str  # the same as a sentence
-    next: str
-    job: int
-    attempt: int | None
-    step: int
-    steps: int
-    reward: float | None
-    step_s: float | None = None
-    last_step_s: float | None = None  # since the last step ended
-    job_left_s: float | None = None
-    checkpoint: int | None = None
-    checkpoint_s: float | None = None  # its age
-
-
-def status(run_dir: Path, *, as_json: bool = False) -> int:
+def status(run_dir: Path) -> int:
     """Print how a run is.
 
     Raises:
         ConfigError: nothing was submitted for it, or a record is damaged.
     """
-    description = describe(gather(run_dir), now())
-    print(json.dumps(asdict(description), indent=1) if as_json else printable(render(description)))
+    print(printable(render(gather(run_dir), now())))
     return 0
 
 
@@ -96,55 +74,34 @@ def gather(run_dir: Path) -> Facts:
     )
 
 
-def describe(facts: Facts, at: float) -> Status:
-    """Work out a run's status.
+def render(facts: Facts, at: float) -> str:
+    """Return the lines for an operator.
 
     Args:
         at: now, Unix seconds.
     """
     newest = facts.attempts[-1] if facts.attempts else None
     state, sentence = _state(facts, newest, at)
+    running = state == "running"
+    lines = [f"{facts.run_dir}: {sentence}"]
     steps = [record for record in facts.records if "time/step" in record.metrics]
-    values: dict = {}
+    progress = [f"step {steps[-1].step if steps else 0} of {facts.config.train.steps}"]
+    if steps and running:
+        progress.append(f"the last {duration(at - steps[-1].time)} ago")
     if steps:
-        values["step_s"] = median(record.metrics["time/step"] for record in steps[-RECENT:])
-        values["last_step_s"] = at - steps[-1].time
-    if facts.checkpoint:
-        values.update(checkpoint=facts.checkpoint[0], checkpoint_s=at - facts.checkpoint[1])
-    if state == "running" and facts.queued and facts.queued.ends:
-        values["job_left_s"] = facts.queued.ends - at
-    return Status(
-        run_dir=str(facts.run_dir),
-        state=state,
-        what=sentence,
-        next=_next(facts, state, newest),
-        job=facts.job,
-        attempt=newest.number if newest else None,
-        step=steps[-1].step if steps else 0,
-        steps=facts.config.train.steps,
-        reward=_last(facts.records, "reward/mean"),
-        **values,
-    )
-
-
-def render(status: Status) -> str:
-    """Return the lines for an operator."""
-    lines = [f"{status.run_dir}: {status.what}"]
-    running = status.state == "running"
-    progress = [f"step {status.step} of {status.steps}"]
-    if status.last_step_s is not None and running:
-        progress.append(f"the last {duration(status.last_step_s)} ago")
-    if status.reward is not None:
-        progress.append(f"reward {status.reward:.3f}")
+        progress.append(f"reward {steps[-1].metrics['reward/mean']:.3f}")
     lines.append(_row("progress", ", ".join(progress)))
-    if status.step_s is not None:
-        lines.append(_row("a step", f"{duration(status.step_s)} (median)"))
-    if status.job_left_s is not None:
-        lines.append(_row("this job", f"{duration(max(status.job_left_s, 0.0))} left"))
-    if status.checkpoint is not None and status.checkpoint_s is not None:
-        age = duration(max(status.checkpoint_s, 0.0))
-        lines.append(_row("checkpoint", f"of step {status.checkpoint}, {age} old"))
-    lines.append(_row("next", status.next))
+    if steps:
+        usual_s = median(record.metrics["time/step"] for record in steps[-RECENT:])
+        lines.append(_row("a step", f"{duration(usual_s)} (median)"))
+    if running and facts.queued and facts.queued.ends:
+        left_s = max(facts.queued.ends - at, 0.0)
+        lines.append(_row("this job", f"{duration(left_s)} left"))
+    if facts.checkpoint:
+        step, written_at = facts.checkpoint
+        age = duration(max(at - written_at, 0.0))
+        lines.append(_row("checkpoint", f"of step {step}, {age} old"))
+    lines.append(_row("next", _next(facts, state, newest)))
     return "\n".join(lines)
 
 
@@ -189,10 +146,3 @@ def _next(facts: Facts, state: str, newest: Attempt | None) -> str:
     if newest is None:
         sources = f"{run_dir}/slurm/job.log, or `sacct -j {facts.job}`, says why"
     return f"{sources}; `qurl slurm submit`, as before, goes on"
-
-
-def _last(records: Sequence[Record], name: str) -> float | None:
-    for record in reversed(records):
-        if name in record.metrics:
-            return record.metrics[name]
-    return None

@@ -1,6 +1,5 @@
 """How a run is, from its folder, the queue and the time."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from qurl_megatron.cluster import folder
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.commands import Queued
 from qurl_megatron.cluster.folder import Attempt
-from qurl_megatron.cluster.status import Facts, describe, render
+from qurl_megatron.cluster.status import Facts, render
 from qurl_megatron.config import load
 from qurl_megatron.observe.sinks import Record
 from tests.support.programs import Programs
@@ -45,12 +44,9 @@ def facts(tmp_path) -> Facts:
 
 
 def test_a_running_job_says_how_far_it_is_and_how_long_it_has(facts):
-    status = describe(facts, NOW)
-    assert (status.state, status.job, status.attempt) == ("running", 7, 1)
-    assert status.job_left_s == 700
-    assert (status.checkpoint, status.checkpoint_s) == (16, 45)
-    text = render(status)
-    assert "11m40s left" in text
+    text = render(facts, NOW)
+    assert text.startswith(f"{facts.run_dir}: running, job 7 on train[1-2], attempt 1\n")
+    assert "11m40s left" in text and "of step 16, 45.0 s old" in text
     assert "10.0 s (median)" in text
     assert "step 20 of 200, the last 5.00 s ago, reward 0.500\n" in text
 
@@ -67,9 +63,9 @@ def test_a_running_job_says_how_far_it_is_and_how_long_it_has(facts):
 )
 def test_a_waiting_job_says_why_and_until_when(queued, what, facts):
     waits = replace(facts, queued=queued, attempts=(), records=(), checkpoint=None)
-    status = describe(waits, NOW)
-    assert (status.what, status.job_left_s) == (what, None)
-    assert "squeue --start --jobs=7" in render(status)
+    text = render(waits, NOW)
+    assert text.startswith(f"{facts.run_dir}: {what}\n") and "this job" not in text
+    assert "squeue --start --jobs=7" in text
 
 
 @pytest.mark.parametrize(
@@ -77,30 +73,30 @@ def test_a_waiting_job_says_why_and_until_when(queued, what, facts):
 )
 def test_an_ended_run_says_how_and_what_to_do(decision, next, facts):
     attempts = [replace(ENDED, decision=decision, reason="it ended so")]
-    status = describe(replace(facts, queued=None, attempts=attempts), NOW)
-    assert status.what == "ended, job 7, attempt 1: it ended so"
-    assert next in status.next
+    first, *_, last = render(replace(facts, queued=None, attempts=attempts), NOW).splitlines()
+    assert first.endswith(": ended, job 7, attempt 1: it ended so")
+    assert next in last
 
 
 def test_a_job_that_left_the_queue_without_a_word_is_not_said_to_run(facts):
-    status = describe(replace(facts, queued=None), NOW)
-    assert status.what == "job 7 has left the queue, attempt 1, without a last word"
-    assert "slurm logs" in status.next
+    text = render(replace(facts, queued=None), NOW)
+    assert "job 7 has left the queue, attempt 1, without a last word\n" in text
+    assert "slurm logs" in text
 
 
 def test_of_a_job_that_never_began_it_is_said_who_remembers_it(facts):
     gone = replace(facts, queued=None, attempts=(), records=())
-    assert "left the queue without an attempt" in describe(gone, NOW).what
-    assert f"{facts.run_dir}/slurm/job.log, or `sacct -j 7`, says why" in describe(gone, NOW).next
+    text = render(gone, NOW)
+    assert "left the queue without an attempt" in text
+    assert f"{facts.run_dir}/slurm/job.log, or `sacct -j 7`, says why" in text
 
 
 def test_without_slurm_at_hand_the_folder_tells_what_it_knows(facts):
     away = replace(facts, queued=None, queue_error="squeue was not found")
-    status = describe(away, NOW)
-    assert status.state == "unknown"
-    assert status.what.startswith("the queue cannot be asked (squeue was not found), attempt 1")
-    assert (status.step, status.checkpoint) == (20, 16)
-    assert describe(replace(away, attempts=[ENDED]), NOW).state == "ended"
+    text = render(away, NOW)
+    assert "the queue cannot be asked (squeue was not found), attempt 1" in text
+    assert "step 20 of" in text and "of step 16" in text
+    assert ": ended, job 7" in render(replace(away, attempts=[ENDED]), NOW)
 
 
 # ---- the command
@@ -116,21 +112,16 @@ def submitted(tmp_path, monkeypatch) -> Path:
     return run_dir
 
 
-def status_of(run_dir: Path, capsys, *options: str) -> str:
-    assert main(["slurm", "status", str(run_dir), *options]) == 0
+def status_of(run_dir: Path, capsys) -> str:
+    assert main(["slurm", "status", str(run_dir)]) == 0
     return capsys.readouterr().out
 
 
 def test_a_run_that_has_not_begun_has_a_status(submitted, capsys):
+    (submitted / "metrics.jsonl").write_text('{"step": 0, "tim')  # the line in flight
     text = status_of(submitted, capsys)
     assert text.startswith(f"{submitted}: waiting, job 7 (Resources)\n")
     assert "step 0 of 7" in text
-
-
-def test_a_program_can_read_the_status(submitted, capsys):
-    (submitted / "metrics.jsonl").write_text('{"step": 0, "tim')  # the line in flight
-    status = json.loads(status_of(submitted, capsys, "--json"))
-    assert [status[key] for key in ("state", "job", "steps", "step_s")] == ["waiting", 7, 7, None]
 
 
 def test_a_machine_without_slurm_says_so_and_fails_not(submitted, capsys, monkeypatch):
