@@ -1,6 +1,7 @@
 """``qurl``: one subcommand per task; heavy imports wait until the command is known."""
 
 import argparse
+import os
 import resource
 import sys
 import warnings
@@ -146,10 +147,49 @@ def samples(arguments: argparse.Namespace) -> int:
 
 
 def fleet(arguments: argparse.Namespace) -> int:
-    """Look at the engines of a run."""
-    from qurl_megatron.fleet.fleet_status import show as run
+    """Look at the engines of a run: their versions and load, as they report them."""
+    from concurrent.futures import ThreadPoolExecutor
 
-    return run(arguments.urls, api_key_file=arguments.api_key_file)
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from qurl_megatron.engines.starting import given_key
+    from qurl_megatron.fleet.answer import Load
+    from qurl_megatron.fleet.client import EngineClient, EngineError
+
+    if (file := arguments.api_key_file) is None:
+        key = given_key(os.environ)
+    else:
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error.strerror}") from None
+
+    def ask(url: str) -> Load | EngineError:
+        try:
+            return EngineClient(url, api_key=key).load()
+        except EngineError as error:
+            return error
+
+    with ThreadPoolExecutor(len(arguments.urls)) as pool:
+        loads = dict(zip(arguments.urls, pool.map(ask, arguments.urls), strict=True))
+    silent = [load for load in loads.values() if isinstance(load, EngineError)]
+    if len(silent) == len(loads):
+        raise ConfigError(str(silent[0]))
+    table = Table(box=None, pad_edge=False)
+    for name in ("engine", "health", "version", "running", "queued", "model"):
+        numbers = name in ("version", "running", "queued")
+        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    for url, load in loads.items():
+        if isinstance(load, EngineError):
+            table.add_row(escape(url), f"[red]no answer[/]: {escape(str(load))}")
+            continue
+        health = "[yellow]paused[/]" if load.paused else "[green]ok[/]"
+        queue = (str(load.running), str(load.waiting))
+        table.add_row(escape(url), health, escape(load.version), *queue, escape(load.model))
+    Console().print(table)
+    return 1 if silent else 0
 
 
 def _parser() -> Parser:

@@ -42,8 +42,7 @@ from qurl_megatron.evaluation.benchmarks import (
 from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plans
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
-from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.supervisor import IN_ALL
+from qurl_megatron.fleet.fleet import IN_ALL, Fleet
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.disk import claimed, write_whole
 from qurl_megatron.kit.errors import ConfigError

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -26,7 +27,6 @@ from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.fleet.answer import (
     Info,
     Load,
-    answer_limit,
     parsed,
     read_info,
     read_load,
@@ -40,7 +40,9 @@ from qurl_megatron.wire.lease import ENDPOINT, LeaseVerdict, Owner
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
 
+Item = TypeVar("Item")
 Read = TypeVar("Read")
+Result = TypeVar("Result")
 
 _DEADLINE: ContextVar[float | None] = ContextVar("deadline", default=None)
 
@@ -79,6 +81,41 @@ def deadline(seconds: float) -> Iterator[None]:
         _DEADLINE.reset(token)
 
 
+def in_parallel(
+    act: Callable[[Item], Result], items: Sequence[Item], timeout_s: float
+) -> tuple[dict[Item, Result], dict[Item, EngineError]]:
+    """Return results and errors, each item in one of them, after ``timeout_s`` at the latest.
+
+    Daemon threads, because one whose engine hangs must not keep the interpreter from ending.
+    """
+    results: dict[Item, Result] = {}
+    errors: dict[Item, BaseException] = {}
+
+    def run(item: Item) -> None:
+        try:
+            with deadline(timeout_s):
+                outcome = act(item)
+        except BaseException as error:  # raised below, unless it is an EngineError
+            errors[item] = error
+        else:
+            results[item] = outcome
+
+    threads = [threading.Thread(target=run, args=(item,), daemon=True) for item in items]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout_s + 1.0  # a request that ran into the deadline names itself
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    done, failed = dict(results), {}  # latecomers write to the others
+    for item in [item for item in items if item not in done]:
+        late = EngineError(f"{item} was not done within {timeout_s:.0f} s")
+        error = errors.get(item, late)
+        if not isinstance(error, EngineError):
+            raise error
+        failed[item] = error
+    return {item: done[item] for item in items if item in done}, failed
+
+
 class EngineClient:
     """Blocking and thread-safe. Every failure is an EngineError that names the engine."""
 
@@ -106,7 +143,8 @@ class EngineClient:
         }
         self._closed = False
         try:
-            httpx.URL(self.url)
+            if httpx.URL(self.url).scheme not in ("http", "https"):
+                raise ValueError("give e.g. http://127.0.0.1:30000")
         except (httpx.InvalidURL, ValueError) as error:
             raise EngineError(f"{url} is not an engine URL: {error}") from None
 
@@ -116,7 +154,7 @@ class EngineClient:
 
     def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
         """Ask the engine's own loop, paused or not: an answer proves that it runs."""
-        return self.get("/server_info", timeout_s)
+        return self._object("GET", "/server_info", None, timeout_s)
 
     def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
         """Return the checked fields of ``server_info``."""
@@ -127,71 +165,22 @@ class EngineClient:
 
     def weight_version(self) -> str:
         # Not from server_info, where SGLang reports the model of its start.
-        version = self.get("/model_info").get("weight_version")
+        version = self._object("GET", "/model_info").get("weight_version")
         if version is None:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
         return shortened(str(version))
 
-    def get(self, endpoint: str, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
-        """Return the object at any endpoint, as other servers have."""
-        return self._object("GET", endpoint, None, timeout_s)
-
-    def load(self) -> Load:
+    def load(self, timeout_s: float = 10.0) -> Load:
         """Return version and queue, for a table."""
-        info = self.server_info()
-        try:
-            if info.get("internal_states") is None:
-                return read_load(info)
-            loads = self.get("/v1/loads")
-            return read_load(info, version=self.weight_version(), loads=loads)
-        except Malformed as error:
-            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
-
-    def generate(
-        self,
-        input_ids: Sequence[Sequence[int]],
-        sampling_params: dict | Sequence[dict],
-        *,
-        rid: Sequence[str] | None = None,
-    ) -> list[dict]:
-        """Return responses with log-probs, in the order of the prompts."""
-        body = _generation(input_ids, sampling_params, rid)
-        given = body["sampling_params"]
-        params = [given] * len(input_ids) if isinstance(given, dict) else given
-        limit = answer_limit([settings.get("max_new_tokens", 128) for settings in params])
-        answers = self._parsed("/generate", self._request("POST", "/generate", body, limit=limit))
-        if not isinstance(answers, list):
-            raise EngineError(f"{self.url}/generate answered a batch with {shortened(answers)!r}")
-        return answers
-
-    def score(
-        self, input_ids: Sequence[int], *, start: int, temperature: float = 1.0
-    ) -> list[float]:
-        """Return the log-probs of ``input_ids[start:]``, each given all tokens before it.
-
-        Args:
-            input_ids: no more than ``longest_scored``.
-            start: 1 or more.
-            temperature: divides the logits; SGLang leaves a prompt's as they are.
-        """
-        body = {
-            "input_ids": list(input_ids),
-            "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        content = self._request("POST", "/generate", body, limit=answer_limit([len(input_ids)]))
-        answer = self._parsed("/generate", content)
-        try:
-            scored = answer["meta_info"]["input_token_logprobs"]
-            return [float(log_prob) for log_prob, *_ in scored[start:]]
-        except (KeyError, TypeError, ValueError):
-            reason = f"no log-probs of the prompt in {shortened(answer)}"
-            raise EngineError(f"{self.url}/generate: {reason}", faulty=True) from None
-
-    def longest_scored(self) -> int | None:
-        """Return the most tokens that ``score`` takes; None: the engine does not say."""
-        return self.info().longest_input
+        with deadline(timeout_s):
+            info = self.server_info()
+            try:
+                if info.get("internal_states") is None:
+                    return read_load(info)
+                loads = self._object("GET", "/v1/loads")
+                return read_load(info, version=self.weight_version(), loads=loads)
+            except Malformed as error:
+                raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
@@ -281,10 +270,17 @@ class EngineClient:
             raise EngineError(f"{self.url}{endpoint} failed: {reason}")
 
     def _object(
-        self, method: str, endpoint: str, body: dict | None, timeout_s: float | None = None
+        self,
+        method: str,
+        endpoint: str,
+        body: dict | None = None,
+        timeout_s: float | None = None,
     ) -> dict:
         content = self._request(method, endpoint, body, timeout_s)
-        answer = self._parsed(endpoint, content)
+        try:
+            answer = parsed(content)
+        except Malformed as error:
+            raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
         if not isinstance(answer, dict):
             raise EngineError(
                 f"{self.url}{endpoint}: the answer is not an object: {shortened(answer)}",
@@ -292,20 +288,12 @@ class EngineClient:
             )
         return answer
 
-    def _parsed(self, endpoint: str, content: bytes) -> Any:
-        try:
-            return parsed(content)
-        except Malformed as error:
-            raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
-
     def _request(
         self,
         method: str,
         endpoint: str,
         body: dict | None = None,
         timeout_s: float | None = None,
-        *,
-        limit: int = CONTROL_BYTES,
     ) -> bytes:
         """Return the body of an answer with status 200."""
         timeout = self.timeout_s if timeout_s is None else timeout_s
@@ -319,7 +307,7 @@ class EngineClient:
 
         async def ask() -> bytes:
             async with httpx.AsyncClient(**self._options) as http:
-                return await self._exchange(http, method, endpoint, content, timeout, limit)
+                return await self._exchange(http, method, endpoint, content, timeout, CONTROL_BYTES)
 
         return event_loop.run(ask())
 
@@ -388,7 +376,12 @@ class Session:
             limit: bytes that the body has at most.
             cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
         """
-        body = _generation(input_ids, params, rid)
+        body = {
+            "input_ids": input_ids,
+            "sampling_params": params,
+            "return_logprob": True,
+            "rid": rid,
+        }
         if cache_key is not None:
             body["extra_key"] = cache_key
         client, content = self._client, orjson.dumps(body)
@@ -400,26 +393,6 @@ class Session:
                 return read(answer)
             except Malformed as error:
                 raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
-
-    async def get(self, endpoint: str) -> bytes:
-        client = self._client
-        return await client._exchange(
-            self._http, "GET", endpoint, None, CONTROL_TIMEOUT_S, CONTROL_BYTES
-        )
-
-
-def _generation(
-    input_ids: Sequence[Sequence[int]],
-    sampling_params: dict | Sequence[dict],
-    rid: Sequence[str] | None,
-) -> dict:
-    params = sampling_params if isinstance(sampling_params, dict) else list(sampling_params)
-    body = {
-        "input_ids": [list(ids) for ids in input_ids],
-        "sampling_params": params,
-        "return_logprob": True,
-    }
-    return body if rid is None else {**body, "rid": list(rid)}
 
 
 @functools.cache

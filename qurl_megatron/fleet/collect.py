@@ -19,7 +19,6 @@ they can hold.
 import asyncio
 import contextlib
 import math
-import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -35,8 +34,7 @@ from qurl_megatron.fleet.answer import (
     read_answers,
 )
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
-from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.roster import EngineRecord
+from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.fleet.turns import Response, Turns, hash63
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Interrupted
@@ -259,13 +257,13 @@ class _Collection:
         if not (self.flights or self.talks):
             await asyncio.sleep(POLL_S)  # full engines of other callers
             return
-        start = time.monotonic()
+        start = self.fleet.clock()
         done, _ = await asyncio.wait(
             [*self.flights, *self.talks], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
         if not self.fleet.publishing:
             for flight in self.flights.values():
-                flight.age += time.monotonic() - start
+                flight.age += self.fleet.clock() - start
         for task in done & self.talks.keys():
             items, engine = self.talks.pop(task)
             task.result()

@@ -1,47 +1,156 @@
 """The engines of one run: started here, adopted by URL, or offered by a batch system.
 
-An adopted engine belongs to one run (``tenancy``), and the name of its weights says to which
-(``naming``).
+    starting    its process comes up, or waits for its next attempt
+    ready       healthy, but without the current weights: no traffic
+    serving     confirmed on the current version
+    stale       failed a request, an update or a health check: no traffic until an update succeeds
+    gone        left the fleet for good
 
 An engine gets traffic only while it has confirmed the current version. One that fails a request,
-an update or a health check leaves the traffic at once; the run continues with the others, and the
-supervisor heals it: killed and started again where it is ours, waited for where it is not. It is
-back with the next publication, which brings it the current weights.
+an update or a health check leaves the traffic at once; the run continues with the others. A thread
+heals it between publications: it is killed and started again where it is ours, and waited for where
+it is not. It is back with the next publication, which brings it the current weights.
+
+A health check asks for ``/server_info``, which the engine's own loop answers, paused or not.
+SGLang's ``/health`` generates a token, and fails while the engine is paused.
+
+Neither a start nor a silence is judged by the clock alone: an engine that compiles kernels, loads
+weights or captures graphs takes minutes, answers nothing, and writes to its log.
 """
 
 import contextlib
 import os
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.kinds import ENGINE_KINDS
-from qurl_megatron.engines.starting import Launch, given_key
+from qurl_megatron.engines.kinds import ENGINE_KINDS, UNKNOWN, EngineKind
+from qurl_megatron.engines.starting import API_KEY, given_key
 from qurl_megatron.fleet import process
-from qurl_megatron.fleet.client import EngineError, deadline
+from qurl_megatron.fleet.answer import Info
+from qurl_megatron.fleet.client import EngineClient, EngineError, deadline, in_parallel
 from qurl_megatron.fleet.process import SERVE_COMMAND, EngineProcess
-from qurl_megatron.fleet.roster import EngineRecord, Roster
-from qurl_megatron.fleet.supervisor import Supervisor
-from qurl_megatron.fleet.tenancy import Tenancy
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.fleet.tenancy import Leases, read_members
+from qurl_megatron.kit.clock import now
+from qurl_megatron.kit.errors import ConfigError, Interrupted
+from qurl_megatron.kit.record import shortened
+from qurl_megatron.kit.stop import stop_comes
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.wire.lease import Names, Owner
+from qurl_megatron.wire.message import LOADER
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
-EXCUSED_S = 15.0  # an adopted engine that fails updates sits out this long, then twice, ...
+DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
+LOOK_S = 0.25  # between looks at all engines
+RETRY_S = 0.5  # between checks of an engine that gave no good answer
 PROBE_S = 5.0  # for a failed engine to show that it could take part in a publication
+TOLD_AFTER_S = 1.0  # of waiting for engines that were not started here
+ABSENT_S = 3.0  # after which an engine has left the rendezvous
+BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
+LONGEST_BACK_OFF_S = 60.0
+EXCUSED_S = 15.0  # an adopted engine that fails updates sits out this long, then twice, ...
+PATIENCE = 2  # updates that an engine may fail in a row before it is restarted
+RELIABLE = 3  # versions served in a row, each until the next, after which restarts are forgotten
+IN_ALL = 4  # times its limit, after which an engine that still writes to its log is late, or hung
+
+State = Literal["starting", "ready", "serving", "stale", "gone"]
+Departure = Literal["gave up", "refused", "left"]
+"""Why an engine is gone: it failed or cannot be this run's; it does not take our key; or nobody
+offers it any more."""
 
 Result = TypeVar("Result")
 
 
-class Fleet(Roster):
+@dataclass(eq=False)
+class Pulse:
+    """Health checks of one process between two publications; times are by the fleet's clock.
+
+    A check of another one counts for nothing: it is about a process, or weights, that are gone.
+    """
+
+    healthy: bool = False
+    sent: float | None = None  # when the check went out that is on its way
+    due: float = 0.0  # the next one
+    silent_since: float | None = None  # when the first check went out that got no good answer
+    error: EngineError | None = None  # of the last check
+
+
+@dataclass(eq=False)
+class EngineRecord:
+    """State and counters of one engine; equal only to itself."""
+
+    name: str
+    client: EngineClient | None = None  # None until it has an address
+    process: EngineProcess | None = None  # None: adopted, not ours to start or end
+    kind: EngineKind = UNKNOWN
+    tp: int = 1
+    longest_input: int | None = None  # tokens that it can continue; None: it does not say
+    state: State = "starting"
+    version: int | None = None  # of the weights it confirmed
+    reason: str = ""  # why it is stale or gone
+    departure: Departure | None = None
+    pointers: tuple[str, ...] = ()  # of each rank, where its parameters lie
+    released: bool = False  # its device memory is the trainer's
+
+    in_flight: int = 0  # responses asked of it
+    tokens_in_flight: int = 0  # prompt tokens, and at most that many new ones
+    tokens: int = 0  # received from it
+    failures: int = 0  # grows whenever its requests are given up
+    failed_updates: int = 0  # in a row
+    condemned: bool = False  # ours, and it gave an impossible answer: to be restarted
+    excused_until: float = 0.0  # not asked to take part before that time
+    restarts: int = 0  # since it last was reliable
+    served: int = 0  # versions from the first token to the last, in a row
+    started_at: float = 0.0
+    start_at: float | None = None  # next attempt, while it waits for one
+    absent_since: float | None = None  # when it was first missed at the rendezvous
+    pulse: Pulse = field(default_factory=Pulse)
+
+    @property
+    def url(self) -> str:
+        return "" if self.client is None else self.client.url
+
+    @property
+    def api(self) -> EngineClient:
+        """The client of an engine that has an address.
+
+        Raises:
+            EngineError: it has none: its process has not come up.
+        """
+        if self.client is None:
+            raise EngineError(f"{self.name} has no address: its process has not come up")
+        return self.client
+
+    @property
+    def load(self) -> float:
+        """Tokens in flight per device."""
+        return self.tokens_in_flight / self.tp
+
+    @property
+    def cause(self) -> str:
+        """The reason's first line, without the end of a log."""
+        return self.reason.partition("\n")[0].rstrip(":")
+
+    def overdue(self, since: float, limit_s: float, now: float) -> bool:
+        """Tell whether it has had its time; ``since``: when it was started, or asked."""
+        heard = since if self.process is None else self.process.heard()
+        return overdue(heard, since, limit_s, now)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.url})" if self.client else self.name
+
+
+class Fleet:
     """Context manager; entering waits for the engines, leaving ends those that were started here.
 
-    Thread-safe: requests, publications and the supervisor run side by side.
+    Thread-safe: requests, publications and the thread that looks after the engines run side by
+    side. Only ``_admit``, ``fail`` and ``leave`` change an engine's state.
     """
 
     def __init__(
@@ -57,7 +166,6 @@ class Fleet(Roster):
         facts: dict[str, Any] | None = None,
         owner: Owner | None = None,
         serve_command: Sequence[str] = SERVE_COMMAND,
-        api_key: str | None = None,
         fixed: bool = False,
         trainer_ranks: int = 0,
         stop: Callable[[], bool] = lambda: False,
@@ -66,13 +174,13 @@ class Fleet(Roster):
         """
         Args:
             model_dir: Hugging Face folder that started engines load first.
+            scheme: number format of the weights that are published.
             log_dir: gets ``engine-i.log`` per started engine.
             vocabulary: of the model; token ids are below it.
             stops: tokens that end a response; None: not checked.
             facts: ``tensors.arch.facts_of`` the model, which adopted engines are compared with.
             owner: the run that adopted engines are to belong to; None: a new one.
             serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
-            api_key: of adopted servers; engines started here get one that is made for this run.
             fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
                 load those in ``model_dir``, whose config.json says how they are quantized.
             trainer_ranks: training ranks on this machine, each on the GPU of its number.
@@ -82,28 +190,43 @@ class Fleet(Roster):
         Raises:
             ConfigError: QURL_API_KEY is not a key.
         """
-        super().__init__(config, scheme=scheme, fixed=fixed, vocabulary=vocabulary, clock=clock)
         owner = owner or Owner.nobody_else()
-        self.facts = facts
-        self.names, self.stops = Names("" if fixed else owner.token), stops
+        self.config, self.scheme, self.fixed, self.clock = config, scheme, fixed, clock
+        self.vocabulary, self.stops, self._facts = vocabulary, stops, facts
+        self.names = Names("" if fixed else owner.token)
+        self.version: int | None = None
+        """The version that serving engines have confirmed; None before the first publication."""
+        self.released = False
+        """True while the engines' device memory is the trainer's."""
+        self.publishing = False
+        self.lock = threading.RLock()
+        """Of all state here and in the engines; held for moments."""
+        self.turn = threading.RLock()
+        """Held through a publication, and for one look around."""
+        self.run_key = secrets.token_urlsafe(32)
+        """API key of the engines that are started here."""
         self._model_dir, self._dtype = model_dir, dtype
         self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
         self._trainer_ranks, self._stop = trainer_ranks, stop
-        adopts = config.urls or config.rendezvous
-        self.api_key = api_key or (given_key(os.environ) if adopts else None)
-        self.tenancy = Tenancy(self, owner)
-        self.on_leave = self.tenancy.let_go
-        self.supervisor = Supervisor(self, self.tenancy)
+        self._rendezvous = Path(config.rendezvous) if config.rendezvous else None
+        self._given_key = given_key(os.environ) if config.urls or config.rendezvous else None
+        self._leases = Leases(owner, take_over=config.take_over, lost=self._lost, clock=clock)
+        self._engines: list[EngineRecord] = []
+        self._barred: set[str] = set()  # URLs of engines that are not to be adopted again
+        self._complaints: list[str] = []  # about the rendezvous as it is, each said once
+        self._events: list[dict] = []
+        self._counts = dict.fromkeys(("restarts", "retries", "aborted"), 0)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def __enter__(self) -> "Fleet":
         try:
-            if not (self.config.urls or self.config.rendezvous):
+            if not (self.config.urls or self._rendezvous):
                 self._start()
             for url in self.config.urls:
-                self.adopt(url, self.api_key)
-            self.tenancy.start()
-            self.supervisor.gather(self.config.start_limit_s, self._stop)
-            self.supervisor.start()
+                self._adopt(url, self._given_key)
+            self._gather()
+            self._thread.start()
         except BaseException:
             self.close()  # __exit__ does not run when __enter__ fails
             raise
@@ -114,23 +237,178 @@ class Fleet(Roster):
 
     def close(self) -> None:
         """Terminate the engines that were started here; adopted ones are left alone."""
-        self.supervisor.stop()
-        self.tenancy.stop()
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._leases.end()
         process.stop([e.process for e in self._engines if e.process is not None], GRACE_S)
         for engine in self._engines:
             if engine.client is not None:
                 engine.client.close()
         self._engines = []
 
+    # Who is there.
+
+    def engines(self) -> list[EngineRecord]:
+        """Return all that have not left, whatever their state."""
+        with self.lock:
+            return [engine for engine in self._engines if engine.state != "gone"]
+
+    def serving(self) -> list[EngineRecord]:
+        """Return the engines with the current version: they get the traffic."""
+        with self.lock:
+            return [engine for engine in self._engines if engine.state == "serving"]
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that an engine can have from this run; None before the first."""
+        with self.lock:
+            return self.version if self.version is None else self.version + self.publishing
+
+    def why_not(self) -> str:
+        """Return a sentence on every engine that is not serving."""
+        with self.lock:
+            sentences = []
+            for engine in self._engines:
+                if engine.state != "serving":
+                    cause = f": {engine.cause}" if engine.cause else ""
+                    sentences.append(f"{engine} is {engine.state}{cause}")
+            return "; ".join(sentences)
+
+    def _refuse_locked_out(self) -> None:
+        """Raise ConfigError where there are engines, and none of them takes our key."""
+        with self.lock:
+            if self._engines and all(engine.departure == "refused" for engine in self._engines):
+                raise ConfigError("; ".join(engine.reason for engine in self._engines))
+
+    # Their states.
+
+    def _admit(self, engine: EngineRecord, version: int | None) -> None:
+        """Have an engine serve, or wait as "ready" for the weights that it lacks.
+
+        Args:
+            version: that it has confirmed; None: it has just come up.
+        """
+        empty = engine.process is not None and engine.kind.starts_empty and not self.fixed
+        lacking = version is None and (empty or self.version is not None)
+        engine.state = "ready" if lacking else "serving"
+        engine.version, engine.reason = version, ""
+
+    def fail(
+        self, engine: EngineRecord, why: str | EngineError, *, start_at: float | None = None
+    ) -> None:
+        """Take an engine out of the traffic until an update succeeds; its requests are given up.
+
+        One that does not take our key is out for good, and one of ours that gave an impossible
+        answer is to be restarted.
+
+        Args:
+            start_at: of one whose process has ended: time of the next attempt.
+        """
+        error = why if isinstance(why, EngineError) else EngineError(why)
+        if error.refused and engine.process is None:
+            self.leave(engine, f"{error}; give its API key in {API_KEY}", "refused")
+            return
+        ended = start_at is not None
+        # The log of a process says more than "connection refused".
+        death = engine.process.exited(DEATH_S) if engine.process and not ended else None
+        with self.lock:
+            if engine.state == "gone" or (engine.state == "starting" and not ended):
+                return
+            if engine.state != "stale" and not ended:
+                self.note("failed", engine, str(error))
+            engine.state = "starting" if ended else "stale"
+            engine.reason, engine.start_at = death or str(error), start_at
+            engine.condemned |= error.faulty and engine.process is not None
+            engine.failures += 1
+            engine.served = 0
+            engine.pulse.healthy, engine.pulse.due = False, 0.0
+
+    def leave(self, engine: EngineRecord, message: str, why: Departure = "gave up") -> None:
+        """Do without an engine for good; the run continues with the others."""
+        with self.lock:
+            if engine.state == "gone":
+                return
+            engine.state, engine.reason, engine.departure = "gone", message, why
+            engine.failures += 1
+            self.note("left" if why == "left" else "gave up", engine, message)
+            if engine.process is None and engine.client is not None:
+                if why != "left":
+                    self._barred.add(engine.url)
+                self._leases.let_go(engine.client)
+
+    def _lost(self, client: EngineClient, message: str) -> None:
+        for engine in self.engines():
+            if engine.client is client:
+                self.leave(engine, message)
+
+    # Their traffic.
+
+    def take(self, tokens: int, requests: int, *, limit: int | None = None) -> EngineRecord | None:
+        """Occupy the least loaded serving engine with room for so many responses.
+
+        Args:
+            limit: responses in flight per engine; an idle engine takes any number.
+
+        Returns:
+            None where all are full, or none serves.
+        """
+        with self.lock:
+            free = []
+            for engine in self.serving():
+                if limit is None or not engine.in_flight or engine.in_flight + requests <= limit:
+                    free.append(engine)
+            if not free:
+                return None
+            chosen = min(free, key=lambda engine: (engine.load, engine.in_flight))
+            self.occupy(chosen, tokens, requests)
+            return chosen
+
+    def occupy(self, engine: EngineRecord, tokens: int, requests: int) -> None:
+        with self.lock:
+            engine.in_flight += requests
+            engine.tokens_in_flight += tokens
+
+    def vacate(
+        self, engine: EngineRecord, tokens: int, requests: int, *, received: int = 0
+    ) -> None:
+        with self.lock:
+            self.occupy(engine, -tokens, -requests)
+            engine.tokens += received
+
+    # Their events.
+
+    def note(self, event: str, engine: EngineRecord | None, message: str) -> None:
+        """Events: started, failed, died, restarted, joined, left, gave up, retried,
+        aborted."""
+        name = "" if engine is None else engine.name
+        with self.lock:
+            entry = {"time": now(), "event": event, "engine": name, "message": message}
+            self._events.append(entry)
+
+    def count(self, name: str, number: int = 1) -> None:
+        with self.lock:
+            self._counts[name] += number
+
+    def drain(self) -> tuple[list[dict], dict[str, float]]:
+        """Return the events since the last call, in order, and the metrics of that time."""
+        with self.lock:
+            events, self._events = self._events, []
+            counts = {f"fleet/{name}": float(number) for name, number in self._counts.items()}
+            self._counts = dict.fromkeys(self._counts, 0)
+            return events, {"fleet/serving": float(len(self.serving())), **counts}
+
+    # Their weights.
+
     def recruits(self) -> list[EngineRecord]:
         """Return the engines for a publication: serving, ready, or stale but alive."""
-        doubtful = [e for e in self.engines() if e.state == "stale" and not e.pulse.healthy]
 
         def probe(engine: EngineRecord) -> None:
             engine.api.server_info(PROBE_S)
             engine.pulse.healthy = True
 
-        _in_parallel(probe, [e for e in doubtful if e.client is not None], PROBE_S)
+        doubtful = [e for e in self.engines() if e.state == "stale" and not e.pulse.healthy]
+        in_parallel(probe, doubtful, PROBE_S)
         with self.lock:
             recruits = []
             for engine in self._engines:
@@ -147,13 +425,12 @@ class Fleet(Roster):
             ConfigError: all refuse our key.
             EngineError: none came in time, or none can come.
         """
-        end = time.monotonic() + timeout_s
+        end = self.clock() + timeout_s
         while not (recruits := self.recruits()):
-            if reason := self.locked_out():
-                raise ConfigError(reason)
-            if not self.engines() or time.monotonic() > end:
+            self._refuse_locked_out()
+            if not self.engines() or self.clock() > end:
                 raise EngineError(f"no engine came back: {self.why_not()}")
-            time.sleep(0.2)
+            time.sleep(LOOK_S)
         return recruits
 
     @contextlib.contextmanager
@@ -175,23 +452,37 @@ class Fleet(Roster):
             try:
                 yield recruits
             finally:
-                self.publishing = False
-                self.publications += 1
+                with self.lock:
+                    self.publishing = False
+                    for engine in self._engines:  # one that was busy with it was not silent
+                        engine.pulse = Pulse(engine.pulse.healthy)
+
+    def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
+        """Have these engines, and no others, serve ``version`` from now on."""
+        with self.lock:
+            self.version = version
+            for engine in self.engines():
+                if engine in engines:
+                    if engine.state != "serving" or engine.version is None:
+                        self.note("joined", engine, f"serves version {version}")
+                    else:
+                        engine.served += 1
+                        if engine.served >= RELIABLE:
+                            engine.restarts = 0
+                    engine.failed_updates = 0
+                    self._admit(engine, version)
+                elif engine.state == "serving":
+                    self.fail(engine, f"it was not brought to version {version}")
 
     def each(
         self,
         act: Callable[[EngineRecord], Result],
         purpose: str,
-        engines: Iterable[EngineRecord] | None = None,
-        *,
-        deadline_s: float | None = None,
+        engines: Iterable[EngineRecord],
     ) -> dict[EngineRecord, Result]:
         """Call ``act`` on engines in parallel; one that raises EngineError or is late has failed.
 
-        Args:
-            engines: default those that serve.
-            deadline_s: default ``rollout.update_timeout_s``; bounds every request that ``act``
-                makes, and ``act`` itself.
+        ``rollout.update_timeout_s`` bounds every request that ``act`` makes, and ``act`` itself.
 
         Returns:
             The results of those that did not fail.
@@ -199,13 +490,8 @@ class Fleet(Roster):
         Raises:
             EngineError: none is left; names every failure.
         """
-        chosen = self.serving() if engines is None else list(engines)
-        results, errors = _in_parallel(act, chosen, deadline_s or self.config.update_timeout_s)
-        for error in errors.values():
-            if not isinstance(error, EngineError):
-                raise error
+        results, errors = in_parallel(act, list(engines), self.config.update_timeout_s)
         for engine, error in errors.items():
-            assert isinstance(error, EngineError)
             engine.failed_updates += 1
             if engine.process is None and engine.failed_updates > 1:
                 # Nobody restarts it, and all wait for it: less and less often.
@@ -244,17 +530,11 @@ class Fleet(Roster):
         finally:
             self.released = False  # engines that cannot take it back are to be restarted
 
+    # Their coming.
+
     def _start(self) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        for name, launch in self._launches().items():
-            started = EngineProcess(name, launch, self._log_dir, self.clock)
-            engine = EngineRecord(name, process=started, kind=ENGINE_KINDS[self.config.backend])
-            self._engines.append(engine)
-            engine.started_at = self.clock()
-            started.start()
-
-    def _launches(self) -> dict[str, Launch]:
-        return process.launches(
+        launches = process.launches(
             self.config,
             self._model_dir,
             self._log_dir,
@@ -265,35 +545,320 @@ class Fleet(Roster):
             trainer_ranks=self._trainer_ranks,
             serve_command=self._serve_command,
         )
+        for name, launch in launches.items():
+            started = EngineProcess(name, launch, self._log_dir, self.clock)
+            engine = EngineRecord(name, process=started, kind=ENGINE_KINDS[self.config.backend])
+            self._engines.append(engine)
+            engine.started_at = self.clock()
+            started.start()
 
+    def _adopt(self, url: str, api_key: str | None) -> None:
+        with self.lock:
+            engine = EngineRecord(f"engine-{len(self._engines)}", self._client(url, api_key))
+            engine.started_at = self.clock()
+            self._engines.append(engine)
 
-def _in_parallel(
-    act: Callable[[EngineRecord], Result], engines: Sequence[EngineRecord], timeout_s: float
-) -> tuple[dict[EngineRecord, Result], dict[EngineRecord, BaseException]]:
-    """Return results and errors, each engine in one of them, after ``timeout_s`` at the latest.
+    def _client(self, url: str, api_key: str | None) -> EngineClient:
+        return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)
 
-    Daemon threads, because one whose engine hangs must not keep the interpreter from ending.
-    """
-    results: dict[EngineRecord, Result] = {}
-    errors: dict[EngineRecord, BaseException] = {}
+    def _gather(self) -> None:
+        """Wait for the engines a run begins with.
 
-    def run(engine: EngineRecord) -> None:
+        One that does not take our key is left out where another does.
+
+        Raises:
+            Interrupted: ``stop()`` became true.
+            ConfigError: one cannot be this run's, or none takes our key.
+            EngineError: one died or did not come up in time.
+        """
+        limit_s, began, told = self.config.start_limit_s, self.clock(), False
+        wanted = self.config.engines if self._rendezvous else 1
+        while True:
+            if self._stop():
+                raise Interrupted("stopped while engines were waited for")
+            self._look()
+            engines, time_s = self.engines(), self.clock()
+            for engine in engines:
+                if engine.process and (death := engine.process.exited()):
+                    if stop_comes(self._stop):
+                        raise Interrupted("stopped while engines were waited for")
+                    raise EngineError(f"{engine.name} {death}")
+            with self.lock:
+                reasons = [e.reason for e in self._engines if e.departure == "gave up"]
+            if reasons:
+                raise ConfigError("; ".join(reasons))
+            self._refuse_locked_out()
+            waiting = [engine for engine in engines if engine.state == "starting"]
+            if not waiting and len(engines) >= wanted:
+                return
+            late = [e for e in waiting if e.overdue(e.started_at, limit_s, time_s)]
+            if late:
+                raise EngineError("; ".join(_lateness(e, limit_s, time_s) for e in late))
+            if not waiting and time_s > began + limit_s:
+                complaints = "; ".join(self._complaints)
+                raise EngineError(
+                    f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
+                    f"{wanted} engines after {limit_s:.0f} s {complaints}".rstrip()
+                )
+            if time_s > began + TOLD_AFTER_S and not told:
+                told = True
+                self._tell(waiting, wanted - len(engines))
+            self._stopping.wait(RETRY_S / 10)
+
+    def _tell(self, waiting: list[EngineRecord], missing: int) -> None:
+        """Name the engines that a run waits for and has not started itself."""
+        limit = f"for {self.config.start_limit_s:g} s at most (rollout.start_timeout_s)"
+        for engine in waiting:
+            if engine.process is None:
+                state = engine.pulse.error or "no answer yet"
+                print(f"waiting for {engine.url} {limit}: {state}", flush=True)
+        if missing > 0:
+            print(f"waiting for {missing} of {self.config.engines} engines {limit}", flush=True)
+
+    # Their health.
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            self.look_after()
+
+    def look_after(self) -> None:
+        """Look at every engine once, and heal those that need it; not during a publication."""
+        self._leases.renew()
+        # Never wait for a publication here: close() waits for this thread.
+        if self.turn.acquire(blocking=False):
+            try:
+                self._look()
+                self._heal()
+            finally:
+                self.turn.release()
+
+    def _look(self) -> None:
+        """Membership, and a health check for each engine where one is due."""
+        self._leases.renew()
+        if self._rendezvous is not None:
+            self._meet(self._rendezvous)
+        for engine in self.engines():
+            if engine.process is not None:
+                engine.process.heard()
+                if engine.client is None and engine.start_at is None:
+                    self._locate(engine, engine.process.port())
+            if engine.client is not None:
+                self._ask(engine, engine.client)
+
+    def _locate(self, engine: EngineRecord, port: int | None) -> None:
+        """Connect to a started engine, once it has said where it listens."""
+        host = self.config.engine_host
+        if port is not None:
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            with self.lock:
+                engine.client = self._client(url, self.run_key)
+
+    def _ask(self, engine: EngineRecord, client: EngineClient) -> None:
+        """Send a health check where one is due; one that is out for too long is a silence."""
+        with self.lock:
+            pulse, time_s = engine.pulse, self.clock()
+            if pulse.sent is None:
+                if time_s >= pulse.due:
+                    pulse.sent = time_s
+                    check = (engine, client, pulse)
+                    threading.Thread(target=self._check, args=check, daemon=True).start()
+            elif time_s > pulse.sent + self._health_limit_s(engine) + LOOK_S:
+                # Stuck where no deadline reaches, as where it waits for a lease to be given back.
+                pulse.silent_since = pulse.silent_since or pulse.sent
+                pulse.error = EngineError(f"{engine.url}: its health check has not come back")
+
+    def _health_limit_s(self, engine: EngineRecord) -> float:
+        return self.config.health_timeout_s or engine.kind.health_timeout_s
+
+    def _check(self, engine: EngineRecord, client: EngineClient, pulse: Pulse) -> None:
+        error, limit_s = None, self._health_limit_s(engine)
         try:
-            with deadline(timeout_s):
-                outcome = act(engine)
-        except BaseException as error:  # for the caller, who raises all but an EngineError
-            errors[engine] = error
-        else:
-            results[engine] = outcome
+            with deadline(limit_s):
+                info = client.info(limit_s)
+                if engine.state == "starting":
+                    self._examine(engine, client, info)
+        except EngineError as failure:
+            error = failure
+            if error.refused and engine.process is None:
+                self.fail(engine, error)
+        except ConfigError as refusal:
+            self.leave(engine, str(refusal))
+        with self.lock:
+            if engine.pulse is not pulse:
+                return
+            sent, pulse.sent = pulse.sent, None
+            pulse.healthy, pulse.error = error is None, error
+            if error is not None:
+                pulse.silent_since = pulse.silent_since or sent
+                pulse.due = self.clock() + RETRY_S
+                return
+            pulse.silent_since, pulse.due = None, self.clock() + self.config.health_every_s
+            # One that failed is back with the next version, where there is one to come.
+            if engine.state == "starting" or (engine.state == "stale" and self.fixed):
+                engine.kind, engine.tp = info.kind, info.tp
+                engine.longest_input = info.longest_input
+                self._admit(engine, None)
+                self.note("restarted" if engine.restarts else "started", engine, f"at {client.url}")
 
-    threads = [threading.Thread(target=run, args=(e,), daemon=True) for e in engines]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + timeout_s + 1.0  # a request that ran into the deadline names itself
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    done, failed = dict(results), dict(errors)  # latecomers write to the others
-    for engine in engines:
-        if engine not in done and engine not in failed:
-            failed[engine] = EngineError(f"{engine} was not done within {timeout_s:.0f} s")
-    return {e: done[e] for e in engines if e in done}, failed
+    def _examine(self, engine: EngineRecord, client: EngineClient, info: Info) -> None:
+        """Make an engine that has come up this run's.
+
+        Raises:
+            ConfigError: it cannot be this run's.
+            EngineError: ask again.
+        """
+        if engine.process is not None:
+            engine.process.look()
+        if self.fixed:
+            return
+        self._refuse_unfit(client.url, info)
+        if engine.process is not None:
+            return
+        computes = self._leases.claim(client, lambda: engine.state != "gone")
+        differences = []
+        for name, ours in (self._facts or {}).items():
+            if computes and name in computes and computes[name] != ours:
+                theirs = shortened(computes[name])
+                differences.append(f"{name} is {theirs} there and {shortened(ours)} here")
+        if differences:
+            raise ConfigError(
+                f"{client.url} computes another model than this run trains: "
+                f"{', '.join(differences)}; start it on a folder with this run's config.json and "
+                "generation_config.json"
+            )
+
+    def _refuse_unfit(self, url: str, info: Info) -> None:
+        """Raise ConfigError where this run cannot publish to an engine, or train on its tokens."""
+        # SGLang may leave it out; an embedded engine that does is of an older version.
+        silent = info.loaders is None and info.kind.says is None
+        if not (silent or LOADER in (info.loaders or ())):
+            raise ConfigError(
+                f"{url} does not have the weight loader of this version, and would fail in the "
+                "first update; install this version of the package there, and start the engine "
+                f"with {info.kind.serve}"
+            )
+        if info.scheme not in (None, self.scheme):
+            raise ConfigError(
+                f"{url} takes weights of scheme {info.scheme}, and this run publishes those "
+                f"of quant.scheme={self.scheme}; start it with --scheme {self.scheme}, or set "
+                "quant.scheme to its own"
+            )
+        if info.resamples:
+            raise ConfigError(
+                f"{url} samples from another distribution than this run trains on, by its "
+                f"own {info.resamples}; start it without"
+            )
+
+    def _heal(self) -> None:
+        for engine in self.engines():
+            process, time_s = engine.process, self.clock()
+            silent = engine.pulse.silent_since  # read once: an answer may come meanwhile
+            if engine.start_at is not None:
+                # A colocated engine must not come up in memory that is the trainer's now.
+                if time_s >= engine.start_at and not self.released:
+                    self._restart(engine)
+            elif process and (death := process.exited()):
+                self._died(engine, death)
+            elif engine.state == "starting":
+                limit_s = self.config.start_limit_s
+                if process and engine.overdue(engine.started_at, limit_s, time_s):
+                    self.note("failed", engine, _lateness(engine, limit_s, time_s))
+                    process.kill()
+            elif silent is None:
+                if process and (engine.condemned or engine.failed_updates >= PATIENCE):
+                    process.kill()
+            elif engine.overdue(silent, self._health_limit_s(engine), time_s):
+                silence = f"no health check was answered for {time_s - silent:.0f} s"
+                self.fail(engine, f"{silence} ({engine.pulse.error})")
+                if process:
+                    process.kill()
+
+    def _died(self, engine: EngineRecord, death: str) -> None:
+        with self.lock:
+            self.note("died", engine, death)
+            if engine.restarts >= self.config.max_restarts:
+                self.leave(engine, f"after {how_many(engine.restarts, 'restart')}; it {death}")
+                return
+            reason = engine.reason if engine.condemned else death  # it was killed for the former
+            self.fail(engine, reason, start_at=self.clock() + back_off(engine.restarts))
+
+    def _restart(self, engine: EngineRecord) -> None:
+        """Start a process of an engine in the place of one that has ended."""
+        assert engine.process is not None, "an adopted one is not ours to start"
+        engine.process.kill()  # children that outlived it hold its memory
+        with self.lock:
+            if engine.client is not None:
+                engine.client.close()
+            engine.client, engine.start_at, engine.released = None, None, False
+            engine.failed_updates, engine.condemned, engine.pointers = 0, False, ()
+            engine.pulse, engine.started_at = Pulse(), self.clock()
+            engine.restarts += 1
+            self.count("restarts")
+        try:
+            engine.process.start()
+        except ConfigError as error:
+            self.leave(engine, str(error))
+
+    def _meet(self, rendezvous: Path) -> None:
+        """Adopt engines that are new at the rendezvous, and leave out those gone from it."""
+        wrong: list[Exception] = []  # entries, or half written: each is read again at the next look
+        try:
+            members = read_members(rendezvous, wrong.append)
+        except ConfigError as error:  # who is there is not known, nor who is gone
+            self._complain([error])
+            return
+        by_url = {engine.url: engine for engine in self.engines()}
+        self._barred &= members.keys()
+        for url, member in members.items():
+            if url not in by_url and url not in self._barred:
+                try:
+                    self._adopt(url, member.api_key() or self._given_key)
+                except (ConfigError, EngineError) as error:
+                    wrong.append(error)
+        for url, engine in by_url.items():
+            if url in members:
+                engine.absent_since = None
+            elif engine.absent_since is None:
+                engine.absent_since = self.clock()
+            elif self.clock() >= engine.absent_since + ABSENT_S:
+                # Not before: a file that is being rewritten is empty for a moment.
+                self.leave(engine, "it is gone from the rendezvous", "left")
+        self._complain(wrong)
+
+    def _complain(self, wrong: Iterable[Exception]) -> None:
+        before, self._complaints = self._complaints, [str(error) for error in wrong]
+        for complaint in self._complaints:
+            if complaint not in before:
+                self.note("failed", None, complaint)
+
+
+def back_off(restarts: int) -> float:
+    """Return the seconds before the next restart."""
+    return min(BACK_OFF_S * 2**restarts, LONGEST_BACK_OFF_S)
+
+
+def overdue(sign_of_life: float, since: float, limit_s: float, now: float) -> bool:
+    """Tell whether an engine that starts, or answers nothing, has had its time.
+
+    It has ``limit_s`` after its last sign of life, and ``IN_ALL`` times that in all.
+
+    Args:
+        sign_of_life: the last time that its log grew.
+        since: when it was started, or asked.
+    """
+    return now > max(since, sign_of_life) + limit_s or now > since + IN_ALL * limit_s
+
+
+def _lateness(engine: EngineRecord, limit_s: float, now: float) -> str:
+    """Name an engine that was waited for, and how long."""
+    if engine.process is None:
+        return f"{engine} did not answer within {limit_s:g} s: {engine.pulse.error}"
+    awaited = "its health check" if engine.client else "it to report its port"
+    quiet = now - engine.process.heard()
+    cause = f"its log has not grown for {quiet:.0f} s" if quiet > limit_s else "it is still busy"
+    return (
+        f"{engine} did not start: waited {now - engine.started_at:.0f} s for {awaited}, and "
+        f"{cause}; the limit is {limit_s:g} s without a new line in its log, and "
+        f"{IN_ALL * limit_s:g} s in total (rollout.start_timeout_s); see {engine.process.log}, "
+        f"whose last line is: {engine.process.last_line() or '(nothing)'}"
+    )

@@ -7,26 +7,22 @@ A rendezvous is a file of JSON lines, or a folder with one file per engine:
 Engines written there join the fleet, and engines gone from there leave it. A key file is looked up
 beside the rendezvous, so that both can lie in one folder that only the user can read.
 
-An adopted engine belongs to one run, by a lease that a thread here renews: publications take
-minutes, and the supervisor waits for them. There is one lease request at a time per URL, so that an
-engine given back is not granted again by a request under way. An engine that leaves and returns is
-another one to the fleet, at the same URL: a lease that the first still has to give back is the
-second's.
+An adopted engine belongs to one run, by a lease that is renewed while publications take minutes.
+There is one lease request at a time per URL, so that an engine given back is not granted again by a
+request under way.
 """
 
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from qurl_megatron.fleet.client import EngineClient, EngineError
-from qurl_megatron.fleet.roster import EngineRecord, Roster
+from qurl_megatron.fleet.client import EngineClient, EngineError, in_parallel
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.record import Malformed, decode
 from qurl_megatron.wire.lease import Owner
@@ -40,7 +36,6 @@ ANSWER_S = 5.0  # for an engine to answer, which it does without a look at its r
 class Member:
     url: str
     api_key_file: Path | None
-    place: str = ""  # file, or file and line, of its entry
 
     def api_key(self) -> str | None:
         """
@@ -60,20 +55,12 @@ class _Entry(msgspec.Struct, frozen=True):
     api_key_file: str | None = None
 
 
-class WrongEntry(ConfigError):
-    """An entry that is malformed or cannot be read; whose it was is not known."""
-
-    def __init__(self, message: str, place: str) -> None:
-        super().__init__(message)
-        self.place = place
-
-
-def read_members(rendezvous: Path, wrong: Callable[[WrongEntry], None]) -> dict[str, Member]:
+def read_members(rendezvous: Path, wrong: Callable[[ConfigError], None]) -> dict[str, Member]:
     """Return the engines offered now, by URL; none where there is nothing yet.
 
     Args:
-        wrong: gets an error for each bad entry. (A writer may be in the middle of it: ask again
-            before believing it.)
+        wrong: gets an error for each entry that is malformed or cannot be read. (A writer may be in
+            the middle of it: ask again before believing it.)
 
     Raises:
         ConfigError: a file of JSON lines cannot be read.
@@ -83,129 +70,139 @@ def read_members(rendezvous: Path, wrong: Callable[[WrongEntry], None]) -> dict[
         folder = rendezvous
         for file in sorted(rendezvous.glob("*.json")):
             try:
-                if (text := _text(file)) is not None:
-                    entries.append((str(file), text))
-            except WrongEntry as error:
+                entries.append((str(file), _text(file)))
+            except ConfigError as error:
                 wrong(error)
     else:
         folder = rendezvous.parent
-        for number, line in enumerate((_text(rendezvous) or "").splitlines(), start=1):
-            if line.strip():
-                entries.append((f"{rendezvous}, line {number}", line))
+        for number, line in enumerate(_text(rendezvous).splitlines(), start=1):
+            entries.append((f"{rendezvous}, line {number}", line))
     members = {}
     for place, text in entries:
+        if not text:
+            continue
         try:
             entry = decode(_Entry, text)
         except Malformed as error:
             form = '{"url": ..., "api_key_file": ...}'
-            wrong(WrongEntry(f"rendezvous {place} is not {form}: {error}", place))
+            wrong(ConfigError(f"rendezvous {place} is not {form}: {error}"))
             continue
         url, key_file = entry.url.rstrip("/"), entry.api_key_file
-        members[url] = Member(url, folder / key_file if key_file else None, place)
+        members[url] = Member(url, folder / key_file if key_file else None)
     return members
 
 
-def _text(file: Path) -> str | None:
+def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8").strip()
     except FileNotFoundError:  # not written yet, or its engine has just left
-        return None
+        return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise WrongEntry(f"rendezvous {file} cannot be read: {error}", str(file)) from None
+        raise ConfigError(f"rendezvous {file} cannot be read: {error}") from None
 
 
-class Tenancy:
-    """The leases of one fleet; it reports to the fleet who holds an engine."""
+@dataclass(eq=False)
+class _Tenure:
+    """This run's hold on one URL."""
 
-    def __init__(self, roster: Roster, owner: Owner) -> None:
-        self._roster, self._owner = roster, owner
-        self._locks: dict[str, threading.Lock] = {}  # of each URL, held while it is asked
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tenancy", daemon=True)
+    asking: threading.Lock = field(default_factory=threading.Lock)
+    holder: EngineClient | None = None
+    """Client of the engine that this run has a lease on. An engine that leaves and returns has
+    another client, and a lease that the first still has to give back is the second's."""
+    left_s: float | None = None  # of another run's lease, when it was last asked for
 
-    def claim(self, engine: EngineRecord, client: EngineClient) -> None:
-        """Make an adopted engine this run's; one whose run lives leaves the fleet.
+
+class Leases:
+    """The leases of one run; thread-safe."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        *,
+        take_over: bool,
+        lost: Callable[[EngineClient, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            lost: called with an engine that another run has taken over, and a sentence.
+        """
+        self._owner, self._take_over, self._lost, self._clock = owner, take_over, lost, clock
+        self._tenures: dict[str, _Tenure] = {}
+        self._due, self._ended = 0.0, False
+
+    def claim(self, client: EngineClient, wanted: Callable[[], bool]) -> Mapping[str, Any] | None:
+        """Make an engine this run's.
+
+        Returns:
+            What its model computes, if it says.
 
         Raises:
-            EngineError: it did not say, or its lease may still lapse: ask again.
+            EngineError: it did not say, or the lease of another run may still lapse: ask again.
+            ConfigError: the run that has it lives.
         """
-        roster = self._roster
-        if roster.fixed or engine.process is not None or engine.ours:
-            return
-        take_over = roster.config.take_over
-        with self._asking(engine):
-            if self._stopping.is_set() or engine.state == "gone":
-                raise EngineError(f"{engine.url} is not wanted any more")
-            verdict = client.lease(self._owner, LEASE_S, take_over=take_over, timeout_s=ANSWER_S)
-            if verdict is None or verdict.granted:
-                engine.ours = verdict is not None
-        if verdict is None or verdict.granted:
-            if verdict and (differing := roster.other_facts(verdict.computes)):
-                roster.leave(
-                    engine,
-                    "gave up",
-                    f"{engine.url} computes another model than this run trains: {differing}; start "
-                    "it on a folder with this run's config.json and generation_config.json",
-                )
-            return
-        before, engine.leased_s = engine.leased_s, verdict.left_s
-        if before is None or verdict.left_s <= before:
-            raise EngineError(
-                f"{engine.url} belongs to {verdict.label} for {verdict.left_s:.0f} s more, unless "
-                "that run renews its lease"
+        tenure = self._tenures.setdefault(client.url, _Tenure())
+        with tenure.asking:
+            if self._ended or not wanted():
+                raise EngineError(f"{client.url} is not wanted any more")
+            verdict = client.lease(
+                self._owner, LEASE_S, take_over=self._take_over, timeout_s=ANSWER_S
             )
-        roster.leave(
-            engine,
-            "gave up",
-            f"{engine.url} belongs to a run that is at work ({verdict.label}); give this run "
-            "engines of its own, stop that one, or set rollout.take_over=true",
+            if verdict is None:
+                return None
+            before, tenure.left_s = tenure.left_s, None
+            if verdict.granted:
+                tenure.holder = client
+                return verdict.computes
+            if before is not None and verdict.left_s > before:
+                raise ConfigError(
+                    f"{client.url} belongs to a run that is at work ({verdict.label}); give this "
+                    "run engines of its own, stop that one, or set rollout.take_over=true"
+                )
+            tenure.left_s = verdict.left_s
+        raise EngineError(
+            f"{client.url} belongs to {verdict.label} for {verdict.left_s:.0f} s more, unless that "
+            "run renews its lease"
         )
 
-    def start(self) -> None:
-        self._thread.start()
+    def renew(self) -> None:
+        """Renew all where that is due, without waiting for answers."""
+        if self._clock() < self._due:
+            return
+        self._due = self._clock() + RENEW_S
+        for tenure in list(self._tenures.values()):
+            threading.Thread(target=self._renew, args=(tenure,), daemon=True).start()
 
-    def stop(self) -> None:
-        """Give the engines back, so that the next run need not wait for leases to lapse."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._each(self._give_back, self._roster.adopted)
-
-    def let_go(self, engine: EngineRecord) -> None:
-        """Give one back that has left the fleet, without waiting for its answer."""
-        threading.Thread(target=self._give_back, args=(engine,), daemon=True).start()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(RENEW_S):
-            self._each(self._renew, [engine for engine in self._roster.engines() if engine.ours])
-
-    def _renew(self, engine: EngineRecord) -> None:
-        with self._asking(engine), suppress(EngineError):  # silent: health checks notice
-            if not engine.ours:
+    def _renew(self, tenure: _Tenure) -> None:
+        with tenure.asking, suppress(EngineError):  # silent: health checks notice
+            client = tenure.holder
+            if client is None:
                 return
-            verdict = engine.api.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
+            verdict = client.lease(self._owner, LEASE_S, timeout_s=ANSWER_S)
             if verdict is not None and not verdict.granted:
-                engine.ours = False
-                reason = f"{engine.url} was taken over by another run ({verdict.label})"
-                self._roster.leave(engine, "gave up", reason)
+                tenure.holder = None
+                reason = f"{client.url} was taken over by another run ({verdict.label})"
+                self._lost(client, reason)
 
-    def _give_back(self, engine: EngineRecord) -> None:
-        with self._asking(engine), suppress(EngineError):  # silent, or gone: its lease will end
-            if not engine.ours:
-                return
-            engine.ours = False
-            if not any(other.ours and other.url == engine.url for other in self._roster.adopted):
-                engine.api.lease(self._owner, 0, timeout_s=ANSWER_S)
+    def let_go(self, client: EngineClient) -> None:
+        """Give back the lease on an engine that has left, without waiting for its answer."""
 
-    def _asking(self, engine: EngineRecord) -> threading.Lock:
-        return self._locks.setdefault(engine.url, threading.Lock())
+        def give_back() -> None:
+            if tenure := self._tenures.get(client.url):
+                self._give_back(tenure, client)
 
-    @staticmethod
-    def _each(act: Callable[[EngineRecord], None], engines: Iterable[EngineRecord]) -> None:
-        """``act`` on all at once; returns when it is done, or has had its time."""
-        threads = [threading.Thread(target=act, args=(engine,), daemon=True) for engine in engines]
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + 2 * ANSWER_S  # one of them may wait for a request under way
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        threading.Thread(target=give_back, daemon=True).start()
+
+    def end(self) -> None:
+        """Give all back, so that the next run need not wait for leases to lapse."""
+        self._ended = True
+        # One of them may wait for a request under way.
+        in_parallel(self._give_back, list(self._tenures.values()), 2 * ANSWER_S)
+
+    def _give_back(self, tenure: _Tenure, client: EngineClient | None = None) -> None:
+        """Give one back where this client holds it; None: whoever holds it."""
+        with tenure.asking, suppress(EngineError):  # silent, or gone: its lease will end
+            holder = tenure.holder
+            if holder is not None and client in (None, holder):
+                tenure.holder = None
+                holder.lease(self._owner, 0, timeout_s=ANSWER_S)

@@ -20,8 +20,7 @@ from qurl_megatron.actor.aligned import Align
 from qurl_megatron.actor.megatron import everywhere, held, on_lead, share
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import QuantConfig, RolloutConfig, SyncConfig
-from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.roster import EngineRecord
+from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import Max, Metric, Sum

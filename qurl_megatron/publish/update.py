@@ -18,8 +18,7 @@ from typing import Any
 
 from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.fleet.client import EngineError
-from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.roster import EngineRecord
+from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.wire.message import LOADER, Action, Blob, Encoded, Message, Receipt, payload
 
 BlobsFor = Callable[[EngineRecord, int], Encoded | tuple[Blob, ...]]

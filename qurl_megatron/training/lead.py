@@ -16,8 +16,7 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
-from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.supervisor import IN_ALL
+from qurl_megatron.fleet.fleet import IN_ALL, Fleet
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import Interrupted

@@ -470,7 +470,7 @@ def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
 def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
     from qurl_megatron.actor.aligned import Align
     from qurl_megatron.engines.kinds import ENGINE_KINDS
-    from qurl_megatron.fleet.roster import EngineRecord
+    from qurl_megatron.fleet.fleet import EngineRecord
     from qurl_megatron.publish.publisher import refuse_unlike
 
     engines = [EngineRecord("one", tp=2), EngineRecord("two", kind=ENGINE_KINDS[kind], tp=size)]

@@ -26,6 +26,7 @@ from qurl_megatron.quant.export import quantization_config, stored
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import LOADER, Blob, Message, Receipt, payload
+from tests.support.generating import generate
 from tests.support.models import tiny_checkpoint
 from tests.support.waiting import PATIENCE_S
 
@@ -168,7 +169,7 @@ def answers(client: EngineClient) -> list[tuple[list, Tensor]]:
     params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     found = []
     for prompt in PROMPTS:
-        (answer,) = client.generate([prompt], params)
+        (answer,) = generate(client, [prompt], params)
         pairs = answer["meta_info"]["output_token_logprobs"]
         found.append((answer["output_ids"], torch.tensor([pair[0] for pair in pairs])))
     return found

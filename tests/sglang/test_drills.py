@@ -22,8 +22,7 @@ from qurl_megatron.config.sections import RolloutConfig, SyncConfig
 from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
-from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.roster import EngineRecord
+from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.update import Taken
 from qurl_megatron.types import Prompt
@@ -34,6 +33,7 @@ from qurl_megatron.wire.transport import Sender
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference
 from tests.sglang.trainer import OWNER, file_senders, publish
 from tests.support.disks import small_disk
+from tests.support.generating import generate
 from tests.support.runs import SAMPLES, Run, living, make_recipe
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -86,7 +86,7 @@ class Drill:
         """
         try:
             patience = EngineClient(engine.url, timeout_s=2.0, api_key=self.fleet.run_key)
-            patience.generate([[1, 2, 3]], {"max_new_tokens": 1})
+            generate(patience, [[1, 2, 3]], {"max_new_tokens": 1})
         except EngineError as error:
             assert "did not answer within" in str(error)
             names = names or self.fleet.names
@@ -385,7 +385,7 @@ def test_32_answers_that_an_update_interrupts_are_old_then_new_and_never_in_betw
     wait_until(lambda: sum(engine.in_flight for engine in drill.fleet.serving()) == 32)
     wait_until(lambda: all(engine.client.load().running for engine in drill.fleet.serving()))
     for engine in drill.fleet.serving():  # what ran before this has tokens when it ends
-        engine.client.generate([[1, 2, 3]], {"max_new_tokens": 8, "ignore_eos": True})
+        generate(engine.client, [[1, 2, 3]], {"max_new_tokens": 8, "ignore_eos": True})
     drill.publish(1, config=SyncConfig(pause=pause))
     asking.join()
     assert [sample.prompt.index for sample in samples] == list(range(32))

@@ -23,6 +23,7 @@ from tests.sglang.engines import (
     score,
     servers,
 )
+from tests.support.generating import generate
 from tests.support.waiting import wait_until
 
 CASE = Case("qwen2", "int8")
@@ -96,14 +97,14 @@ def test_answers_that_span_an_update_carry_the_version_of_every_token(engine):
 
     def ask(index: int) -> None:
         params = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
-        (answers[index],) = engine.server.client.generate([prompts[index]], params)
+        (answers[index],) = generate(engine.server.client, [prompts[index]], params)
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
     for thread in threads:
         thread.start()
     wait_until(lambda: engine.server.client.load().running > 0)
     # What was asked before this has tokens when it ends.
-    engine.server.client.generate([[1, 2, 3]], {"max_new_tokens": 8, "ignore_eos": True})
+    generate(engine.server.client, [[1, 2, 3]], {"max_new_tokens": 8, "ignore_eos": True})
     engine.bring(engine.versions[1])
     for thread in threads:
         thread.join()
@@ -131,7 +132,11 @@ def test_without_the_key_there_is_no_answer_and_nobody_sees_it(engine):
     for key in (None, "another"):
         stranger = EngineClient(server.client.url, api_key=key)
         assert httpx.get(server.client.url + "/health", trust_env=False).status_code == 200
-        for ask in (stranger.weight_version, stranger.pause, partial(stranger.generate, [[1]], {})):
+        for ask in (
+            stranger.weight_version,
+            stranger.pause,
+            partial(generate, stranger, [[1]], {}),
+        ):
             with pytest.raises(EngineError, match="401"):
                 ask()
     assert server.key not in server.log.read_text()

@@ -9,6 +9,7 @@ from qurl_megatron.fleet.answer import NEUTRAL
 from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.wire.lease import Owner
 from tests.sglang.engines import PROMPTS, Case, Server, checkpoints, servers
+from tests.support.generating import generate
 from tests.support.waiting import PATIENCE_S
 
 TEMPERATURE = 0.6
@@ -39,7 +40,7 @@ def test_log_probs_are_of_what_is_sampled_from_whatever_the_server_was_given(tmp
         verdict = server.client.lease(Owner("aa", "this test"), 0, timeout_s=PATIENCE_S)
         assert verdict.computes == facts_of(version.folder)
         params = {"temperature": TEMPERATURE, "max_new_tokens": 12, "ignore_eos": True, **NEUTRAL}
-        answers = server.client.generate(PROMPTS, params)
+        answers = generate(server.client, PROMPTS, params)
     model = AutoModelForCausalLM.from_pretrained(version.folder, dtype=torch.float32)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = answer["output_ids"]

@@ -15,8 +15,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
-from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.roster import EngineRecord
+from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.publish.update import Taken, Update
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.lease import Owner

@@ -64,6 +64,8 @@ class FakeEngine:
         self.session_open = False
         self.lease = Lease()
         self.running = self.generated = 0
+        self.most = 0  # responses at once
+        self.stall_at = 0  # tokens of a response, at which it goes on by itself no more; 0: never
         self._under_way: list[str] = []  # rids
         self._aborted: list[str] = []  # and what begins like one of these
         self._lock = threading.Lock()
@@ -186,6 +188,7 @@ class FakeEngine:
         with self._lock:
             fault = self.faults.pop(0) if self.faults else ""
             self.running += len(body["input_ids"])
+            self.most = max(self.most, self.running)
             self._under_way += body["rid"]
         try:
             if fault == "hang":
@@ -209,6 +212,8 @@ class FakeEngine:
                 self._under_way = [rid for rid in self._under_way if rid not in body["rid"]]
 
     def _step(self, sequences: list["_Sequence"], fault: str) -> None:
+        if self.stall_at and any(len(sequence.ids) >= self.stall_at for sequence in sequences):
+            self.paused.set()
         while self.paused.is_set() and not self.closing.is_set() and not self._aborts(sequences):
             time.sleep(0.005)
         time.sleep(self.token_s)

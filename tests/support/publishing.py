@@ -3,6 +3,7 @@
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from qurl_megatron.config import SyncConfig
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.fleet.fleet import Fleet
-from qurl_megatron.fleet.roster import EngineRecord
+from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.publish.update import Update
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.tensors.slice import Shard
@@ -47,7 +47,7 @@ def publish(
 
 
 @contextmanager
-def fleet_of(*engines: FakeEngine, **options):
+def fleet_of(*engines: FakeEngine, clock: Callable[[], float] = time.monotonic, **options):
     """A fleet that has adopted the engines, and published a version to them."""
     options = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.2, **options}
     config = RolloutConfig(**{"urls": tuple(engine.url for engine in engines), **options})
@@ -65,6 +65,7 @@ def fleet_of(*engines: FakeEngine, **options):
                 log_dir="unused",
                 vocabulary=96,
                 stops=StopIds(stops, stops),
+                clock=clock,
             )
         )
         publish(fleet, 7)

@@ -11,6 +11,15 @@ PATIENCE_S = 120.0  # for what takes seconds on a quiet machine
 NEVER_S = 600.0
 
 
+class Clock:
+    """Real time, and the seconds that a test skips."""
+
+    skipped_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
     """
     Raises:

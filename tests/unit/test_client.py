@@ -48,16 +48,6 @@ def test_an_engine_that_quotes_our_key_shows_it_to_nobody(engine):
     assert "s3cret" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "scored", ["\ud800", {}, {"meta_info": {"input_token_logprobs": [[None, 1], ["x", 2]]}}]
-)
-def test_scores_that_are_none_are_that_engines_fault(engine, scored):
-    engine.generate = lambda body: (200, scored)
-    with pytest.raises(EngineError, match="/generate: no log-probs of the prompt in ") as error:
-        EngineClient(engine.url).score([1, 2], start=1)
-    assert error.value.faulty
-
-
 def test_half_a_character_in_a_servers_settings_is_that_engines_fault(engine):
     engine.server_info = lambda: {"preferred_sampling_params": "\ud800"}
     with pytest.raises(EngineError, match="preferred_sampling_params") as error:
@@ -79,17 +69,17 @@ def test_the_version_is_asked_where_sglang_tells_the_present_one(engine):
     assert client.weight_version() == "5"
 
 
-def test_to_score_an_engine_needs_room_for_one_more_token(engine):
+def test_an_engine_needs_room_for_one_more_token(engine):
     info, client = {}, EngineClient(engine.url)
     engine.server_info = lambda: info
-    assert client.longest_scored() is None
+    assert client.info().longest_input is None
     info |= {"max_total_num_tokens": 99, "context_length": None}
-    assert client.longest_scored() == 98
+    assert client.info().longest_input == 98
     info |= {"context_length": 64, "max_req_input_len": 58}
-    assert client.longest_scored() == 57
+    assert client.info().longest_input == 57
     info["max_req_input_len"] = "many"
     with pytest.raises(EngineError, match="max_req_input_len"):
-        client.longest_scored()
+        client.info()
 
 
 def test_a_deadline_bounds_every_request_of_its_thread(engine):

@@ -24,6 +24,7 @@ from tests.support.engine_models import (
     switch,
     write_model,
 )
+from tests.support.generating import generate
 from tests.support.waiting import wait_until
 
 
@@ -151,7 +152,7 @@ def test_abort_by_prefix_returns_what_was_generated(live):
     live.token_s = SLOW_S
     with ThreadPoolExecutor(1) as pool:
         prompts = [[5, 6], [7, 8], [9, 10]]
-        pending = pool.submit(live.client.generate, prompts, LONG, rid=["x-0", "x-1", "y-0"])
+        pending = pool.submit(generate, live.client, prompts, LONG, rid=["x-0", "x-1", "y-0"])
         live.wait_for("num_running_reqs", 3)
         live.client.abort("x-")
         live.wait_for("num_running_reqs", 1)
@@ -174,7 +175,7 @@ def test_pause_stops_generation_until_continued(live, mode):
     live.token_s = SLOW_S
     with ThreadPoolExecutor(1) as pool:
         params = {**LONG, "max_new_tokens": 400}
-        pending = pool.submit(live.client.generate, [[5, 6]], params)
+        pending = pool.submit(generate, live.client, [[5, 6]], params)
         live.wait_for("num_running_reqs", 1)
         live.client.pause(mode)
         before = live.client.server_info()
@@ -193,7 +194,7 @@ def test_a_running_request_carries_the_version_of_every_token(live, folder):
     tensors = published_tensors(random_tensors(folder, seed=5), "int8")
     live.token_s = SLOW_S
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(live.client.generate, [[5, 6]], {**LONG, "max_new_tokens": 600})
+        pending = pool.submit(generate, live.client, [[5, 6]], {**LONG, "max_new_tokens": 600})
         live.wait_for("num_running_reqs", 1)
         live.worker.call(lambda engine: switch(engine, tensors, "3")).result()
         live.token_s = 0.0
@@ -297,7 +298,7 @@ def test_a_failing_step_fails_its_requests_and_the_health_check(folder):
     server.worker.engine.decoder.forward = None
     try:
         with pytest.raises(EngineError, match="500"):
-            server.client.generate([[5]], {"max_new_tokens": 2})
+            generate(server.client, [[5]], {"max_new_tokens": 2})
         assert httpx.get(server.url + "/health", trust_env=False).status_code == 503
     finally:
         server.close()

@@ -273,7 +273,7 @@ def test_ranks_share_the_cores_and_inherit_no_launcher(gpus, light, tmp_path, mo
 
 NO_TORCH = """
 import sys
-from qurl_megatron.fleet import fleet_status
+from qurl_megatron.fleet import client
 from qurl_megatron.kit import launch
 from qurl_megatron.training import start
 if __name__ == "__main__":

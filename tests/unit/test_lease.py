@@ -6,19 +6,22 @@ import shutil
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.fleet import supervisor, tenancy
+from qurl_megatron.fleet import fleet as fleet_module
+from qurl_megatron.fleet import tenancy
 from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.tenancy import Leases
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire import lease
-from qurl_megatron.wire.lease import OWNER, Lease, Owner
+from qurl_megatron.wire.lease import OWNER, Lease, LeaseVerdict, Owner
 from tests.support.engine_models import write_model
 from tests.support.fake_engine import FakeEngine
 from tests.support.publishing import publish
@@ -30,26 +33,18 @@ ONE, OTHER = Owner("aa", "run one"), Owner("bb", "run other")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(supervisor, "RETRY_S", 0.05)
+    monkeypatch.setattr(fleet_module, "RETRY_S", 0.05)
     monkeypatch.setattr(tenancy, "LEASE_S", NEVER_S)  # none lapses because the machine is busy
     monkeypatch.setattr(tenancy, "RENEW_S", 0.1)
 
 
-def fleet_of(
-    *engines: FakeEngine, owner: Owner, fixed: bool = False, facts=None, **options
-) -> Fleet:
+KNOWN = {"scheme": "none", "log_dir": "unused", "vocabulary": 96}
+
+
+def fleet_of(*engines: FakeEngine, owner: Owner, take_over: bool = False, **options) -> Fleet:
     urls = tuple(engine.url for engine in engines)
-    config = RolloutConfig(urls=urls, samples_per_prompt=1, max_new_tokens=4, **options)
-    return Fleet(
-        config,
-        "unused",
-        scheme="none",
-        log_dir="unused",
-        vocabulary=96,
-        owner=owner,
-        fixed=fixed,
-        facts=facts,
-    )
+    config = RolloutConfig(urls=urls, samples_per_prompt=1, max_new_tokens=4, take_over=take_over)
+    return Fleet(config, "unused", owner=owner, **KNOWN, **options)
 
 
 def test_an_engine_of_a_run_that_lives_is_refused_in_a_sentence_that_names_it():
@@ -120,94 +115,86 @@ def test_the_engines_of_a_run_that_was_killed_are_free_when_its_lease_has_lapsed
 
 
 def test_who_waits_too_long_for_a_lease_to_lapse_is_told_whose_it_is():
+    def clock() -> float:
+        """Time is up once the engine has said whose it is."""
+        return NEVER_S * any(engine.pulse.error for engine in fleet.engines())
+
     with FakeEngine() as engine:
         EngineClient(engine.url).lease(ONE, NEVER_S, timeout_s=PATIENCE_S)
-        with (
-            pytest.raises(EngineError, match=r"belongs to run one for (600|5\d\d) s more"),
-            fleet_of(engine, owner=OTHER, start_timeout_s=0.3),
-        ):
-            pass
+        fleet = fleet_of(engine, owner=OTHER, clock=clock)
+        with pytest.raises(EngineError, match=r"belongs to run one for (600|5\d\d) s more"):
+            fleet.__enter__()
 
 
-@pytest.mark.parametrize("late", ["get", "post"])
-def test_a_claim_that_is_under_way_when_the_run_ends_leaves_no_lease(late):
-    with FakeEngine() as engine:
-        answer, answered = getattr(engine, late), threading.Event()
+class Door:
+    """A client of an engine that answers requests for a lease once it may."""
 
-        def slowly(*request):
-            is_late = late == "get" or request[1]["seconds"]
-            if is_late:
-                time.sleep(0.6)
-            found = answer(*request)
-            if is_late:  # and not before: the lease that is asked for below must come after it
-                answered.set()
-            return found
+    url = "http://engine:1"
 
-        setattr(engine, late, slowly)
-        with (
-            pytest.raises(EngineError, match="did not answer within 0.3 s"),
-            fleet_of(engine, owner=ONE, start_timeout_s=0.3),
-        ):
-            pass
-        assert answered.wait(PATIENCE_S)
-        time.sleep(0.1)  # or it might still be on its way
-        setattr(engine, late, answer)
-        wait_until(lambda: EngineClient(engine.url).lease(OTHER, 1, timeout_s=PATIENCE_S).granted)
+    def __init__(self, engine: Lease) -> None:
+        self.engine = engine
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
+
+    def lease(self, owner, seconds, *, take_over=False, timeout_s) -> LeaseVerdict:
+        self.asked.set()
+        assert self.may_answer.wait(PATIENCE_S)
+        return LeaseVerdict.read(self.engine.ask(_asking(owner) | {"seconds": seconds}))
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return Leases(ONE, take_over=False, lost=lambda *_: None, clock=time.monotonic)
+
+
+def test_a_claim_that_is_under_way_when_the_run_ends_leaves_no_lease(leases):
+    door = Door(Lease())
+    door.may_answer.clear()
+    with ThreadPoolExecutor(2) as pool:
+        claiming = pool.submit(leases.claim, door, lambda: True)
+        assert door.asked.wait(PATIENCE_S)
+        ending = pool.submit(leases.end)
+        door.may_answer.set()
+        claiming.result(PATIENCE_S)
+        ending.result(PATIENCE_S)
+    assert door.engine.ask(_asking(OTHER))["granted"]
+    with pytest.raises(EngineError, match="is not wanted any more"):
+        leases.claim(door, lambda: True)
 
 
 def test_an_engine_that_leaves_the_fleet_is_free_at_once(monkeypatch, tmp_path):
-    monkeypatch.setattr(supervisor, "LOOK_S", 0.02)
+    monkeypatch.setattr(fleet_module, "ABSENT_S", 0.0)
     offered = tmp_path / "engines.jsonl"
     with FakeEngine() as engine, FakeEngine() as other:
         lines = [json.dumps({"url": one.url}) + "\n" for one in (engine, other)]
         offered.write_text("".join(lines))
         config = RolloutConfig(rendezvous=str(offered), engines=2)
-        options = {"scheme": "none", "log_dir": "unused", "vocabulary": 96, "owner": ONE}
-        with Fleet(config, "unused", **options) as fleet:
+        with Fleet(config, "unused", owner=ONE, **KNOWN) as fleet:
             one, two = (EngineClient(made.url) for made in (engine, other))
-            assert not one.lease(OTHER, 1, timeout_s=PATIENCE_S).granted
+            assert not one.lease(OTHER, NEVER_S, timeout_s=PATIENCE_S).granted
             offered.write_text(lines[1])
             wait_until(lambda: len(fleet.engines()) == 1)
             wait_until(lambda: one.lease(OTHER, NEVER_S, timeout_s=PATIENCE_S).granted)
-            time.sleep(0.3)  # nor does this run renew what it has let go
-            assert one.lease(OTHER, 1, timeout_s=PATIENCE_S).granted
-            assert not two.lease(OTHER, 1, timeout_s=PATIENCE_S).granted
+            assert not two.lease(OTHER, NEVER_S, timeout_s=PATIENCE_S).granted
 
 
-@pytest.mark.parametrize("late", ["in the engine", "on its way"])
-def test_an_engine_that_leaves_and_returns_is_not_given_back_late(late, monkeypatch, tmp_path):
-    monkeypatch.setattr(tenancy, "RENEW_S", NEVER_S)
-    monkeypatch.setattr(supervisor, "LOOK_S", 0.02)
-    offered = tmp_path / "engines.jsonl"
-    with FakeEngine() as engine:
-        line = json.dumps({"url": engine.url}) + "\n"
-        offered.write_text(line)
-        given_back, post = threading.Event(), engine.post
-
-        def slowly(endpoint, body):
-            if body.get("seconds") == 0 and late == "in the engine":
-                time.sleep(0.5)
-            return post(endpoint, body)
-
-        def let_go(fleet, one):
-            time.sleep(0.5 if late == "on its way" else 0.0)
-            fleet.tenancy._give_back(one)
-            given_back.set()
-
-        engine.post = slowly
-        config = RolloutConfig(rendezvous=str(offered))
-        options = {"scheme": "none", "log_dir": "unused", "vocabulary": 96, "owner": ONE}
-        with Fleet(config, "unused", **options) as fleet:
-            fleet.on_leave = lambda one: threading.Thread(
-                target=let_go, args=(fleet, one), daemon=True
-            ).start()
-            offered.write_text("")
-            wait_until(lambda: not fleet.engines())
-            offered.write_text(line)
-            wait_until(lambda: [one.state for one in fleet.engines()] == ["serving"])
-            assert given_back.wait(PATIENCE_S)
-            assert not EngineClient(engine.url).lease(OTHER, 1, timeout_s=PATIENCE_S).granted
-        assert EngineClient(engine.url).lease(OTHER, 1, timeout_s=PATIENCE_S).granted
+def test_an_engine_that_leaves_and_returns_is_not_given_back_late(leases):
+    lease = Lease()
+    first, second, third = Door(lease), Door(lease), Door(lease)
+    leases.claim(first, lambda: True)
+    first.asked.clear()
+    first.may_answer.clear()
+    leases.let_go(first)
+    assert first.asked.wait(PATIENCE_S)  # in the engine
+    with ThreadPoolExecutor(1) as pool:
+        claiming = pool.submit(leases.claim, second, lambda: True)
+        first.may_answer.set()
+        claiming.result(PATIENCE_S)
+    leases.claim(third, lambda: True)
+    leases._give_back(leases._tenures[second.url], second)  # it was on its way here
+    assert not lease.ask(_asking(OTHER))["granted"]
+    leases.end()
+    assert lease.ask(_asking(OTHER))["granted"]
 
 
 def test_an_engine_that_is_taken_over_is_lost_to_the_run_that_had_it_and_to_nothing_else():

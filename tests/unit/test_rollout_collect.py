@@ -1,6 +1,5 @@
 """Samples from scripted engines that fail in the middle of everything."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +12,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.types import Prompt
 from tests.support.fake_engine import FakeEngine, token_at
 from tests.support.publishing import fleet_of
-from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
+from tests.support.waiting import NEVER_S, PATIENCE_S, Clock, wait_until
 
 PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 
@@ -57,35 +56,26 @@ def test_embedded_engines_get_all_of_their_prompts_in_one_request():
 
 
 def test_what_an_embedded_engine_leaves_does_not_wait_for_room_on_another():
-    bad, slow = FakeEngine(embedded=True), FakeEngine(embedded=True, token_s=0.2)
+    bad, slow = FakeEngine(embedded=True), FakeEngine(embedded=True)
     with fleet_of(bad, slow, requests_per_engine=2) as fleet, ThreadPoolExecutor(1) as pool:
         bad.faults = ["500"]
+        slow.paused.set()
         pending = pool.submit(gather, fleet)
         wait_until(lambda: slow.running == 24)  # they queue in the engine by themselves
+        slow.paused.clear()
         check_whole(pending.result(PATIENCE_S))
 
 
 def test_sglang_engines_get_a_request_per_prompt_no_more_than_they_hold_the_idle_one_first():
-    slow, quick = FakeEngine(token_s=0.2), FakeEngine(token_s=0.002)
-    with fleet_of(slow, quick, requests_per_engine=4) as fleet:
-        most = 0
-        done = threading.Event()
-
-        def watch():
-            nonlocal most
-            while not done.is_set():
-                most = max(most, slow.running, quick.running)
-                time.sleep(0.001)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        samples = gather(fleet)
-        done.set()
-        thread.join()
-        check_whole(samples)
-        assert 2 <= most <= 4
+    slow, quick = FakeEngine(), FakeEngine()
+    with fleet_of(slow, quick, requests_per_engine=4) as fleet, ThreadPoolExecutor(1) as pool:
+        slow.paused.set()
+        pending = pool.submit(gather, fleet)
+        wait_until(lambda: len(quick.bodies("/generate")) == 10)  # all that are not the slow one's
+        slow.paused.clear()
+        check_whole(pending.result(PATIENCE_S))
+        assert slow.most == quick.most == 4
         assert all(len(body["input_ids"]) == 2 for body in slow.bodies("/generate"))
-        assert len(quick.bodies("/generate")) >= 2 * len(slow.bodies("/generate"))
         assert all(e.in_flight == e.tokens_in_flight == 0 for e in fleet.engines())
         assert sum(e.tokens for e in fleet.engines()) == 12 * 2 * 6
 
@@ -110,7 +100,7 @@ def test_the_next_request_goes_where_the_fewest_tokens_per_device_are_in_flight(
         fleet.occupy(one, 100, 1)
         assert fleet.take(200, 2) is four
         assert fleet.take(10, 1) is one
-        assert fleet.take(10, 5, limit=5) is None
+        assert fleet.take(10, 8, limit=8) is None
 
 
 @pytest.mark.parametrize("fault", ["500", "cut", "mixed", "nan"])
@@ -197,11 +187,30 @@ def test_a_request_that_never_gets_a_token_is_an_error():
         check_whole(gather(fleet, PROMPTS[:1]), PROMPTS[:1])
 
 
+STRAGGLING = {"straggler_s": 60.0, "health_timeout_s": 1e9}  # of the clock, which jumps
+
+
+def overtake(pending, clock: Clock) -> list:
+    """Skip time until every straggler is done."""
+
+    def done() -> bool:
+        clock.skipped_s += 30
+        return pending.done()
+
+    wait_until(done)
+    return pending.result()
+
+
 def test_a_straggler_is_aborted_and_continued_from_its_tokens():
-    slow, quick = FakeEngine(token_s=0.1), FakeEngine()
-    with fleet_of(slow, quick, straggler_s=0.25, max_new_tokens=20) as fleet:
-        samples = gather(fleet)
-        check_whole(samples, new=20)
+    slow, quick, clock = FakeEngine(), FakeEngine(), Clock()
+    with (
+        fleet_of(slow, quick, clock=clock, max_new_tokens=20, **STRAGGLING) as fleet,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        slow.stall_at = 3
+        pending = pool.submit(gather, fleet)
+        wait_until(slow.paused.is_set)
+        check_whole(overtake(pending, clock), new=20)
         bodies = [*slow.bodies("/generate"), *quick.bodies("/generate")]
         lengths = {len(prompt.input_ids) for prompt in PROMPTS}
         continued = [
@@ -236,24 +245,29 @@ class FullEngine(FakeEngine):
 
 @pytest.mark.parametrize("embedded", [True, False])
 def test_waiting_in_an_engines_queue_is_no_failure_however_often_a_straggler_is_aborted(embedded):
-    engine = FullEngine(embedded=embedded)
-    with fleet_of(engine, straggler_s=0.01) as fleet:
-        check_whole(gather(fleet, PROMPTS[:1]), PROMPTS[:1])
+    engine, clock = FullEngine(embedded=embedded), Clock()
+    with (
+        fleet_of(engine, clock=clock, **STRAGGLING) as fleet,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pending = pool.submit(gather, fleet, PROMPTS[:1])
+        check_whole(overtake(pending, clock), PROMPTS[:1])
         requests = engine.bodies("/generate")
         assert len(requests) == 1 + engine.full_for
         assert all(body["sampling_params"] == asked(engine)[:2] for body in requests)
 
 
 def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
-    engine = FakeEngine(token_s=0.2)
+    engine = FakeEngine()
     with fleet_of(engine, max_new_tokens=20) as fleet, ThreadPoolExecutor(1) as pool:
+        engine.stall_at = 3
         pending = pool.submit(gather, fleet, PROMPTS[:2])
-        wait_until(lambda: engine.running == 4 and engine.generated >= 2 * engine.running)
+        wait_until(lambda: engine.running == 4 and engine.generated == 3 * engine.running)
         with fleet.publication() as engines:
             fleet.each(lambda e: e.client.abort(everything=True), "aborting", engines)
             fleet.each(lambda e: e.client.pause("abort"), "pausing", engines)
             wait_until(lambda: any(p["max_new_tokens"] < 20 for p in asked(engine)))
-            engine.version, engine.token_s = fleet.names.of(8), 0.0
+            engine.version, engine.stall_at = fleet.names.of(8), 0
             fleet.each(lambda e: e.client.resume(), "resuming", engines)
             fleet.confirm(engines, 8)
         samples = pending.result(PATIENCE_S)
@@ -263,12 +277,25 @@ def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
 
 
 def test_requests_on_a_paused_engine_wait_and_do_not_count_as_stragglers():
-    engine = FakeEngine(token_s=0.01)
-    with fleet_of(engine, straggler_s=2.5) as fleet, ThreadPoolExecutor(1) as pool:
+    engine, clock = FakeEngine(), Clock()
+    looks = 0
+
+    def stop() -> bool:
+        nonlocal looks
+        looks += 1
+        return False
+
+    with (
+        fleet_of(engine, clock=clock, **STRAGGLING) as fleet,
+        ThreadPoolExecutor(1) as pool,
+    ):
         with fleet.publication() as engines:
             fleet.each(lambda e: e.client.pause(), "pausing", engines)
-            pending = pool.submit(gather, fleet)
-            time.sleep(3.0)
+            pending = pool.submit(gather, fleet, stop=stop)
+            wait_until(lambda: engine.running)
+            clock.skipped_s += 100
+            seen = looks
+            wait_until(lambda: looks > seen + 1)
             assert not pending.done() and not engine.answered
             fleet.each(lambda e: e.client.resume(), "resuming", engines)
         check_whole(pending.result(PATIENCE_S))
@@ -276,7 +303,7 @@ def test_requests_on_a_paused_engine_wait_and_do_not_count_as_stragglers():
 
 
 def test_several_threads_may_collect_at_once():
-    engines = FakeEngine(token_s=0.005), FakeEngine(token_s=0.005)
+    engines = FakeEngine(), FakeEngine()
     with fleet_of(*engines, requests_per_engine=6) as fleet, ThreadPoolExecutor(4) as pool:
         engines[0].faults = ["", "", "", "500"]
         for samples in pool.map(lambda _: gather(fleet), range(4)):

@@ -39,17 +39,21 @@ def fleet(folder, tmp_path_factory):
         yield started
 
 
+def clients_of(fleet: Fleet) -> list:
+    return [engine.api for engine in fleet.engines()]
+
+
 def test_started_engines_serve_with_their_own_log(fleet):
-    infos = [client.server_info() for client in fleet.clients]
+    infos = [client.server_info() for client in clients_of(fleet)]
     assert [info["scheme"] for info in infos] == ["int8", "int8"]
     assert [info["threads"] for info in infos] == [1, 1]
-    assert len({client.url for client in fleet.clients}) == 2
+    assert len({client.url for client in clients_of(fleet)}) == 2
     assert {path.name for path in fleet._log_dir.glob("*.log")} == {"engine-0.log", "engine-1.log"}
 
 
 def test_publish_brings_every_engine_to_the_version(fleet, folder):
     publish_tensors(fleet, 3, published_tensors(random_tensors(folder, seed=3), "int8"))
-    assert [client.weight_version() for client in fleet.clients] == [fleet.names.of(3)] * 2
+    assert [client.weight_version() for client in clients_of(fleet)] == [fleet.names.of(3)] * 2
     samples = greedy(fleet, PROMPTS, 4)
     assert {s.versions for s in samples if len(s.response_ids) == 4} == {((3, 4),)}
 
@@ -60,13 +64,13 @@ def test_a_version_that_is_not_whole_leaves_engines_paused_until_a_whole_one_com
     with pytest.raises(EngineError, match="committing version 9 failed on 2 engines") as error:
         publish_tensors(fleet, 9, lacking)
     assert str(error.value).count("the update is incomplete: model.norm.weight (none of it") == 2
-    assert all(client.url in str(error.value) for client in fleet.clients)
+    assert all(client.url in str(error.value) for client in clients_of(fleet))
     named = [fleet.names.updating(9)] * 2
-    assert [client.weight_version() for client in fleet.clients] == named
-    assert all(client.server_info()["is_paused"] for client in fleet.clients)
+    assert [client.weight_version() for client in clients_of(fleet)] == named
+    assert all(client.server_info()["is_paused"] for client in clients_of(fleet))
     assert fleet.serving() == []
     publish_tensors(fleet, 10, whole)
-    assert not any(client.server_info()["is_paused"] for client in fleet.clients)
+    assert not any(client.server_info()["is_paused"] for client in clients_of(fleet))
     assert [engine.version for engine in fleet.serving()] == [10, 10]
 
 
@@ -107,7 +111,7 @@ def test_a_stop_aborts_the_requests_and_raises(fleet):
     with pytest.raises(Interrupted):
         collect(fleet, PROMPTS, config, seed=0, step=0, stop=stop)
     assert time.monotonic() - start < PATIENCE_S
-    for client in fleet.clients:
+    for client in clients_of(fleet):
         info = client.server_info()
         assert (info["num_running_reqs"], info["num_waiting_reqs"]) == (0, 0)
 
@@ -117,7 +121,7 @@ def test_adopted_servers_outlive_the_fleet(folder, tmp_path):
     try:
         config = RolloutConfig(urls=(live.url,))
         with Fleet(config, folder, scheme="int8", vocabulary=96, log_dir=tmp_path) as fleet:
-            assert [client.url for client in fleet.clients] == [live.url]
+            assert [client.url for client in clients_of(fleet)] == [live.url]
         assert live.client.server_info()
     finally:
         live.close()

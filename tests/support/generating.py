@@ -1,0 +1,28 @@
+"""Generations of an engine, asked for by a test instead of a fleet."""
+
+import uuid
+from collections.abc import Sequence
+
+from qurl_megatron.fleet.answer import answer_limit, parsed
+from qurl_megatron.fleet.client import EngineClient
+from qurl_megatron.kit import event_loop
+
+
+def generate(
+    client: EngineClient,
+    input_ids: Sequence[Sequence[int]],
+    params: dict,
+    *,
+    rid: Sequence[str] = (),
+) -> list[dict]:
+    """The engine's answers as they are, in the order of the prompts."""
+    rids = list(rid) or [uuid.uuid4().hex for _ in input_ids]
+    limit = answer_limit([params.get("max_new_tokens", 128)] * len(rids))
+
+    async def ask() -> list[dict]:
+        async with client.session() as session:
+            return await session.generate(
+                input_ids, [params] * len(rids), rids, parsed, limit=limit
+            )
+
+    return event_loop.run(ask())
