@@ -421,13 +421,8 @@ class _Activity(msgspec.Struct, frozen=True):
     model_path: Any = None
 
 
-class _RankLoad(msgspec.Struct, frozen=True):
-    num_running_reqs: Count = 0
-    num_waiting_reqs: Count = 0
-
-
 class _Loads(msgspec.Struct, frozen=True):
-    loads: list[_RankLoad] = []
+    loads: list[_Activity] = []
 
 
 def read_load(info: dict, *, version: str = "", loads: Any = None) -> Load:
@@ -441,15 +436,11 @@ def read_load(info: dict, *, version: str = "", loads: Any = None) -> Load:
         Malformed: it says nonsense.
     """
     activity = convert(_Activity, info)
-    running, waiting = activity.num_running_reqs or 0, activity.num_waiting_reqs or 0
-    if loads is not None:
-        ranks = convert(_Loads, loads).loads
-        running = sum(rank.num_running_reqs for rank in ranks)
-        waiting = sum(rank.num_waiting_reqs for rank in ranks)
+    ranks = [activity] if loads is None else convert(_Loads, loads).loads
     return Load(
         version=version or shortened(str(activity.weight_version)),
-        running=running,
-        waiting=waiting,
+        running=sum(rank.num_running_reqs or 0 for rank in ranks),
+        waiting=sum(rank.num_waiting_reqs or 0 for rank in ranks),
         paused=bool(activity.is_paused),
         model=shortened(str(activity.model_path)),
     )

@@ -65,7 +65,7 @@ class FakeEngine:
         self.lease = Lease()
         self.running = self.generated = 0
         self.most = 0  # responses at once
-        self.stall_at = 0  # tokens of a response, at which it goes on by itself no more; 0: never
+        self.stall_at = 0  # tokens of a response, at which its request stalls; 0: never
         self._under_way: list[str] = []  # rids
         self._aborted: list[str] = []  # and what begins like one of these
         self._lock = threading.Lock()
@@ -212,9 +212,7 @@ class FakeEngine:
                 self._under_way = [rid for rid in self._under_way if rid not in body["rid"]]
 
     def _step(self, sequences: list["_Sequence"], fault: str) -> None:
-        if self.stall_at and any(len(sequence.ids) >= self.stall_at for sequence in sequences):
-            self.paused.set()
-        while self.paused.is_set() and not self.closing.is_set() and not self._aborts(sequences):
+        while self._holds(sequences) and not self.closing.is_set() and not self._aborts(sequences):
             time.sleep(0.005)
         time.sleep(self.token_s)
         for sequence in sequences:
@@ -225,6 +223,10 @@ class FakeEngine:
             else:
                 sequence.extend(self.version, self.stop_every, self.room)
                 self.generated += 1
+
+    def _holds(self, sequences: list["_Sequence"]) -> bool:
+        stalled = self.stall_at and any(len(s.ids) >= self.stall_at for s in sequences)
+        return bool(stalled) or self.paused.is_set()
 
     def _aborts(self, sequences: list["_Sequence"]) -> bool:
         return any(s.rid.startswith(rid) for s in sequences for rid in self._aborted)

@@ -156,10 +156,6 @@ def test_log_probs_up_to_rounding_and_down_to_the_smallest_float_are_taken():
     assert math.log(2**-149) > LOWEST
 
 
-def _meta(**changes):
-    return lambda answer: answer["meta_info"].update(changes)
-
-
 def _without(*keys):
     return lambda answer: [answer["meta_info"].pop(key) for key in keys]
 
@@ -187,17 +183,9 @@ def _add_span(answer, **span):
     answer["meta_info"]["weight_versions"].append(span)
 
 
-BAD = {
+BAD = {  # beside the faults of tests/support/proxy.py
     "no ids": (lambda a: a.pop("output_ids"), "malformed"),
-    "no tokens": (lambda a: a.update(output_ids=[]), "empty"),
-    "id = vocabulary": (_token(10), "token id 10 is outside the vocabulary of 10"),
-    "id below 0": (_token(-3), "token id -3 is outside"),
     "id true": (_token(True), "malformed answer .*output_ids"),
-    "no log-probs": (_without("output_token_logprobs"), "output_token_logprobs"),
-    "too few log-probs": (
-        lambda a: a["meta_info"]["output_token_logprobs"].pop(),
-        "2 log-probs do not belong",
-    ),
     "log-prob of another token": (
         lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(1, 9),
         "do not belong",
@@ -206,9 +194,6 @@ BAD = {
         lambda a: a["meta_info"]["output_token_logprobs"].__setitem__(1, [-2.0, 0]),
         "malformed",
     ),
-    "nan": (_log_prob(math.nan), "log-prob nan is not between -104 and 0"),
-    "beyond any float": (_log_prob(-(10**400)), "malformed answer .*output_token_logprobs"),
-    "positive": (_log_prob(0.5), "log-prob 0.5 is not between"),
     "log-prob false": (_log_prob(False), "malformed answer .*output_token_logprobs"),
     "no version": (_without("weight_versions", "weight_version"), "weight_version"),
     "a gap": (lambda a: a["meta_info"]["weight_versions"].pop(0), "gap"),
@@ -218,16 +203,11 @@ BAD = {
         "gap",
     ),
     "a span backwards": (_span(0, end=-1), "gap"),
-    "unknown end": (_meta(finish_reason={"type": "tired"}), "tired.*finish_reason"),
-    "mixed": (_span(1, version="updating-8@abc"), "mixed weights"),
-    "too old": (_span(0, version="6@abc"), "version 6, where it had confirmed 7"),
-    "another run's": (_span(1, version="8@def"), "8@def: another run publishes"),
     "going back": (
         lambda a: (_span(0, version="8@abc")(a), _span(1, version="7@abc")(a)),
         "go back",
     ),
     "a number for a version": (_span(1, version=8), "version -1, where"),
-    "another's answer": (_meta(id="b"), "answers request b, not a"),
     "nobody's answer": (_without("id"), "malformed"),
 }
 
@@ -238,11 +218,6 @@ def test_an_answer_that_cannot_be_trained_on_is_refused(change, message):
     change(answer)
     with pytest.raises(Malformed, match=message):
         read(answer)
-
-
-def test_more_tokens_than_were_asked_for_are_refused():
-    with pytest.raises(Malformed, match="3 tokens, where 2 were asked for"):
-        read(good_answer(), Asked("a", 2))
 
 
 def test_what_is_wrong_with_one_answer_is_not_held_against_the_others():

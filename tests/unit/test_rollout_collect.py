@@ -190,15 +190,12 @@ def test_a_request_that_never_gets_a_token_is_an_error():
 STRAGGLING = {"straggler_s": 60.0, "health_timeout_s": 1e9}  # of the clock, which jumps
 
 
-def overtake(pending, clock: Clock) -> list:
-    """Skip time until every straggler is done."""
-
-    def done() -> bool:
+def skip_until(clock: Clock, condition) -> None:
+    def reached() -> bool:
         clock.skipped_s += 30
-        return pending.done()
+        return condition()
 
-    wait_until(done)
-    return pending.result()
+    wait_until(reached)
 
 
 def test_a_straggler_is_aborted_and_continued_from_its_tokens():
@@ -209,8 +206,11 @@ def test_a_straggler_is_aborted_and_continued_from_its_tokens():
     ):
         slow.stall_at = 3
         pending = pool.submit(gather, fleet)
-        wait_until(slow.paused.is_set)
-        check_whole(overtake(pending, clock), new=20)
+        wait_until(lambda: slow.generated and slow.generated == 3 * slow.running)
+        stalled = len(slow.bodies("/generate"))
+        skip_until(clock, lambda: len(slow.bodies("/abort_request")) >= stalled)
+        slow.stall_at = 0
+        check_whole(pending.result(PATIENCE_S), new=20)
         bodies = [*slow.bodies("/generate"), *quick.bodies("/generate")]
         lengths = {len(prompt.input_ids) for prompt in PROMPTS}
         continued = [
@@ -251,7 +251,8 @@ def test_waiting_in_an_engines_queue_is_no_failure_however_often_a_straggler_is_
         ThreadPoolExecutor(1) as pool,
     ):
         pending = pool.submit(gather, fleet, PROMPTS[:1])
-        check_whole(overtake(pending, clock), PROMPTS[:1])
+        skip_until(clock, lambda: len(engine.bodies("/abort_request")) == engine.full_for)
+        check_whole(pending.result(PATIENCE_S), PROMPTS[:1])
         requests = engine.bodies("/generate")
         assert len(requests) == 1 + engine.full_for
         assert all(body["sampling_params"] == asked(engine)[:2] for body in requests)
