@@ -74,7 +74,8 @@ class EngineError(Foreseen, RuntimeError):
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     """No request of this thread waits beyond ``seconds`` from now, whatever its own limit is."""
-    token = _DEADLINE.set(time.monotonic() + seconds)
+    end, outer = time.monotonic() + seconds, _DEADLINE.get()
+    token = _DEADLINE.set(end if outer is None else min(end, outer))
     try:
         yield
     finally:
