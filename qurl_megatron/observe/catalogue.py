@@ -121,7 +121,6 @@ METRICS: dict[str, Known] = {
     "time/score": _seconds("log-probs and values before the update"),
     "time/train": _seconds("forward, backward and optimizer"),
     "time/publish": _seconds("sending the new version to the engines"),
-    "time/restart": _seconds("starting engines for unquantized weights"),
     "sync/version": Known("version that responses should come from"),
     "sync/staleness": Known("versions between that and the oldest token"),
     "sync/quantize_s": _seconds("quantizing, on the slowest rank"),
