@@ -50,6 +50,7 @@ Proximal = Mapping[int, np.ndarray]
 """Log-probs of the written tokens, float32, by the response's place in the step; it has no entry
 for a response that was not scored."""
 
+TABLE_EVERY = 10  # steps between tables of W&B, each an upload
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
 
 
@@ -179,7 +180,8 @@ class Journal:
         examples = [
             example_of(sample, step, TRAIN, advantages.get(index)) for index, sample in kept.items()
         ]
-        self._keep_examples(step, examples)
+        in_table = step % TABLE_EVERY == 0 or step in (1, self.config.train.steps)
+        self._keep_examples(step, examples, in_table=in_table)
 
     def keep_rollout(self, step: int, samples: Sequence[Sample], proximal: Proximal) -> None:
         """Save all responses of a step, with their log-probs under the policy before the update."""
@@ -266,13 +268,15 @@ class Journal:
         except ConfigError as error:
             self._refused = error
 
-    def _keep_examples(self, step: int, examples: Sequence[Example]) -> None:
+    def _keep_examples(
+        self, step: int, examples: Sequence[Example], *, in_table: bool = True
+    ) -> None:
         if not examples:
             return
 
         def write() -> None:
             self.examples.write(examples)
-            if self.wandb is not None:
+            if in_table and self.wandb is not None:
                 self.wandb.show(step, examples)
 
         self._keep(self.run_dir / SAMPLES_FILE, write)
