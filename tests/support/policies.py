@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.actor.policy import Reference
 from qurl_megatron.checkpoints.integrity import RECORD, read_record
 from qurl_megatron.config import (
     AlgoConfig,
@@ -153,6 +152,7 @@ def of_the_first_minibatch(policy, samples, config: RunConfig) -> dict[str, torc
 
 def train_twice(device, config: RunConfig, samples, out: Path) -> None:
     """Gradients of the first minibatch, then the weights after two whole steps."""
+    from qurl_megatron.actor.policy import Reference
     from qurl_megatron.observe.metrics import Timer, merge, values
     from qurl_megatron.training.step import improve
 
