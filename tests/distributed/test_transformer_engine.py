@@ -218,4 +218,4 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(backend, tmp_path):
     config = recipe(folder, dict(tensor=2, pipeline=2), dtype="bfloat16")
     out = tmp_path / "out"
     run_with_stand_in(publish, 4, backend, tmp_path, config, "int8", out, 0)
-    assert_published(out / "0", folder, "int8")
+    assert_published(out / "0.pt", folder, "int8")
