@@ -266,8 +266,6 @@ def test_a_model_that_no_engine_serves_is_refused_before_anything_loads(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.tensor=3", "model.path=no/model"], "parallel.tensor=3 does not divide"),
-        (["parallel.pipeline=3", "model.path=no/model"], "parallel.pipeline=3 does not divide"),
         (["parallel.tensor=16", "model.path=no/Qwen2.5-14B", "warmstart.steps=0"], "=16 does not"),
         (["parallel.tensor=3", "model.path=no/Unknown", "warmstart.steps=0"], ""),
     ],
