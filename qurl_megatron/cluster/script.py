@@ -29,6 +29,11 @@ TOOLS = {
     "study": ("qurl", "slurm", "cell", "{}"),
 }
 """How the command of a kind of job begins; {} stands for the user's first word."""
+FIRST_WORDS = {
+    "convert": ["convert", "export", "quantize", "inspect", "diff"],
+    "bench": list(BENCHMARKS),
+}
+"""The choices for that word; for the other kinds it is a file."""
 KINDS = ("train", *TOOLS)
 
 
@@ -70,9 +75,9 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
     if not words:
         raise ConfigError(f"--kind {kind} needs a tool, benchmark or file, and then its options")
     first, *options = words
-    tools = _tools(kind)
-    if tools and first not in tools:
-        raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(tools)}")
+    known = FIRST_WORDS.get(kind, [first])
+    if first not in known:
+        raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(known)}")
     node_gpus = cluster.node.gpus if _takes_gpus(kind, first, options) else 0
     component = Component(nodes=1, tasks=1, gpus=node_gpus)
     command = [part.format(first) for part in TOOLS[kind]] + options
@@ -85,15 +90,6 @@ def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: 
         command=(*step, *inside(cluster, command, os.getcwd())),
         tasks=tasks,
     )
-
-
-def _tools(kind: str) -> list[str]:
-    """Return the choices for the first word; [] where it is a file."""
-    if kind == "bench":
-        return list(BENCHMARKS)
-    if kind == "convert":
-        return ["convert", "export", "quantize", "inspect", "diff"]
-    return []
 
 
 def _takes_gpus(kind: str, first: str, options: Sequence[str]) -> bool:

@@ -277,13 +277,11 @@ def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
     while silent and time.monotonic() < end:
         time.sleep(POLL_S)
         files = {rank: folder.stack_file(logs, rank) for rank in silent}
-        silent = [rank for rank, file in files.items() if not _has_text(file)]
+        silent = [
+            rank for rank, file in files.items() if not (file.exists() and file.stat().st_size)
+        ]
     time.sleep(POLL_S)  # the last one may be in the middle of it
     return silent
-
-
-def _has_text(file: Path) -> bool:
-    return file.exists() and file.stat().st_size > 0
 
 
 # ---- facts of the job
