@@ -152,7 +152,7 @@ def test_under_srun_they_resume_where_rank_0_says_though_one_sees_old_folders(
     old.mkdir()
     checkpoints = recipe.parent / "run/checkpoints"
     nodes[1].do("mount", "--bind", old, checkpoints)
-    written = recipe.parent / "run/config.toml"  # by rank 0, once the ranks have met
+    written = recipe.parent / "run/.lock"  # by rank 0, once the ranks have met
     before, seen_again = written.stat().st_mtime, []
 
     def see_again() -> None:
