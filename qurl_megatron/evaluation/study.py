@@ -232,6 +232,7 @@ class _Runner:
         failure.unlink(missing_ok=True)
         log = failure.with_suffix(".log")
         with log.open("ab") as file:
+            log_start = file.tell()  # the run moves this place: it writes through the same file
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -240,7 +241,7 @@ class _Runner:
                 env=env,
                 start_new_session=True,  # Ctrl-C comes once, from here
             )
-            self.active.append(_Job(cell, task, popen, log, file.tell(), time.monotonic()))
+            self.active.append(_Job(cell, task, popen, log, log_start, time.monotonic()))
         print(f"{cell.name}: {task}", flush=True)
 
     def _ended(self, job: _Job) -> None:

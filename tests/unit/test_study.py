@@ -283,6 +283,20 @@ def test_a_failed_run_is_told_with_its_reason_others_go_on_and_it_is_tried_again
     assert reasons(root) == {}
 
 
+def test_a_run_that_has_failed_before_the_study_looks_is_told_with_its_reason(root, monkeypatch):
+    start = subprocess.Popen
+
+    def start_and_wait(*arguments, **options) -> subprocess.Popen:
+        popen = start(*arguments, **options)
+        popen.wait()
+        return popen
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_wait)
+    behave(root, **{CELLS[0]: {"fail_at": 1}})
+    assert qurl_study(root, only=CELLS[0]) == 1
+    assert reasons(root) == {CELLS[0]: "qurl: the disk is full"}
+
+
 @pytest.mark.parametrize(
     "override, told",
     [
