@@ -1,11 +1,9 @@
 """``qurl plan``: the layouts of N GPUs by predicted step time, and where more GPUs stop helping."""
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.config.arguments import add_recipe
@@ -46,7 +44,6 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--up-to", type=int, default=1024, metavar="N", help="GPUs to simulate; 0: only --gpus"
     )
-    command.add_argument("--json", action="store_true", help="every layout, and all numbers")
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -61,10 +58,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if not layouts:
         raise planner.nothing_fits(arguments.gpus, arguments.gpu)
     curve = planner.scaling(arguments.up_to)
-    if arguments.json:
-        print(json.dumps(as_json(planner, arguments, layouts, curve), indent=1))
-    else:
-        print(render(planner, arguments, layouts, curve), end="")
+    print(render(planner, arguments, layouts, curve), end="")
     return 0
 
 
@@ -153,7 +147,7 @@ def render(
         *aligned([HEAD, *map(_cells, rows)], words=WORDS),
         "",
         f"{len(layouts)} layouts fit; the best trainer beside each of {len(shown)} sets of engines "
-        "is shown (--json: all); * is the recipe's own.",
+        "is shown; * is the recipe's own.",
         f"Fastest, as overrides: {' '.join(settings) or 'the recipe as it is'}",
     ]
     if not any(layout.own for layout in layouts):
@@ -196,48 +190,3 @@ def _cells(row: Prediction) -> list[str]:
         f"{row.speed:.0f}",
         row.limit,
     ]
-
-
-def as_json(
-    planner: Planner,
-    arguments: argparse.Namespace,
-    layouts: Sequence[Prediction],
-    curve: Sequence[Prediction],
-) -> dict[str, Any]:
-    """Return everything, for programs."""
-    recipe_layout = next((layout for layout in layouts if layout.own), None)
-    return {
-        "gpu": {"name": arguments.gpu, **vars(planner.roof.gpu)},
-        "gpus": arguments.gpus,
-        "gpus_per_node": arguments.gpus_per_node,
-        "work": asdict(planner.work),
-        "constants": asdict(planner.roof.constants),
-        "own": recipe_layout and _row(planner, recipe_layout),
-        "layouts": [_row(planner, layout) for layout in layouts],
-        "scaling": [_row(planner, best) for best in curve],
-    }
-
-
-def _row(planner: Planner, row: Prediction) -> dict[str, Any]:
-    return {
-        "layout": row.choice.label(),
-        "own": row.own,
-        **asdict(row.choice),
-        "gpus": row.choice.gpus,
-        "bytes": row.bytes,
-        "phase": row.phase,
-        "seconds": {
-            "rollout": row.rollout.seconds,
-            "score": row.score.seconds,
-            "train": row.train.seconds,
-            "publish": row.publish,
-            "reload": row.reload,
-            "step": row.step,
-        },
-        "rollout_parts": row.rollout.parts,
-        "score_parts": row.score.parts,
-        "train_parts": row.train.parts,
-        "tokens_per_s_and_gpu": row.speed,
-        "limited_by": row.limit,
-        "overrides": overrides(planner.config, row.config),
-    }

@@ -21,42 +21,41 @@ class Gpu:
     hbm: float  # bytes/s
     nvlink: float  # bytes/s to the other GPUs of a machine, one way
     network: float  # bytes/s of its share of the machine's network, one way
-    source: str
 
 
 GPUS: dict[str, Gpu] = {
+    # NVIDIA A100 80GB SXM data sheet; DGX A100: 200 Gb/s InfiniBand a GPU; no FP8 units
     "a100-80": Gpu(
         gib=80,
         flops={"none": 312e12, "int8": 624e12},
         hbm=2039 * GB,
         nvlink=300 * GB,
         network=25 * GB,
-        source="NVIDIA A100 80GB SXM data sheet; DGX A100: 200 Gb/s InfiniBand a GPU; no FP8 units",
     ),
+    # NVIDIA H100 SXM data sheet, without sparsity; DGX H100: 400 Gb/s a GPU
     "h100": Gpu(
         gib=80,
         flops={"none": 989e12, "int8": 1979e12, "fp8": 1979e12},
         hbm=3350 * GB,
         nvlink=450 * GB,
         network=50 * GB,
-        source="NVIDIA H100 SXM data sheet, without sparsity; DGX H100: 400 Gb/s a GPU",
     ),
+    # NVIDIA H200 SXM data sheet, without sparsity; DGX H200: 400 Gb/s a GPU
     "h200": Gpu(
         gib=140,
         flops={"none": 989e12, "int8": 1979e12, "fp8": 1979e12},
         hbm=4800 * GB,
         nvlink=450 * GB,
         network=50 * GB,
-        source="NVIDIA H200 SXM data sheet, without sparsity; DGX H200: 400 Gb/s a GPU",
     ),
+    # NVIDIA HGX B200 data sheet, without sparsity; 400 Gb/s a GPU; no INT8, for which engines have
+    # no kernels on Blackwell (vllm#25935, #27182)
     "b200": Gpu(
         gib=179,
         flops={"none": 2250e12, "fp8": 4500e12},
         hbm=7700 * GB,
         nvlink=900 * GB,
         network=50 * GB,
-        source="NVIDIA HGX B200 data sheet, without sparsity; 400 Gb/s a GPU; no INT8, for which "
-        "engines have no kernels on Blackwell (vllm#25935, #27182)",
     ),
 }
 

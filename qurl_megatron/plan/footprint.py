@@ -2,7 +2,7 @@
 the tables of it that ``qurl show --dry-run`` prints.
 
 A planner asks for hundreds of layouts, so nothing is built and torch is not imported. Tests hold
-the models' part to the byte against ranks that are really built.
+the models' part to models that are really built.
 """
 
 import os
@@ -181,7 +181,6 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
     parallel, arch = config.parallel, models.policy
     options = dict(
         distributed=config.optimizer.distributed,
-        overlap=config.optimizer.overlap_grad_reduce,
         itemsize=config.model.itemsize,
     )
     policy = held_from_shapes(arch, parallel, index, **options)

@@ -1,14 +1,9 @@
 """Memory that one rank of a run, and one rank of an engine, need.
 
-Permanent memory is known, not estimated: tests hold it to the byte against models that are built.
-Activations are tensors that a backward pass will read again, estimated by the accounting of
-Korthikanti et al. 2022 (arXiv:2205.05198), section 4. None of it needs torch.
-
-Megatron's buffer of gradients is laid out as megatron-core 0.16 does in
-``core/distributed/param_and_grad_buffer.py``: parameters in reverse order, each beginning at a
-multiple of 64 numbers, in buckets that end at a multiple of 128 and of the ranks that share the
-optimizer. Weights lie in a buffer like it; masters and Adam's moments are a rank's share of every
-bucket, less the padding.
+Permanent memory is known, not estimated: tests hold it to models that are built, from which it
+differs by the padding of Megatron's buffers, some thousand numbers. Activations are tensors that a
+backward pass will read again, estimated by the accounting of Korthikanti et al. 2022
+(arXiv:2205.05198), section 4. None of it needs torch.
 
 Shapes: T = tokens of one pass on one rank, h = hidden size, f = size between the two MLP
 projections, t = tensor-parallel size. All sizes are bytes.
@@ -16,7 +11,6 @@ projections, t = tensor-parallel size. All sizes are bytes.
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -51,17 +45,6 @@ GAPS = 0.05
 CODE = 1
 """Bytes of a quantized weight; each output channel has a float32 scale besides."""
 
-PARAMETER_STEP = 64  # numbers
-BUCKET_STEP = 128
-BUCKET = 40_000_000  # numbers at least, and
-BUCKET_PER_RANK = 1_000_000  # for each rank that shares the data
-
-# Megatron's modules register their parameters in this order, which differs from the ops' order.
-ORDER = [
-    *("input_layernorm", "linear_proj", "linear_qkv.weight", "linear_qkv.bias", "q_layernorm"),
-    *("k_layernorm", "pre_mlp_layernorm", "mlp."),
-]
-
 
 @dataclass(frozen=True)
 class Held:
@@ -94,41 +77,6 @@ class Held:
         return {"start": 4 * self.parameters, "save": 2 * 4 * self.largest}
 
 
-def lay_out(parameters: Sequence[tuple[int, bool]], *, limit: float, ranks: int) -> tuple[int, int]:
-    """Lay out the buffer of a distributed optimizer, in buckets that are reduced at once.
-
-    Args:
-        parameters: (numbers, whether it has a bucket of its own), as the model registers them.
-        limit: numbers at which a bucket is closed.
-        ranks: how many share the optimizer, each with an equal part of every bucket.
-
-    Returns:
-        Numbers in the buffer, padding included; and those of parameters in the first rank's parts.
-    """
-    step = math.lcm(ranks, BUCKET_STEP)
-    begin = at = owned = 0
-    spans: list[tuple[int, int]] = []  # of the bucket's parameters
-
-    def close() -> None:
-        nonlocal begin, at, owned, spans
-        end = round_up(at, step)
-        part = begin + (end - begin) // ranks
-        owned += sum(max(0, min(last, part) - first) for first, last in spans)
-        begin, at, spans = end, end, []
-
-    for numbers, alone in reversed(parameters):
-        at = round_up(at, PARAMETER_STEP)
-        if alone and spans:
-            close()
-        spans.append((at, at + numbers))
-        at += numbers
-        if alone or at - begin >= limit:
-            close()
-    if spans:
-        close()
-    return at, owned
-
-
 @cache
 def held_from_shapes(
     arch: Arch,
@@ -136,68 +84,50 @@ def held_from_shapes(
     stage: int,
     *,
     distributed: bool,
-    overlap: bool,
     itemsize: int,
     critic: bool = False,
 ) -> Held:
-    """Return the memory that tensor rank 0 and data rank 0 of a pipeline stage would hold.
+    """Return the memory that a rank of a pipeline stage would hold.
 
     Args:
-        distributed, overlap: ``optimizer.distributed`` and ``optimizer.overlap_grad_reduce``.
+        distributed: ``optimizer.distributed``; masters and moments are divided over the ranks that
+            share the data.
         itemsize: bytes of a weight; weights of 4 bytes are their own masters.
         critic: a head of one value takes the output layer's place.
     """
     sizes = _parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
-    numbers = sum(size for size, _ in sizes)
-    buffer = owned = numbers
-    if distributed:
-        limit = math.inf
-        if overlap and stage == 0:  # those behind reduce outside the critical path, in one bucket
-            limit = max(BUCKET, BUCKET_PER_RANK * parallel.data)
-        buffer, owned = lay_out(sizes, limit=limit, ranks=parallel.data * parallel.context)
+    numbers = sum(sizes)
+    owners = parallel.data * parallel.context if distributed else 1
+    owned = -(-numbers // owners)
     return Held(
         parameters=numbers,
-        largest=max(size for size, _ in sizes),
-        weights=itemsize * buffer,
-        gradients=4 * buffer,
+        largest=max(sizes),
+        weights=itemsize * numbers,
+        gradients=4 * numbers,
         masters=4 * owned * (itemsize != 4),
         moments=2 * 4 * owned,
     )
 
 
-@cache
-def _parameters(
-    arch: Arch, tensor: int, pipeline: int, stage: int, *, critic: bool
-) -> list[tuple[int, bool]]:
-    """(numbers, whether another stage has a copy) of each parameter, as GPTModel registers them."""
+def _parameters(arch: Arch, tensor: int, pipeline: int, stage: int, *, critic: bool) -> list[int]:
+    """Numbers in each parameter of a stage."""
     layers = arch.num_layers // pipeline
     first, last = stage == 0, stage == pipeline - 1
     ops = stage_ops(
         arch, range(stage * layers, (stage + 1) * layers), first=first, last=last and not critic
     )
-    parameters = []
-    for op in sorted(ops, key=lambda op: _place(op.megatron)):
+    sizes = []
+    for op in ops:
         numbers = 0
         for part in op.hf:
             shape = part.shape
             if part.vocabulary:
                 shape = (round_up(shape[0], tensor), *shape[1:])
             numbers += math.prod(shape) // _ranks_of(part, tensor)
-        shared = arch.tied and pipeline > 1 and not op.megatron.startswith("decoder.")
-        parameters.append((numbers, shared))
+        sizes.append(numbers)
     if critic and last:
-        parameters += [(arch.hidden, False), (arch.hidden, False), (1, False)]  # norm; weight, bias
-    return parameters
-
-
-def _place(name: str) -> tuple[int, int, int]:
-    """Where GPTModel registers a parameter: end or middle, layer, place in the layer."""
-    if not name.startswith("decoder."):
-        return (0 if name.startswith("embedding.") else 2, 0, 0)
-    if not name.startswith("decoder.layers."):
-        return (1, 1 << 30, 0)
-    layer = int(name.split(".")[2])
-    return (1, layer, next(place for place, part in enumerate(ORDER) if part in name))
+        sizes += [arch.hidden, arch.hidden, 1]  # norm; weight and bias of the head
+    return sizes
 
 
 def round_up(number: int, step: int) -> int:

@@ -1,6 +1,5 @@
 """The formulas of a plan by hand, what must hold of any plan, and the command."""
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -31,7 +30,6 @@ GPU = Gpu(
     hbm=100.0,
     nvlink=10.0,
     network=1.0,
-    source="a test",
 )
 IDEAL = Constants(
     flops=1.0,
@@ -338,20 +336,6 @@ def test_the_page_tells_what_the_command_prints_for_32b_on_32_256_and_up_to_1024
     for options in (["32"], ["256", "--up-to", "0", "--top", "6"]):
         code, out, _ = call(capsys, recipe, "--gpu", "h100", "--gpus", *options)
         assert code == 0 and f"```\n{out}```\n" in page, out
-
-
-def test_the_command_prints_everything_as_json(capsys):
-    code, out, _ = call(
-        capsys, SMALL, "--gpus", "4", "--up-to", "0", "--json", "--network-gbps", "500"
-    )
-    found = json.loads(out)
-    assert code == 0 and found["gpus"] == 4 and found["scaling"] == []
-    assert found["own"]["layout"] == "DP4 & 4 x TP1"
-    assert found["own"] in found["layouts"]
-    *phases, step = found["own"]["seconds"].values()
-    assert step == pytest.approx(sum(phases))
-    assert found["gpu"]["network"] == 500e9
-    assert found["constants"]["flops"] == 0.5 and found["gpu"]["name"] == "h100"
 
 
 @pytest.mark.parametrize(
