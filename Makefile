@@ -24,8 +24,9 @@ GPUS := env PYTHONPATH=$(CURDIR)/tests/emulated_cuda EMULATED_CUDA_DEVICES=4 EMU
 
 test-emulated: $(VENV)/installed  ## the CUDA and NCCL paths on emulated GPUs, 10 minutes; needs g++
 	@if $(BIN)/python tests/emulated_cuda/emulated_cuda/build.py; then set -ex; \
+	  $(GPUS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/emulated_cuda/checks; \
 	  $(GPUS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -k nccl tests/distributed; \
-	  $(BIN)/python -m pytest -n 2 $(BY_FILE) tests/emulated tests/emulated_cuda/checks; \
+	  $(BIN)/python -m pytest -n 2 $(BY_FILE) tests/emulated; \
 	else [ $$? -eq 2 ]; fi  # it has said why there are none
 
 # Triton lies beside .venv and not in it: nothing else is to find it on a machine without GPUs. The
