@@ -117,7 +117,7 @@ def measure(plan: PublishPlan) -> int:
     from qurl_megatron.actor.megatron import megatron_runtime
     from qurl_megatron.actor.policy import Policy
     from qurl_megatron.fleet.fleet import Fleet
-    from qurl_megatron.wire.facts import settle_nccl
+    from qurl_megatron.wire.transport import settle_nccl
 
     torch.set_num_threads(1)
     settle_nccl()  # for the group transport

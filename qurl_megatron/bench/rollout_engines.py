@@ -182,7 +182,7 @@ class Version:
         ):
             for blob in self.blobs:
                 update.bucket(_to_all(blob))
-            return update.commit(self.sender.receipts).paused_s
+            return update.commit(self.sender.receipts)["sync/paused_s"].value
 
 
 def _to_all(blob: Blob) -> BlobsFor:

@@ -204,21 +204,22 @@ class Offered:
 
 
 def _engines(config: RunConfig, logs: Path, count: int, host: str, rendezvous: Path) -> list:
-    from qurl_megatron.fleet.process import EngineProcess, launches
+    from qurl_megatron.engines.starting import Start
+    from qurl_megatron.fleet.process import EngineProcess
 
     settings = replace(
         config.rollout, engines=count, engine_host=host, engine_first_gpu=0, rendezvous=""
     )
     logs.mkdir(parents=True, exist_ok=True)
-    launches_by_name = launches(
-        settings,
-        Path(config.model.path),
-        logs,
+    start = Start(
+        config=settings,
+        model_dir=Path(config.model.path),
+        folder=logs,
         scheme=config.quant.scheme,
         dtype=config.model.dtype,
         api_key=(rendezvous / KEY).read_text(encoding="utf-8").strip(),
     )
-    return [EngineProcess(name, launch, logs) for name, launch in launches_by_name.items()]
+    return [EngineProcess(name, launch, logs) for name, launch in start.launches().items()]
 
 
 def own_name() -> str:

@@ -377,8 +377,8 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     they want one, is taken from the environment variable QURL_API_KEY."""
 
     rendezvous: str = ""
-    """File of JSON lines, or folder with one JSON file per engine, each {"url": ...} with an
-    optional "api_key_file"; a batch system writes it, and engines may come and go during a run."""
+    """Folder with one JSON file per engine, {"url": ...} with an optional "api_key_file"; a batch
+    system writes them, and engines may come and go during a run."""
 
     take_over: bool = False
     """Adopt engines even from a run that is at work; it loses them."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.kit.children import children_cores
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import ROLLOUT
 
 API_KEY = "QURL_API_KEY"
 """Environment variable that carries the key: command lines are there for everybody to read."""
+SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 
 
 def given_key(env: Mapping[str, str]) -> str | None:
@@ -45,29 +47,54 @@ class Launch:
     env: dict[str, str] = field(repr=False)  # on top of one's own; may have the key
 
 
+def port_file(folder: Path, name: str) -> Path:
+    """Return where an engine writes its port, once requests are answered."""
+    return folder / f"{name}.port"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Settings of one machine's engines; ``EngineKind.start`` makes a Launch of each."""
+    """Settings of one machine's engines."""
 
     config: RolloutConfig
     model_dir: Path
-    port_files: Sequence[Path]
-    """One per engine: where it writes its port, once requests are answered."""
+    folder: Path
+    """Of their port files."""
 
     scheme: str
     dtype: str
-    threads: int
-    """Of each rank of an engine."""
-
     api_key: str
-    empty: bool
-    """The first version brings all weights."""
+    empty: bool = True
+    """The first version brings all weights; a kind that cannot start without has some before."""
 
-    trainer_ranks: int
+    trainer_ranks: int = 0
     """Training ranks on this machine, each on the GPU of its number."""
 
-    serve_command: Sequence[str]
+    serve_command: Sequence[str] = SERVE_COMMAND
     """Starts an embedded engine; the options of ``qurl serve`` follow."""
+
+    def launches(self) -> dict[str, Launch]:
+        """Return how to start each engine, by its name.
+
+        Raises:
+            ConfigError: such engines cannot be started here.
+        """
+        kind = importlib.import_module(self.config.kind.start)
+        return dict(zip(self.names, kind.launches(self), strict=True))
+
+    @property
+    def names(self) -> list[str]:
+        return [f"engine-{index}" for index in range(self.config.engines)]
+
+    @property
+    def port_files(self) -> list[Path]:
+        return [port_file(self.folder, name) for name in self.names]
+
+    @property
+    def threads(self) -> int:
+        """Of each rank of an engine."""
+        ranks = self.config.engines * self.config.engine_tensor
+        return self.config.engine_threads or max(1, len(children_cores()) // ranks)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import orjson
 
 from qurl_megatron.config.keys import names_a_user
@@ -34,8 +35,8 @@ from qurl_megatron.fleet.answer import (
 )
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Foreseen, keep_secret
-from qurl_megatron.kit.record import Malformed, shortened
-from qurl_megatron.wire.lease import ENDPOINT, LeaseVerdict, Owner
+from qurl_megatron.kit.record import Malformed, convert, shortened
+from qurl_megatron.wire.lease import ENDPOINT, LeaseRequest, LeaseVerdict, Owner
 
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
@@ -236,20 +237,17 @@ class EngineClient:
         Returns:
             None where the engine keeps no leases: SGLang that our server did not start.
         """
-        body = {
-            "run": owner.token,
-            "label": owner.label,
-            "seconds": seconds,
-            "take_over": take_over,
-        }
+        request = LeaseRequest(owner.token, owner.label, seconds, take_over)
         try:
-            return LeaseVerdict.read(self._object("POST", ENDPOINT, body, timeout_s))
+            answer = self._object("POST", ENDPOINT, msgspec.structs.asdict(request), timeout_s)
+            return convert(LeaseVerdict, answer)
         except EngineError as error:
             if error.status in (404, 405):
                 return None
             raise
-        except ValueError as error:
-            raise EngineError(f"{self.url}{ENDPOINT}: {error}", faulty=True) from None
+        except Malformed as error:
+            reason = f"a malformed answer to a request for a lease: {error}"
+            raise EngineError(f"{self.url}{ENDPOINT}: {reason}", faulty=True) from None
 
     def set_weight_version(self, version: int | str) -> None:
         """Name the weights from now on; running requests keep their earlier spans."""

@@ -30,11 +30,11 @@ from typing import Any, Literal, TypeVar
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS, UNKNOWN, EngineKind
-from qurl_megatron.engines.starting import API_KEY, given_key
+from qurl_megatron.engines.starting import API_KEY, SERVE_COMMAND, Start, given_key
 from qurl_megatron.fleet import process
 from qurl_megatron.fleet.answer import Info
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline, in_parallel
-from qurl_megatron.fleet.process import SERVE_COMMAND, EngineProcess
+from qurl_megatron.fleet.process import EngineProcess
 from qurl_megatron.fleet.tenancy import Leases, read_members
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError, Interrupted
@@ -188,7 +188,7 @@ class Fleet:
             clock: seconds, for all that is due, late or silent.
 
         Raises:
-            ConfigError: QURL_API_KEY is not a key.
+            ConfigError: QURL_API_KEY is not a key, or the rendezvous is a file.
         """
         owner = owner or Owner.nobody_else()
         self.config, self.scheme, self.fixed, self.clock = config, scheme, fixed, clock
@@ -205,10 +205,24 @@ class Fleet:
         """Held through a publication, and for one look around."""
         self.run_key = secrets.token_urlsafe(32)
         """API key of the engines that are started here."""
-        self._model_dir, self._dtype = model_dir, dtype
-        self._log_dir, self._serve_command = Path(log_dir), tuple(serve_command)
-        self._trainer_ranks, self._stop = trainer_ranks, stop
+        self._starting = Start(
+            config=config,
+            model_dir=Path(model_dir),
+            folder=Path(log_dir),
+            scheme=scheme,
+            dtype=dtype,
+            api_key=self.run_key,
+            empty=not fixed,
+            trainer_ranks=trainer_ranks,
+            serve_command=tuple(serve_command),
+        )
+        self._stop = stop
         self._rendezvous = Path(config.rendezvous) if config.rendezvous else None
+        if self._rendezvous and self._rendezvous.is_file():
+            raise ConfigError(
+                f"rollout.rendezvous={config.rendezvous} is a file; name a folder with one JSON "
+                "file per engine"
+            )
         self._given_key = given_key(os.environ) if config.urls or config.rendezvous else None
         self._leases = Leases(owner, take_over=config.take_over, lost=self._lost, clock=clock)
         self._engines: list[EngineRecord] = []
@@ -533,20 +547,10 @@ class Fleet:
     # Their coming.
 
     def _start(self) -> None:
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        launches = process.launches(
-            self.config,
-            self._model_dir,
-            self._log_dir,
-            scheme=self.scheme,
-            dtype=self._dtype,
-            api_key=self.run_key,
-            empty=not self.fixed,
-            trainer_ranks=self._trainer_ranks,
-            serve_command=self._serve_command,
-        )
-        for name, launch in launches.items():
-            started = EngineProcess(name, launch, self._log_dir, self.clock)
+        folder = self._starting.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, launch in self._starting.launches().items():
+            started = EngineProcess(name, launch, folder, self.clock)
             engine = EngineRecord(name, process=started, kind=ENGINE_KINDS[self.config.backend])
             self._engines.append(engine)
             engine.started_at = self.clock()
@@ -802,17 +806,13 @@ class Fleet:
     def _meet(self, rendezvous: Path) -> None:
         """Adopt engines that are new at the rendezvous, and leave out those gone from it."""
         wrong: list[Exception] = []  # entries, or half written: each is read again at the next look
-        try:
-            members = read_members(rendezvous, wrong.append)
-        except ConfigError as error:  # who is there is not known, nor who is gone
-            self._complain([error])
-            return
+        members = read_members(rendezvous, wrong.append)
         by_url = {engine.url: engine for engine in self.engines()}
         self._barred &= members.keys()
         for url, member in members.items():
             if url not in by_url and url not in self._barred:
                 try:
-                    self._adopt(url, member.api_key() or self._given_key)
+                    self._adopt(url, member.api_key(rendezvous) or self._given_key)
                 except (ConfigError, EngineError) as error:
                     wrong.append(error)
         for url, engine in by_url.items():

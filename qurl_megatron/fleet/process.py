@@ -12,22 +12,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 
-from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.kinds import ENGINE_KINDS
-from qurl_megatron.engines.starting import Launch, Start
+from qurl_megatron.engines.starting import Launch, port_file
 from qurl_megatron.kit.children import children_cores, on_cores, without_launcher
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import free
 from qurl_megatron.kit.undertaker import bury, remove, shared_by, spare
 
-SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 PORT = re.compile(r"[1-9][0-9]{0,4}")
 LOG_TAIL = 20  # lines quoted when an engine dies
 LOG_ROOM = 1 << 16  # bytes, below which a disk is full: the last words may not fit
@@ -175,46 +170,3 @@ def stop(processes: Sequence[EngineProcess], grace_s: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             popen.wait(max(0.0, deadline - time.monotonic()))
         process.end()
-
-
-def port_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.port"
-
-
-def launches(
-    config: RolloutConfig,
-    model_dir: Path | str,
-    folder: Path,
-    *,
-    scheme: str,
-    dtype: str,
-    api_key: str,
-    empty: bool = True,
-    trainer_ranks: int = 0,
-    serve_command: Sequence[str] = SERVE_COMMAND,
-) -> dict[str, Launch]:
-    """How to start each engine of this machine, by its name.
-
-    Args:
-        empty: where its kind can, an engine starts without weights, for the first version brings
-            them.
-        trainer_ranks: training ranks on this machine, each on the GPU of its number.
-
-    Raises:
-        ConfigError: such engines cannot be started here.
-    """
-    names = [f"engine-{index}" for index in range(config.engines)]
-    ranks, kind = config.engines * config.engine_tensor, ENGINE_KINDS[config.backend]
-    start = Start(
-        config=config,
-        model_dir=Path(model_dir),
-        port_files=[port_file(folder, name) for name in names],
-        scheme=scheme,
-        dtype=dtype,
-        threads=config.engine_threads or max(1, len(children_cores()) // ranks),
-        api_key=api_key,
-        empty=empty and kind.starts_empty,
-        trainer_ranks=trainer_ranks,
-        serve_command=serve_command,
-    )
-    return dict(zip(names, import_module(kind.start).launches(start), strict=True))

@@ -1,11 +1,11 @@
 """Engines that were not started here: which a batch system offers, and which are this run's.
 
-A rendezvous is a file of JSON lines, or a folder with one file per engine:
+A rendezvous is a folder with one JSON file per engine:
 
     {"url": "http://10.0.0.7:30000", "api_key_file": "key"}
 
 Engines written there join the fleet, and engines gone from there leave it. A key file is looked up
-beside the rendezvous, so that both can lie in one folder that only the user can read.
+in that folder, which only the user need be able to read.
 
 An adopted engine belongs to one run, by a lease that is renewed while publications take minutes.
 There is one lease request at a time per URL, so that an engine given back is not granted again by a
@@ -32,12 +32,13 @@ RENEW_S = 5.0
 ANSWER_S = 5.0  # for an engine to answer, which it does without a look at its requests
 
 
-@dataclass(frozen=True)
-class Member:
-    url: str
-    api_key_file: Path | None
+class Member(msgspec.Struct, frozen=True):
+    """An entry of the rendezvous."""
 
-    def api_key(self) -> str | None:
+    url: Annotated[str, Meta(pattern="^https?://")]
+    api_key_file: str | None = None
+
+    def api_key(self, rendezvous: Path) -> str | None:
         """
         Raises:
             ConfigError: the key file cannot be read.
@@ -45,14 +46,9 @@ class Member:
         if self.api_key_file is None:
             return None
         try:
-            return self.api_key_file.read_text(encoding="utf-8").strip()
+            return (rendezvous / self.api_key_file).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:  # the latter: no text, or no name of a file
             raise ConfigError(f"the API key of {self.url} cannot be read: {error}") from None
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    url: Annotated[str, Meta(pattern="^https?://")]
-    api_key_file: str | None = None
 
 
 def read_members(rendezvous: Path, wrong: Callable[[ConfigError], None]) -> dict[str, Member]:
@@ -61,44 +57,21 @@ def read_members(rendezvous: Path, wrong: Callable[[ConfigError], None]) -> dict
     Args:
         wrong: gets an error for each entry that is malformed or cannot be read. (A writer may be in
             the middle of it: ask again before believing it.)
-
-    Raises:
-        ConfigError: a file of JSON lines cannot be read.
     """
-    entries: list[tuple[str, str]] = []  # place and text
-    if rendezvous.is_dir():
-        folder = rendezvous
-        for file in sorted(rendezvous.glob("*.json")):
-            try:
-                entries.append((str(file), _text(file)))
-            except ConfigError as error:
-                wrong(error)
-    else:
-        folder = rendezvous.parent
-        for number, line in enumerate(_text(rendezvous).splitlines(), start=1):
-            entries.append((f"{rendezvous}, line {number}", line))
     members = {}
-    for place, text in entries:
-        if not text:
-            continue
+    for file in sorted(rendezvous.glob("*.json")):
         try:
-            entry = decode(_Entry, text)
+            if text := file.read_text(encoding="utf-8").strip():
+                member = decode(Member, text)
+                members[member.url.rstrip("/")] = member
+        except FileNotFoundError:  # its engine has just left
+            continue
         except Malformed as error:
             form = '{"url": ..., "api_key_file": ...}'
-            wrong(ConfigError(f"rendezvous {place} is not {form}: {error}"))
-            continue
-        url, key_file = entry.url.rstrip("/"), entry.api_key_file
-        members[url] = Member(url, folder / key_file if key_file else None)
+            wrong(ConfigError(f"rendezvous {file} is not {form}: {error}"))
+        except (OSError, UnicodeDecodeError) as error:
+            wrong(ConfigError(f"rendezvous {file} cannot be read: {error}"))
     return members
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:  # not written yet, or its engine has just left
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"rendezvous {file} cannot be read: {error}") from None
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -143,6 +143,8 @@ class Publisher:
         assert not stage or sender.lasting, "a bucket is gone with the next"
         self.policy, self.fleet, self.sync, self.sender = policy, fleet, sync, sender
         self.stage, self.timeline = stage, timeline
+        self._update: Update  # of the leading rank
+        self._loaded: dict[str, Metric] = {}  # there: how the engines took the version
         self._drift = Drift(quant)
         self._shards = RankShards(policy, quant, quant.scheme, int(sync.bucket_mb * MIB), seed)
 
@@ -163,23 +165,23 @@ class Publisher:
             ConfigError: a rank could not write, or has weights that cannot be quantized.
         """
         spent = _Spent()
-        with ExitStack() as stack:
-            lead = _Lead(self, self.fleet, version, stack) if self.fleet else None
-            begin = partial(self.sender.begin, version)
-            engines = self._agree(begin, lead, _Lead.begin)
+        with ExitStack() as publication:
+            engines = self._agree(
+                partial(self.sender.begin, version), partial(self._begin, version, publication)
+            )
             failures = self.sender.connect(engines)
             for index in range(self._shards.rounds):
                 fill = partial(self._fill, index, version, engines, failures, spent)
-                alive = self._agree(fill, lead, _Lead.load)
+                alive = self._agree(fill, self._load)
                 engines, failures = self._without(engines, alive), {}
                 self.sender.deliver(index)
                 spent.send_s += time.perf_counter() - spent.filled
-            served = self._agree(self.sender.settle, lead, _Lead.commit)
+            served = self._agree(self.sender.settle, self._commit)
             self._without(engines, served)
         self.sender.finish()
         return {
             **self._drift.metrics(),
-            **(lead.metrics if lead else {}),
+            **self._loaded,
             "sync/quantize_s": Max(spent.quantize_s),
             "sync/put_s": Max(spent.put_s),
             "sync/send_s": Max(spent.send_s),
@@ -187,10 +189,8 @@ class Publisher:
             "sync/buffer_mb": Max(2 * spent.largest / MIB),
         }
 
-    def _agree(
-        self, make: Callable[[], Any], lead: "_Lead | None", act: Callable[["_Lead", list], Any]
-    ) -> Any:
-        """Make every rank's part, and return the leading rank's result on every rank.
+    def _agree(self, make: Callable[[], Any], act: Callable[[list], Any]) -> Any:
+        """Make every rank's part; return on every rank what the leading one makes of all of them.
 
         Raises:
             EngineError, ConfigError: a rank's first error, or the one of ``act``; on every rank.
@@ -199,16 +199,46 @@ class Publisher:
             outcome = make()
         except ConfigError as error:  # the others count on this rank
             outcome = error
-        gathered: list = [None] * self.policy.ranks.world_size
-        dist.gather_object(outcome, gathered if lead else None)
+        ranks = self.policy.ranks
+        gathered: list = [None] * ranks.world_size
+        dist.gather_object(outcome, gathered if ranks.leads else None)
 
         def acted() -> Any:
             for part in gathered:
                 if isinstance(part, ConfigError):
                     raise part
-            return act(held(lead), gathered)
+            return act(gathered)
 
-        return on_lead(acted, self.policy.ranks, waiting_for="publishing")
+        return on_lead(acted, ranks, waiting_for="publishing")
+
+    # The leading rank's part, between the ranks' rounds. Each returns the engines that are left,
+    # with their tensor sizes.
+
+    def _begin(self, version: int, publication: ExitStack, begun: list) -> dict[str, int]:
+        fleet = held(self.fleet)
+        engines = publication.enter_context(fleet.publication())
+        if align := self.policy.align:
+            refuse_unlike(align, fleet.config.backend, engines)
+        self._update = publication.enter_context(
+            Update(fleet, engines, version, self.sync, self.sender.describe, stage=self.stage)
+        )
+        if self.sender.cut:
+            self._update.connect()
+        return self._update.sizes
+
+    def _load(self, parts: list[tuple[Blobs, Failures]]) -> dict[str, int]:
+        self._update.drop(failures for _, failures in parts)
+        self._update.bucket(_blobs_for([blobs for blobs, _ in parts]))
+        return self._update.sizes
+
+    def _commit(self, failures: list[Failures]) -> dict[str, int]:
+        self._update.drop(failures)
+        self._loaded = self._update.commit(self.sender.receipts)
+        if self.timeline:
+            end, paused_s = now(), self._loaded["sync/paused_s"].value
+            span = Span("update", "publish", self._update.version, end - paused_s, end)
+            self.timeline.add(span)
+        return self._update.sizes
 
     def _without(self, engines: Mapping[str, int], alive: Mapping[str, int]) -> Mapping[str, int]:
         """Drop the engines that are not alive; return the others."""
@@ -251,59 +281,6 @@ class Publisher:
             spent.bytes += sum(piece.bytes for piece in blob.pieces)
         spent.largest = max(spent.largest, sum(blob.bytes for blob in blobs.values()))
         return blobs, failures
-
-
-class _Lead:
-    """The leading rank's part of one version, between the ranks' rounds."""
-
-    def __init__(self, publisher: Publisher, fleet: Fleet, version: int, stack: ExitStack) -> None:
-        self.publisher, self.fleet, self.version, self.stack = publisher, fleet, version, stack
-        self.metrics: dict[str, Metric] = {}
-        self._staged: list[BlobsFor] = []
-
-    def begin(self, begun: list) -> dict[str, int]:
-        """Return the engines that are to take the version, with their tensor sizes."""
-        publisher, fleet = self.publisher, self.fleet
-        engines = self.stack.enter_context(fleet.publication())
-        if align := publisher.policy.align:
-            refuse_unlike(align, fleet.config.backend, engines)
-        self._update = self.stack.enter_context(
-            Update(fleet, engines, self.version, publisher.sync, publisher.sender.describe)
-        )
-        if publisher.sender.cut:
-            self._update.connect()
-        return self._update.sizes
-
-    def load(self, parts: list[tuple[Blobs, Failures]]) -> dict[str, int]:
-        """Have the engines load one round; return those that are left, with their tensor sizes."""
-        self._drop(failures for _, failures in parts)
-        blobs_for = _blobs_for([blobs for blobs, _ in parts])
-        if self.publisher.stage:
-            self._staged.append(blobs_for)
-        else:
-            self._update.bucket(blobs_for)
-        return self._update.sizes
-
-    def commit(self, failures: list[Failures]) -> dict[str, int]:
-        """Have the engines serve the version; return those that do, with their tensor sizes."""
-        self._drop(failures)
-        for blobs_for in self._staged:
-            self._update.bucket(blobs_for)
-        times = self._update.commit(self.publisher.sender.receipts)
-        self.metrics = {
-            "sync/load_s": Max(times.load_s),
-            "sync/paused_s": Max(times.paused_s),
-            "sync/loaded_bytes": Sum(times.bytes),
-        }
-        if timeline := self.publisher.timeline:
-            end = now()
-            timeline.add(Span("update", "publish", self.version, end - times.paused_s, end))
-        return self._update.sizes
-
-    def _drop(self, failures: Iterable[Failures]) -> None:
-        for rank_failures in failures:
-            for engine, reason in rank_failures.items():
-                self._update.drop(engine, reason)
 
 
 def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -> None:

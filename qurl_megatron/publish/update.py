@@ -11,27 +11,19 @@ is named, and the others continue without it.
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
+from qurl_megatron.observe.metrics import Max, Metric, Sum
 from qurl_megatron.wire.message import LOADER, Action, Blob, Encoded, Message, Receipt, payload
+from qurl_megatron.wire.transport import Failures
 
 BlobsFor = Callable[[EngineRecord, int], Encoded | tuple[Blob, ...]]
 """(engine, its rank) -> the training ranks' blobs for it in one bucket."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """How the engines took a version in."""
-
-    bytes: int  # copied into live parameters, over all engine ranks
-    load_s: float  # in the loader, of the slowest engine rank
-    paused_s: float  # from the first pause until the last engine resumed
 
 
 class Update:
@@ -46,11 +38,14 @@ class Update:
         version: int,
         config: SyncConfig,
         describe: Callable[[str, int], dict[str, Any]],
+        *,
+        stage: bool = False,
     ) -> None:
         """
         Args:
             engines: those that take part.
             describe: ``Sender.describe``.
+            stage: load the buckets when all have come.
         """
         self.fleet, self.version, self.config = fleet, version, config
         self.engines = list(engines)  # still taking part
@@ -58,6 +53,7 @@ class Update:
         self._settled = {engine.name for engine in engines if engine.state == "serving"}
         token = secrets.token_hex(4)
         self._session = {engine.name: f"v{version}-{engine.name}-{token}" for engine in engines}
+        self._staged: list[BlobsFor] | None = [] if stage else None
         self._buckets = 0
         self._begun: float | None = None
         self._committed = False
@@ -80,12 +76,13 @@ class Update:
         """Tensor-parallel sizes of the engines that still take part."""
         return {engine.name: engine.tp for engine in self.engines}
 
-    def drop(self, name: str, reason: str) -> None:
-        """Continue without an engine that a training rank cannot reach."""
-        for engine in self.engines:
-            if engine.name == name:
-                self.fleet.fail(engine, reason)
-        self.engines = [engine for engine in self.engines if engine.name != name]
+    def drop(self, failures: Iterable[Failures]) -> None:
+        """Continue without the engines that a training rank cannot reach."""
+        for unreached in failures:
+            for engine in self.engines:
+                if engine.name in unreached:
+                    self.fleet.fail(engine, unreached[engine.name])
+            self.engines = [engine for engine in self.engines if engine.name not in unreached]
 
     def connect(self) -> None:
         """Have the engines open their end of the transport, while the ranks open theirs."""
@@ -98,6 +95,9 @@ class Update:
         Raises:
             EngineError: no engine is left.
         """
+        if self._staged is not None:
+            self._staged.append(blobs)
+            return
         self.wait()
         self._begin_once()
         index, self._buckets = self._buckets, self._buckets + 1
@@ -109,15 +109,22 @@ class Update:
         if loading is not None:
             loading.result()
 
-    def commit(self, receipts: Callable[[str, int], list[Receipt]]) -> Taken:
+    def commit(self, receipts: Callable[[str, int], list[Receipt]]) -> dict[str, Metric]:
         """Have every engine that has all of the version serve it.
 
         Args:
             receipts: ``Sender.receipts``.
 
+        Returns:
+            Seconds in the loader, of the slowest engine rank; seconds from the first pause until
+            the last engine resumed; bytes copied into live parameters, over all engine ranks.
+
         Raises:
             EngineError: no engine has all of it; names each one's missing tensors.
         """
+        staged, self._staged = self._staged or (), None
+        for blobs in staged:
+            self.bucket(blobs)
         self.wait()
         receipts_by_engine: dict[str, list[Receipt]] = {}
         failures: dict[str, int] = {}
@@ -152,11 +159,11 @@ class Update:
         receipts_left: list[Receipt] = []
         for engine in self.engines:
             receipts_left += receipts_by_engine[engine.name]
-        return Taken(
-            bytes=sum(receipt.bytes for receipt in receipts_left),
-            load_s=max(receipt.seconds for receipt in receipts_left),
-            paused_s=time.monotonic() - self._begun,
-        )
+        return {
+            "sync/load_s": Max(max(receipt.seconds for receipt in receipts_left)),
+            "sync/paused_s": Max(time.monotonic() - self._begun),
+            "sync/loaded_bytes": Sum(sum(receipt.bytes for receipt in receipts_left)),
+        }
 
     def _start(self, act: Callable[[EngineRecord], object], doing: str) -> None:
         self._loading = self._background.submit(self._each, act, doing)

@@ -57,9 +57,9 @@ from qurl_megatron.training.state import (
     stopped,
     tell_done,
 )
-from qurl_megatron.wire.facts import settle_nccl
 from qurl_megatron.wire.group import check_host
 from qurl_megatron.wire.lease import Owner
+from qurl_megatron.wire.transport import settle_nccl
 
 
 def train(

@@ -34,29 +34,51 @@ RECEIPTS = "receipts"
 refusing = functools.partial(filesystem.refusing, key="sync.dir")
 
 
-class FilesSender(Sender):
+class FolderSender(Sender):
+    """Engines leave their receipts in a folder, which they see under the same path."""
+
+    def __init__(self, folder: Path, *, leads: bool, receipt_wait_s: float) -> None:
+        """
+        Args:
+            leads: this rank deletes the folder at the end.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        self.folder, self.leads, self.receipt_wait_s = folder.absolute(), leads, receipt_wait_s
+        with refusing(self.folder, size=0):
+            (self.folder / RECEIPTS).mkdir(parents=True, exist_ok=True)
+        if leads:
+            bury(self.folder)
+
+    def describe(self, engine: str, ranks: int) -> dict[str, Any]:
+        return {"kind": self.kind, "receipts": str(self.folder / RECEIPTS)}
+
+    def take_receipt(self, name: str) -> bytes | None:
+        return take(self.folder / RECEIPTS / name)
+
+    def close(self) -> None:
+        if self.leads:
+            remove(self.folder)
+
+
+class FilesSender(FolderSender):
     kind = "files"
     lasting = True
 
     def __init__(self, root: Path, rank: str, *, leads: bool, receipt_wait_s: float = 90.0) -> None:
         """
         Args:
-            root: engines see it under the same path.
             rank: part of the names of this rank's files; no other training rank's may be the same.
-            leads: this rank deletes the root at the end.
             receipt_wait_s: how long a network filesystem may take to show an engine's receipt.
 
         Raises:
             ConfigError: the folder cannot be made.
         """
-        self.root = root.absolute()
-        self.rank, self.leads, self.receipt_wait_s = rank, leads, receipt_wait_s
+        super().__init__(root, leads=leads, receipt_wait_s=receipt_wait_s)
+        self.rank = rank
         self._version = 0
         self._files: list[Path] = []
-        with refusing(self.root, size=0):
-            (self.root / RECEIPTS).mkdir(parents=True, exist_ok=True)
-        if leads:
-            bury(self.root)
 
     @classmethod
     def open(cls, site: Site) -> "FilesSender":
@@ -68,15 +90,12 @@ class FilesSender(Sender):
         root = site.share(root)
         return cls(root, site.name, leads=site.leads, receipt_wait_s=site.receipt_wait_s)
 
-    def describe(self, engine: str, ranks: int) -> dict[str, Any]:
-        return {"kind": self.kind, "receipts": str(self.root / RECEIPTS)}
-
     def begin(self, version: int) -> None:
         self.finish()
         self._version = version
 
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
-        path = self.root / f"v{self._version:06d}-{self.rank}-b{index:05d}"
+        path = self.folder / f"v{self._version:06d}-{self.rank}-b{index:05d}"
         planned, size = lay_out(parts)
         aside, pieces = path.with_suffix(".tmp"), []
         with refusing(path, size=size, half_written=aside):
@@ -90,17 +109,10 @@ class FilesSender(Sender):
         self._files.append(path)
         return Blob({"path": str(path)}, size, tuple(pieces))
 
-    def take_receipt(self, name: str) -> bytes | None:
-        return take(self.root / RECEIPTS / name)
-
     def finish(self) -> None:
         for path in self._files:
             path.unlink(missing_ok=True)
         self._files.clear()
-
-    def close(self) -> None:
-        if self.leads:
-            remove(self.root)
 
 
 def private_folder(path: Path) -> None:
@@ -132,7 +144,9 @@ def versions_root(site: Site) -> Path:
     return site.run_dir / "versions"
 
 
-class FilesReceiver:
+class FolderReceiver:
+    """The other end of a ``FolderSender``."""
+
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
         self._transport = transport
         self._receipts = Path(transport["receipts"])
@@ -140,6 +154,14 @@ class FilesReceiver:
     def follow(self, transport: dict[str, Any]) -> bool:
         return transport == self._transport
 
+    def report(self, receipt: Receipt) -> None:
+        leave(self._receipts, receipt)
+
+    def close(self) -> None:
+        pass
+
+
+class FilesReceiver(FolderReceiver):
     def fetch(self, blob: Blob) -> Tensor:
         path = Path(blob.where["path"])
         try:
@@ -156,12 +178,6 @@ class FilesReceiver:
                 f"{path} cannot be read ({error.strerror}); trainer and engines must share the "
                 "folder under one path"
             ) from None
-
-    def report(self, receipt: Receipt) -> None:
-        leave(self._receipts, receipt)
-
-    def close(self) -> None:
-        pass
 
 
 def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:

@@ -45,9 +45,17 @@ from qurl_megatron.kit.network import own_address
 from qurl_megatron.kit.record import Malformed, Record, decode
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.facts import disagreement, own_facts
 from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
-from qurl_megatron.wire.transport import POLL_S, Failures, Rank, Sender, Site, receipt_name
+from qurl_megatron.wire.transport import (
+    POLL_S,
+    Failures,
+    Rank,
+    Sender,
+    Site,
+    disagreement,
+    own_facts,
+    receipt_name,
+)
 
 CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
 KEPT = 2  # meetings whose lines stay in the store: a late end may still read the one before

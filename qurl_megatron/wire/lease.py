@@ -92,18 +92,8 @@ class LeaseVerdict(Record, frozen=True):
     left_s: Seconds  # until the lease of that run lapses, unless it is renewed
     computes: dict[str, Any] | None = None  # ``tensors.arch.facts_of`` its model, if it says
 
-    @staticmethod
-    def read(answer: dict) -> "LeaseVerdict":
-        """Check an answer, and cut its label to a few printable words.
-
-        Raises:
-            ValueError: it is malformed.
-        """
-        try:
-            verdict = convert(LeaseVerdict, answer)
-        except Malformed as error:
-            raise ValueError(f"a malformed answer to a request for a lease: {error}") from None
-        return msgspec.structs.replace(verdict, label=shortened(verdict.label))
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "label", shortened(self.label))
 
 
 class LeaseRequest(Record, frozen=True):

@@ -20,13 +20,17 @@ from torch import Tensor
 from qurl_megatron.kit import filesystem
 from qurl_megatron.kit.children import expandable_segments
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.kit.undertaker import bury, remove
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.facts import disagreement, own_facts
-from qurl_megatron.wire.files import RECEIPTS, leave, mapped, must_be_ours, private_folder, take
-from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
-from qurl_megatron.wire.transport import Rank, Sender, Site
+from qurl_megatron.wire.files import (
+    FolderReceiver,
+    FolderSender,
+    mapped,
+    must_be_ours,
+    private_folder,
+)
+from qurl_megatron.wire.message import Blob, fill, lay_out
+from qurl_megatron.wire.transport import Rank, Site, disagreement, own_facts
 
 refusing = functools.partial(filesystem.refusing, key="sync.transport=files and sync.dir")
 
@@ -35,7 +39,7 @@ def memory_folder(token: str, root: Path = Path("/dev/shm")) -> Path:
     return root / f"qurl-{token}"
 
 
-class MemorySender(Sender):
+class MemorySender(FolderSender):
     kind = "memory"
     one_machine = True
 
@@ -53,20 +57,15 @@ class MemorySender(Sender):
         Args:
             token: names the folder; all training ranks of a run give the same.
             rank: of all training ranks.
-            leads: this rank removes the folder at the end.
 
         Raises:
             ConfigError: the folder cannot be made, or is another user's; torch's allocator makes
                 memory that cannot be shared.
         """
-        self.folder = memory_folder(token, root)
-        self.leads, self.receipt_wait_s = leads, receipt_wait_s
+        folder = memory_folder(token, root)
+        private_folder(folder)
+        super().__init__(folder, leads=leads, receipt_wait_s=receipt_wait_s)
         self._facts = own_facts()
-        private_folder(self.folder)
-        if leads:
-            bury(self.folder)
-        with refusing(self.folder, size=0):
-            (self.folder / RECEIPTS).mkdir(exist_ok=True)
         device = torch.device(device)
         if device.type == "cuda" and (setting := expandable_segments(os.environ)):
             raise ConfigError(
@@ -83,11 +82,7 @@ class MemorySender(Sender):
         return cls(site.token, site.rank, leads=site.leads, device=site.device)
 
     def describe(self, engine: str, ranks: int) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "receipts": str(self.folder / RECEIPTS),
-            "facts": self._facts,
-        }
+        return {**super().describe(engine, ranks), "facts": self._facts}
 
     def room(self, index: int) -> Tensor | None:
         return self._slots[index % SLOTS].memory
@@ -98,26 +93,18 @@ class MemorySender(Sender):
         pieces = fill(slot.of(size), planned, [part.value for part in parts])
         return Blob(slot.where, size, pieces)
 
-    def take_receipt(self, name: str) -> bytes | None:
-        return take(self.folder / RECEIPTS / name)
-
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
-        if self.leads:
-            remove(self.folder)
+        super().close()
 
 
-class MemoryReceiver:
+class MemoryReceiver(FolderReceiver):
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
-        self._transport = transport
+        super().__init__(transport, rank)
         if reason := disagreement("memory", transport["facts"], own_facts()):
             raise ConfigError(reason)
-        self._receipts = Path(transport["receipts"])
         self._open: dict[str, tuple[dict[str, Any], Tensor]] = {}
-
-    def follow(self, transport: dict[str, Any]) -> bool:
-        return transport == self._transport
 
     def fetch(self, blob: Blob) -> Tensor:
         key = blob.where["slot"]
@@ -132,9 +119,6 @@ class MemoryReceiver:
         if blob.bytes > len(memory):
             raise ConfigError(f"{key} holds {len(memory)} bytes, the blob says {blob.bytes}")
         return memory[: blob.bytes]
-
-    def report(self, receipt: Receipt) -> None:
-        leave(self._receipts, receipt)
 
     def close(self) -> None:
         self._open.clear()

@@ -22,6 +22,7 @@ An engine that fails is dropped, by ``connect``, ``deliver`` or ``settle`` thems
 when the lead learned of it otherwise; the way to the others stays open.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,25 @@ from torch import Tensor
 
 from qurl_megatron.kit.record import Malformed, decode, shortened
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.wire.message import SAME_PACKAGE, Blob, Receipt
+from qurl_megatron.wire.message import FORMAT, SAME_PACKAGE, Blob, Receipt
+
+NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+"""How NCCL allocates and multicasts. SGLang sets both to 0 where they are not set; NCCL's own
+default is on. In one communicator they must agree."""
+
+EQUAL = {
+    "protocol": f"their messages are incompatible; {SAME_PACKAGE}",
+    "nccl": "NCCL only connects equal versions; install one NCCL (nvidia-nccl) in both "
+    "environments, or set sync.transport=files",
+}
+"""Facts that are the same at both ends, all but the protocol where NCCL carries the bytes, and
+why, with the fix. Files need none: every message names its format."""
+
+for _name in NCCL_SETTINGS:
+    EQUAL[_name] = (
+        "all ends of a communicator need the same value; start both with the same "
+        f"{_name}, or set sync.transport=files"
+    )
 
 POLL_S = 0.001
 SLOWEST_POLL_S = 1.0
@@ -208,3 +227,46 @@ def received(content: bytes, session: str, rank: int) -> Receipt:
 
 def missing(session: str, rank: int) -> Receipt:
     return Receipt(session, rank, f"engine rank {rank} left no receipt", 0, 0.0)
+
+
+def own_facts() -> dict[str, str]:
+    """Return this process's versions and settings, which are compared before a byte is sent.
+
+    Trainer and engines come from two environments, each with its own torch and NCCL. Most
+    differences are harmless; the others end in a crash or a hang far from their cause.
+    """
+    nccl = "none"
+    if torch.distributed.is_nccl_available() and torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "protocol": FORMAT,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "none",
+        "nccl": nccl,
+        **{name: os.environ.get(name, "unset") for name in NCCL_SETTINGS},
+    }
+
+
+def disagreement(carrier: str, trainer: Mapping[str, str], engine: Mapping[str, str]) -> str | None:
+    """Return why two ends cannot be joined, in a sentence; None if they can.
+
+    Args:
+        carrier: of the bytes: "nccl", "gloo" or "memory".
+    """
+    for name, reason in EQUAL.items():
+        ours, theirs = trainer.get(name, "unknown"), engine.get(name, "unknown")
+        if ours != theirs and (name == "protocol" or carrier == "nccl"):
+            return (
+                f"the trainer has {name} {ours} (torch {trainer.get('torch')}), the engine "
+                f"{name} {theirs} (torch {engine.get('torch')}), and {reason}"
+            )
+    return None
+
+
+def settle_nccl() -> None:
+    """Give this process SGLang's NCCL settings unless it has its own, before it uses NCCL.
+
+    Engines started here inherit them.
+    """
+    for name in NCCL_SETTINGS:
+        os.environ.setdefault(name, "0")

@@ -83,16 +83,13 @@ def _version(case: Case, base: Path, folder: Path, seed: int) -> Checkpoint:
 
 def start_of(model: Path, case: Case, api_key: str, empty: bool) -> Start:
     return Start(
-        config=RolloutConfig(backend="sglang", engine_tensor=case.tensor),
+        config=RolloutConfig(backend="sglang", engine_tensor=case.tensor, engine_threads=1),
         model_dir=model,
-        port_files=(),
+        folder=model,
         scheme=case.scheme,
         dtype=case.dtype,
-        threads=1,
         api_key=api_key,
         empty=empty,
-        trainer_ranks=0,
-        serve_command=(),
     )
 
 

@@ -24,7 +24,6 @@ from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.publish.update import Taken
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire.group import GroupSender, host_store
 from qurl_megatron.wire.lease import Names
@@ -61,11 +60,11 @@ class Drill:
         assert difference(*self.expected) > 0.01
         self.fleet.drain()
 
-    def publish(self, which: int, senders: list[Sender] | None = None, **faults) -> Taken:
+    def publish(self, which: int, senders: list[Sender] | None = None, **faults) -> None:
         """Bring the engines to one of the two sets of weights, under the next number."""
         self.number += 1
         tensors = self.versions[which].tensors
-        return publish(self.fleet, tensors, self.number, senders or self.files, **faults)
+        publish(self.fleet, tensors, self.number, senders or self.files, **faults)
 
     def correct(self, engine: EngineRecord, which: int) -> bool:
         """It serves the newest number, and answers as these weights do."""

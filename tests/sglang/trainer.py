@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from qurl_megatron.config.sections import RolloutConfig, SyncConfig
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
-from qurl_megatron.publish.update import Taken, Update
+from qurl_megatron.publish.update import Update
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.lease import Owner
 from qurl_megatron.wire.message import Blob
@@ -43,7 +43,7 @@ def publish(
     config: SyncConfig | None = None,
     during: During = lambda index, blobs: None,
     sees: Sees = lambda engine, index, blobs: blobs,
-) -> Taken:
+) -> None:
     """One version in three buckets, each of one blob per sender, to engines of one rank each.
 
     The largest tensor comes last.
@@ -55,7 +55,7 @@ def publish(
         with Update(fleet, engines, version, config or SyncConfig(), lead.describe) as update:
             if lead.cut:
                 update.connect()
-                _drop(update, lead.connect(update.sizes))
+                update.drop([lead.connect(update.sizes)])
             for index in range(BUCKETS):
                 parts = shards(
                     {name: tensors[name] for name in names[BUCKETS - 1 - index :: BUCKETS]},
@@ -72,16 +72,10 @@ def publish(
                     for engine in gone:
                         sender.drop(engine)
                     sender.deliver(index)
-            _drop(update, lead.settle())
-            taken = update.commit(lead.receipts)
+            update.drop([lead.settle()])
+            update.commit(lead.receipts)
         for sender in senders:
             sender.finish()
-    return taken
-
-
-def _drop(update: Update, failures: dict[str, str]) -> None:
-    for engine, reason in failures.items():
-        update.drop(engine, reason)
 
 
 def file_senders(folder: Path) -> list[FilesSender]:

@@ -9,17 +9,17 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.engines.starting import Start
 from qurl_megatron.fleet import fleet as fleet_module
-from qurl_megatron.fleet import process
 from qurl_megatron.fleet.client import EngineError, in_parallel
 from qurl_megatron.fleet.collect import collect, greedy
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
-from qurl_megatron.fleet.tenancy import read_members
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.types import Prompt
 from tests.support.fake_engine import FakeEngine
@@ -371,25 +371,11 @@ def test_engines_come_and_go_with_the_rendezvous(tmp_path):
             assert ("engine-1", "joined") in names and ("engine-0", "left") in names
 
 
-def test_a_file_of_lines_offers_engines_too_and_its_mistakes_are_named(tmp_path):
+def test_a_file_as_rendezvous_is_refused(tmp_path):
     file = tmp_path / "engines.jsonl"
-    wrong: list[ConfigError] = []
-    assert read_members(file, wrong.append) == {}
-    file.write_text('{"url": "http://a:1/"}\n\n{"url": "http://b:2", "api_key_file": "k"}\n')
-    a, b = read_members(file, wrong.append).values()
-    assert (a.url, a.api_key()) == ("http://a:1", None)
-    assert b.api_key_file == tmp_path / "k"
-    with pytest.raises(ConfigError, match="API key of http://b:2 cannot be read"):
-        b.api_key()
-    assert not wrong
-    file.write_text('{"uri": "http://a:1"}\n{"url": "http://b:2"}\n')
-    assert list(read_members(file, wrong.append)) == ["http://b:2"]
-    [mistake] = wrong
-    assert "engines.jsonl, line 1 is not" in str(mistake)
-
-
-def lines_of(*engines: FakeEngine) -> str:
-    return "".join(json.dumps({"url": engine.url}) + "\n" for engine in engines)
+    file.touch()
+    with pytest.raises(ConfigError, match=f"{file} is a file; name a folder with one JSON file"):
+        fleet_of(RolloutConfig(rendezvous=str(file)))
 
 
 @pytest.mark.parametrize("patience_s", [0.0, NEVER_S])
@@ -397,22 +383,23 @@ def test_an_engine_may_leave_and_return_or_seem_to_while_others_are_waited_for(
     patience_s, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(fleet_module, "ABSENT_S", patience_s)
-    file = tmp_path / "engines.jsonl"
-    config = RolloutConfig(rendezvous=str(file), engines=2, **QUICK)
+    config = RolloutConfig(rendezvous=str(tmp_path), engines=2, **QUICK)
     with FakeEngine() as first, FakeEngine() as second, ThreadPoolExecutor(1) as pool:
-        file.write_text(lines_of(first))
+        entry = tmp_path / "first.json"
+        entry.write_text(json.dumps({"url": first.url}))
         fleet = fleet_of(config)
         pending = pool.submit(fleet.__enter__)
         try:
             wait_until(lambda: fleet.serving())
-            file.write_text("")
+            entry.write_text("")
             seen = first.looks
             if patience_s:
                 wait_until(lambda: first.looks > seen + 5 or not fleet.engines())
                 assert fleet.serving()
             else:
                 wait_until(lambda: not fleet.engines())
-            file.write_text(lines_of(first, second))
+            for name, engine in (("first", first), ("second", second)):
+                (tmp_path / f"{name}.json").write_text(json.dumps({"url": engine.url}))
             assert len(pending.result(PATIENCE_S).serving()) == 2
         finally:
             fleet.close()
@@ -443,9 +430,10 @@ def test_a_wrong_entry_of_the_rendezvous_keeps_nobody_from_coming_or_going(
 
 def test_a_run_waits_for_the_engines_it_begins_with_and_says_how_many_came(tmp_path):
     with FakeEngine() as engine:
-        file = tmp_path / "engines.jsonl"
-        file.write_text(json.dumps({"url": engine.url}))
-        config = RolloutConfig(rendezvous=str(file), engines=2, start_timeout_s=NEVER_S, **QUICK)
+        (tmp_path / "engine.json").write_text(json.dumps({"url": engine.url}))
+        config = RolloutConfig(
+            rendezvous=str(tmp_path), engines=2, start_timeout_s=NEVER_S, **QUICK
+        )
 
         def clock() -> float:
             """Time is up once the one engine is there."""
@@ -606,8 +594,7 @@ def test_sglang_engines_are_told_their_environment_devices_and_key(tmp_path, mon
         sglang_python=sys.executable,
         colocate=True,
     )
-    known = {"scheme": "int8", "dtype": "bfloat16", "api_key": "secret"}
-    launches = process.launches(config, tmp_path, tmp_path, **known)
+    launches = start_of(config, tmp_path).launches()
     command = list(launches["engine-1"].command)
     assert command[0] == sys.executable
     assert command[command.index("--base-gpu-id") + 1] == "6"
@@ -618,7 +605,19 @@ def test_sglang_engines_are_told_their_environment_devices_and_key(tmp_path, mon
     assert "secret" not in " ".join(command) + repr(launches)
     lost = RolloutConfig(backend="sglang", sglang_python="/no/python")
     with pytest.raises(ConfigError, match="rollout.sglang_python = /no/python does not exist"):
-        process.launches(lost, tmp_path, tmp_path, **known)
+        start_of(lost, tmp_path).launches()
+
+
+def start_of(config: RolloutConfig, folder: Path, trainer_ranks: int = 0) -> Start:
+    return Start(
+        config=config,
+        model_dir=folder,
+        folder=folder,
+        scheme="int8",
+        dtype="bfloat16",
+        api_key="secret",
+        trainer_ranks=trainer_ranks,
+    )
 
 
 SHARED = {"engines": 4, "engine_tensor": 2}
@@ -648,9 +647,9 @@ def test_engines_that_have_no_gpus_of_their_own_are_refused_in_a_sentence(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     config = RolloutConfig(backend="sglang", sglang_python=sys.executable, **rollout)
-    known = {"scheme": "int8", "dtype": "bfloat16", "api_key": "secret", "trainer_ranks": ranks}
+    start = start_of(config, tmp_path, ranks)
     if message is None:
-        assert len(process.launches(config, tmp_path, tmp_path, **known)) == 4
+        assert len(start.launches()) == 4
     else:
         with pytest.raises(ConfigError, match=message):
-            process.launches(config, tmp_path, tmp_path, **known)
+            start.launches()

@@ -139,7 +139,7 @@ class Door:
     def lease(self, owner, seconds, *, take_over=False, timeout_s) -> LeaseVerdict:
         self.asked.set()
         assert self.may_answer.wait(PATIENCE_S)
-        return LeaseVerdict.read(self.engine.ask(_asking(owner) | {"seconds": seconds}))
+        return LeaseVerdict(**self.engine.ask(_asking(owner) | {"seconds": seconds}))
 
 
 @pytest.fixture
@@ -164,15 +164,14 @@ def test_a_claim_that_is_under_way_when_the_run_ends_leaves_no_lease(leases):
 
 def test_an_engine_that_leaves_the_fleet_is_free_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr(fleet_module, "ABSENT_S", 0.0)
-    offered = tmp_path / "engines.jsonl"
     with FakeEngine() as engine, FakeEngine() as other:
-        lines = [json.dumps({"url": one.url}) + "\n" for one in (engine, other)]
-        offered.write_text("".join(lines))
-        config = RolloutConfig(rendezvous=str(offered), engines=2)
+        for name, one in (("engine", engine), ("other", other)):
+            (tmp_path / f"{name}.json").write_text(json.dumps({"url": one.url}))
+        config = RolloutConfig(rendezvous=str(tmp_path), engines=2)
         with Fleet(config, "unused", owner=ONE, **KNOWN) as fleet:
             one, two = (EngineClient(made.url) for made in (engine, other))
             assert not one.lease(OTHER, NEVER_S, timeout_s=PATIENCE_S).granted
-            offered.write_text(lines[1])
+            (tmp_path / "engine.json").unlink()
             wait_until(lambda: len(fleet.engines()) == 1)
             wait_until(lambda: one.lease(OTHER, NEVER_S, timeout_s=PATIENCE_S).granted)
             assert not two.lease(OTHER, NEVER_S, timeout_s=PATIENCE_S).granted

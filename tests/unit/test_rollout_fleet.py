@@ -48,7 +48,10 @@ def test_started_engines_serve_with_their_own_log(fleet):
     assert [info["scheme"] for info in infos] == ["int8", "int8"]
     assert [info["threads"] for info in infos] == [1, 1]
     assert len({client.url for client in clients_of(fleet)}) == 2
-    assert {path.name for path in fleet._log_dir.glob("*.log")} == {"engine-0.log", "engine-1.log"}
+    assert {path.name for path in fleet._starting.folder.glob("*.log")} == {
+        "engine-0.log",
+        "engine-1.log",
+    }
 
 
 def test_publish_brings_every_engine_to_the_version(fleet, folder):

@@ -14,18 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def launch_of(scheme: str, *, empty: bool = True) -> Launch:
-    config = RolloutConfig(backend="sglang")
     start = Start(
-        config=config,
+        config=RolloutConfig(backend="sglang"),
         model_dir=Path("model"),
-        port_files=(),
+        folder=Path("logs"),
         scheme=scheme,
         dtype="bfloat16",
-        threads=1,
         api_key="secret",
         empty=empty,
-        trainer_ranks=0,
-        serve_command=(),
     )
     return engine_launch(start, "python", "port")
 

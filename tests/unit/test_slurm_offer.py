@@ -64,7 +64,7 @@ def test_an_engine_is_offered_with_its_key_once_it_listens(engine, tmp_path):
     look_until(one, lambda: offers(tmp_path))
     ((url, member),) = offers(tmp_path).items()
     assert url == "http://10.0.0.7:4321"
-    assert member.api_key() == (tmp_path / "key").read_text()
+    assert member.api_key(tmp_path) == (tmp_path / "key").read_text()
 
 
 def test_an_engine_that_ends_is_withdrawn_and_started_again_after_a_pause(engine, tmp_path):

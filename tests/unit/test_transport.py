@@ -12,7 +12,7 @@ import torch
 
 from qurl_megatron.kit import undertaker
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.wire import facts, transport
+from qurl_megatron.wire import transport
 from qurl_megatron.wire.files import FilesSender, leave
 from qurl_megatron.wire.message import Message, Receipt, Room, checksum, piece_of, word_sum
 from qurl_megatron.wire.session import open_receiver
@@ -171,7 +171,7 @@ def test_other_processes_see_the_bytes_and_leave_receipts(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["files", "memory"])
 def test_what_a_sender_has_removed_is_no_business_of_the_undertakers(kind, tmp_path):
     sender = make_sender(kind, tmp_path)
-    folder = str(sender.root if kind == "files" else sender.folder)
+    folder = str(sender.folder)
 
     def is_held() -> bool:
         for descriptor in Path(f"/proc/{undertaker._own._process.pid}/fd").iterdir():
@@ -242,7 +242,7 @@ def test_a_receipt_is_found_where_listings_and_absences_are_remembered(tmp_path,
 
     def late():
         if not left:
-            left.append(leave(sender.root / "receipts", Receipt("v2", 0, None, 1, 0.0)))
+            left.append(leave(sender.folder / "receipts", Receipt("v2", 0, None, 1, 0.0)))
 
     Clock(monkeypatch, late)
     (receipt,) = sender.receipts("v2", 1)
@@ -276,11 +276,11 @@ def test_files_of_a_version_go_when_it_is_finished_or_the_next_begins(tmp_path):
 def test_a_full_disk_is_told_with_what_is_needed_and_leaves_no_half_a_file(tmp_path):
     sender = make_sender("files", tmp_path)
     sender.begin(1)
-    half = sender.root / "v000001-pp0-tp0-b00000.tmp"
+    half = sender.folder / "v000001-pp0-tp0-b00000.tmp"
     half.symlink_to("/dev/full")  # the one place that is always full
     with pytest.raises(ConfigError, match=r"b00000 cannot.*No space.*MB are free.*sync.dir"):
         sender.put(0, parts(0))
-    assert not list(sender.root.glob("v*"))
+    assert not list(sender.folder.glob("v*"))
     sender.put(0, parts(0))  # there is room again
 
 
@@ -390,7 +390,7 @@ def test_memory_of_another_version_of_the_package_is_refused(tmp_path, monkeypat
     sender = MemorySender("test", 0, leads=True, root=tmp_path)
     told = sender.describe("a", 1)
     sender.close()
-    monkeypatch.setattr(facts, "FORMAT", "qurl-update-0")
+    monkeypatch.setattr(transport, "FORMAT", "qurl-update-0")
     with pytest.raises(ConfigError, match="the engine protocol qurl-update-0 .*; install the same"):
         open_receiver(told, 0)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.wire import facts
+from qurl_megatron.wire import transport
 from qurl_megatron.wire.group import GroupSender, Hello, LinkError, _met, host_store, join_store
 from qurl_megatron.wire.message import Receipt, checksum, piece_of
 from qurl_megatron.wire.session import open_receiver
@@ -73,10 +73,10 @@ class Trainer:
 class Engine:
     """A tensor rank of an engine."""
 
-    def __init__(self, device, rank: int, protocol: str = facts.FORMAT) -> None:
+    def __init__(self, device, rank: int, protocol: str = transport.FORMAT) -> None:
         use(device)
         self.rank, self.receiver = rank, None
-        facts.FORMAT = protocol
+        transport.FORMAT = protocol
 
     def open(self, transport):
         if self.receiver is None or not self.receiver.follow(transport):
@@ -266,9 +266,9 @@ def test_an_engine_of_another_version_of_the_package_is_refused_in_a_sentence(ca
     for name, engine in (("old", old), ("well", well[0])):
         engine.start("open", trainers[0].call("describe", name, 1))
     sentence = (
-        rf"the trainer has protocol {facts.FORMAT} \(torch .*\), the engine protocol qurl-update-0 "
-        r"\(torch .*\), and their messages are incompatible; install the same version of "
-        "qurl-megatron in both environments"
+        rf"the trainer has protocol {transport.FORMAT} \(torch .*\), the engine protocol "
+        r"qurl-update-0 \(torch .*\), and their messages are incompatible; install the same "
+        "version of qurl-megatron in both environments"
     )
     for failures in together(trainers, "connect", {"old": 1, "well": 1}):
         assert failures.keys() == {"old"} and re.fullmatch(sentence, failures["old"])
@@ -306,7 +306,7 @@ SAME = {
     ],
 )
 def test_two_ends_must_agree_in_what_their_transport_needs(kind, changes, expected):
-    reason = facts.disagreement(kind, SAME, {**SAME, **changes})
+    reason = transport.disagreement(kind, SAME, {**SAME, **changes})
     if expected is None:
         assert reason is None
     else:
@@ -316,8 +316,8 @@ def test_two_ends_must_agree_in_what_their_transport_needs(kind, changes, expect
 def test_the_trainer_takes_sglangs_settings_of_nccl_unless_it_has_its_own(monkeypatch):
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    facts.settle_nccl()
-    told = facts.own_facts()
+    transport.settle_nccl()
+    told = transport.own_facts()
     assert (told["NCCL_CUMEM_ENABLE"], told["NCCL_NVLS_ENABLE"]) == ("0", "1")
     monkeypatch.delenv("NCCL_CUMEM_ENABLE")
 
