@@ -55,7 +55,8 @@ class FolderSender(Sender):
         return {"kind": self.kind, "receipts": str(self.folder / RECEIPTS)}
 
     def take_receipt(self, name: str) -> bytes | None:
-        return take(self.folder / RECEIPTS / name)
+        with refusing(self.folder / RECEIPTS / name):
+            return take(self.folder / RECEIPTS / name)
 
     def close(self) -> None:
         if self.leads:
@@ -215,6 +216,9 @@ def take(path: Path) -> bytes | None:
     Names are never used twice, so the first look for one asks the server of a network filesystem.
     Its answer that a name is absent may be remembered for a minute, unless the folder is opened
     again before the next look.
+
+    Raises:
+        OSError: no receipt can be left there, for want of room, say.
     """
     for look in range(2):
         if look:
@@ -223,6 +227,10 @@ def take(path: Path) -> bytes | None:
             content = path.read_bytes()
             path.unlink()
             return content
+    # An engine that had no room for its receipt cannot say so: try in its place.
+    room = path.with_suffix(".room")
+    write_whole(room, b"1")
+    room.unlink()
     return None
 
 

@@ -155,6 +155,9 @@ class Sender:
         """Take the engine ranks' receipts of "check"; a missing one is an error in its place.
 
         An engine leaves its receipts before it answers.
+
+        Raises:
+            ConfigError: none can be left, because the disk is full, say.
         """
         deadline, pause_s = time.monotonic() + self.receipt_wait_s, POLL_S
         by_rank: dict[int, Receipt] = {}
@@ -170,7 +173,11 @@ class Sender:
             pause_s = min(2 * pause_s, SLOWEST_POLL_S)
 
     def take_receipt(self, name: str) -> bytes | None:
-        """Return a receipt and remove it; None: it is not there yet."""
+        """Return a receipt and remove it; None: it is not there yet.
+
+        Raises:
+            ConfigError: none can be left, because the disk is full, say.
+        """
         raise NotImplementedError
 
     def finish(self) -> None:

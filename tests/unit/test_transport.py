@@ -17,6 +17,7 @@ from qurl_megatron.wire.files import FilesSender, leave
 from qurl_megatron.wire.message import Message, Receipt, Room, checksum, piece_of, word_sum
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.shared_memory import MemorySender
+from tests.support.disks import fill, small_disk
 from tests.support.remote import Remote
 from tests.support.shards import shard
 from tests.support.waiting import wait_until
@@ -207,6 +208,20 @@ def test_a_receipt_that_comes_late_is_waited_for_and_one_that_is_missing_is_an_e
     Clock(monkeypatch, lambda: receiver.report(Receipt("v2", 1, "boom", 0, 0.0)))
     lost, there = sender.receipts("v2", 2)
     assert "rank 0 left no receipt" in lost.error and there.error == "boom"
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_where_an_engine_had_no_room_for_its_receipt_the_sender_says_so_at_once(kind, tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        sender = make_sender(kind, disk)
+        receiver = open_receiver(sender.describe("a", 1), 0)
+        fill(disk)
+        with pytest.raises(ConfigError, match="cannot be written"):
+            receiver.report(Receipt("v2", 0, None, 1, 0.0))
+        with pytest.raises(ConfigError, match=r"v2-0.json cannot be written .* free; .*sync\.dir"):
+            sender.receipts("v2", 1)
+        (disk / "filler").unlink()
+        sender.close()
 
 
 class Nfs:
