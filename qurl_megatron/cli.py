@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qurl_megatron import __version__
 from qurl_megatron.bench.command import add_benchmarks, bench
@@ -18,7 +19,11 @@ from qurl_megatron.evaluation.eval_plan import add_options, evaluate
 from qurl_megatron.evaluation.plan import add_study_options, study
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.terminal import terminal
+from qurl_megatron.observe.text import aligned
 from qurl_megatron.plan.command import add_plan_options, plan
+
+if TYPE_CHECKING:
+    from qurl_megatron.config import RunConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,26 +77,22 @@ def show(arguments: argparse.Namespace) -> int:
         from qurl_megatron.config.env import describe
 
         print(describe())
-    if arguments.dry_run:
-        return _dry_run(arguments)
-    if arguments.recipe:
-        from qurl_megatron.config import load, to_toml
-        from qurl_megatron.training.shapes import check_layout
-
-        config = load(_recipe(arguments.recipe), arguments.overrides)
-        check_layout(config)
-        print(to_toml(config))
-    elif not arguments.env:
+        if not arguments.recipe:
+            return 0
+    if not arguments.recipe:
         raise ConfigError("qurl show needs a recipe, or --env")
+    from qurl_megatron.config import load, to_toml
+    from qurl_megatron.training.shapes import check_layout
+
+    config = load(_recipe(arguments.recipe), arguments.overrides)
+    if arguments.dry_run:
+        return _dry_run(config, arguments)
+    check_layout(config)
+    print(to_toml(config))
     return 0
 
 
-def _dry_run(arguments: argparse.Namespace) -> int:
-    if not arguments.recipe:
-        raise ConfigError("qurl show --dry-run needs a recipe")
-    from qurl_megatron.config import load
-
-    config = load(_recipe(arguments.recipe), arguments.overrides)
+def _dry_run(config: "RunConfig", arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about kernels it does not find
         from qurl_megatron.plan.footprint import footprint, render
@@ -150,10 +151,6 @@ def fleet(arguments: argparse.Namespace) -> int:
     """Look at the engines of a run: their versions and load, as they report them."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from qurl_megatron.engines.starting import given_key
     from qurl_megatron.fleet.answer import Load
     from qurl_megatron.fleet.client import EngineClient, EngineError
@@ -177,19 +174,16 @@ def fleet(arguments: argparse.Namespace) -> int:
     silent = [load for load in loads.values() if isinstance(load, EngineError)]
     if len(silent) == len(loads):
         raise ConfigError(str(silent[0]))
-    table = Table(box=None, pad_edge=False)
-    for name in ("engine", "health", "version", "running", "queued", "model"):
-        numbers = name in ("version", "running", "queued")
-        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    rows = [("engine", "health", "version", "running", "queued", "model")]
     for url, load in loads.items():
         if isinstance(load, EngineError):
-            table.add_row(escape(url), f"[red]no answer[/]: {escape(str(load))}")
+            rows.append((url, "no answer", "", "", "", ""))
             continue
-        health = "[yellow]paused[/]" if load.paused else "[green]ok[/]"
-        queue = (str(load.running), str(load.waiting))
-        table.add_row(escape(url), health, escape(load.version), *queue, escape(load.model))
-    Console().print(table)
-    return 1 if silent else 0
+        health = "paused" if load.paused else "ok"
+        rows.append((url, health, load.version, str(load.running), str(load.waiting), load.model))
+    lines = aligned(rows, words=("engine", "health", "model"))
+    print(printable("\n".join([*lines, *map(str, silent)])))
+    return int(bool(silent))
 
 
 def _parser() -> Parser:

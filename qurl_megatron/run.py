@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,31 +42,23 @@ class Run:
         return load(self.folder / RECIPE)
 
     @property
-    def metrics(self) -> Any:
-        """Every metric of every step.
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Every metric of every step, as columns of equal length; ``pandas.DataFrame`` takes them.
 
         Returns:
-            Where pandas is installed a DataFrame with a row per step and a column per metric;
-            else a dict of numpy arrays, equally long, "step" among them. NaN where a metric was
-            not measured.
+            By name, "step" among them; NaN where a metric was not measured.
 
         Raises:
             ConfigError: no step has ended yet.
         """
         history = History(read_metrics(self.folder))
         steps = sorted({int(step) for name in history for step in history.series(name)[0]})
-        rows = {step: row for row, step in enumerate(steps)}
-        columns: dict[str, np.ndarray] = {}
+        columns: dict[str, np.ndarray] = {"step": np.array(steps)}
         for name in sorted(history):
-            column = np.full(len(steps), np.nan)
             measured_at, values = history.series(name)
-            column[[rows[int(step)] for step in measured_at]] = values
-            columns[name] = column
-        try:
-            import pandas
-        except ImportError:
-            return {"step": np.array(steps), **columns}
-        return pandas.DataFrame(columns, index=pandas.Index(steps, name="step"))
+            columns[name] = np.full(len(steps), np.nan)
+            columns[name][np.searchsorted(steps, measured_at)] = values
+        return columns
 
     @property
     def samples(self) -> list[Example]:

@@ -61,6 +61,11 @@ INTEGER = {name: row.largest for name, row in SCHEMES.items() if row.stored == "
 """The largest codes of those whose products are INT8's."""
 
 
+def title(name: str) -> str:
+    """Return a scheme's name as people write it."""
+    return "BF16" if name == "none" else name.upper()
+
+
 def simulation(name: str, key: str = "quant.scheme=") -> str:
     """Describe a simulated scheme in a sentence; empty for others.
 

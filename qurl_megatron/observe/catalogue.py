@@ -155,4 +155,6 @@ def known(name: str) -> Known | None:
 def unit(name: str) -> Unit:
     """How a metric's value reads; plainly where it is not known."""
     entry = known(name)
-    return entry.unit if entry else ""
+    if entry is None:
+        return ""
+    return entry.unit

@@ -272,13 +272,14 @@ def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
     """
     if len(values) <= MEASURED:
         return values
+    if log:
+        return np.exp(smooth(np.log(values)))
     sigma = max(1.0, len(values) / 40)
-    level = np.log(values) if log else values
     total, weight = (  # the weight is smaller at both ends
         gaussian_filter1d(part, sigma, mode="constant", truncate=3.0)
-        for part in (level, np.ones(len(values)))
+        for part in (values, np.ones(len(values)))
     )
-    return np.exp(total / weight) if log else total / weight
+    return total / weight
 
 
 def frame(axes: Axes, first: int, last: int, *, shares: bool) -> None:
@@ -309,8 +310,12 @@ def _scale_y(axes: Axes, shares: bool) -> None:
         return
     low, high = axes.get_ylim()
     decades = math.log10(high / low)
-    subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=7))
+    labelled: tuple[float, ...] = (1.0, 2.0, 5.0)
+    if decades > 2.5:
+        labelled = (1.0,)
+    elif decades > 1.2:
+        labelled = (1.0, 3.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=labelled, numticks=7))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
 

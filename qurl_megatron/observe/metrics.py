@@ -53,7 +53,9 @@ class Mean(Sums):
     @property
     def value(self) -> float:
         """NaN where nothing was averaged."""
-        return self.total / self.weight if self.weight else math.nan
+        if not self.weight:
+            return math.nan
+        return self.total / self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,7 @@ class Max:
     value: float
 
     def merged(self, other: "Max") -> "Max":
-        # max(1.0, nan) is 1.0 but max(nan, 1.0) is nan: without this, rank order would decide.
-        values = (self.value, other.value)
-        return Max(math.nan if any(map(math.isnan, values)) else max(values))
+        return Max(float(np.maximum(self.value, other.value)))  # max() would lose a NaN, or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,7 @@ class Min:
     value: float
 
     def merged(self, other: "Min") -> "Min":
-        values = (self.value, other.value)
-        return Min(math.nan if any(map(math.isnan, values)) else min(values))
+        return Min(float(np.minimum(self.value, other.value)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +194,9 @@ def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                 f"metric {name} is a {type(earlier).__name__} in one place "
                 f"and a {type(metric).__name__} in another"
             )
-            merged[name] = (
-                metric if earlier is None else earlier.merged(metric)  # type: ignore[arg-type]  # of one type: see above
-            )
+            if earlier is not None:
+                metric = earlier.merged(metric)  # type: ignore[arg-type]  # of one type: see above
+            merged[name] = metric
     return merged
 
 
@@ -291,8 +290,12 @@ class History:
         return self._series[name]
 
     def last(self, name: str) -> float | None:
-        return float(self._series[name][1][-1]) if name in self._series else None
+        if name not in self:
+            return None
+        return float(self._series[name][1][-1])
 
     def mean(self, name: str) -> float:
         """Return the mean over steps, 0 where the metric was never measured."""
-        return float(self._series[name][1].mean()) if name in self._series else 0.0
+        if name not in self:
+            return 0.0
+        return float(self._series[name][1].mean())

@@ -17,8 +17,9 @@ from qurl_megatron.observe.catalogue import METRICS, known
 from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
-from qurl_megatron.observe.text import duration, number, percent, reading
+from qurl_megatron.observe.text import duration, how_many, number, percent, reading
 from qurl_megatron.observe.timeline import HALTED, TIMELINE_FILE, TRACE_FILE, Span, read_timeline
+from qurl_megatron.schemes import title
 
 CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
@@ -86,10 +87,10 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
     facts = []
     if model := recipe.get("model", {}).get("path"):
         facts.append(Path(model).name)
-    planned = recipe.get("train", {}).get("steps")
-    done = history.last_step
-    plural = "step" if done == 1 and not planned else "steps"
-    facts.append(f"{done} of {planned} {plural}" if planned else f"{done} {plural}")
+    if planned := recipe.get("train", {}).get("steps"):
+        facts.append(f"{history.last_step} of {planned} steps")
+    else:
+        facts.append(how_many(history.last_step, "step"))
     if share := history.mean("reward/failed_fraction"):
         facts.append(f"{percent(share)} of the responses unscored")
     facts.append(time.strftime("%-d %B %Y, %H:%M", time.localtime(records[-1].time)))
@@ -113,7 +114,7 @@ def _key_figures(history: History, recipe: dict) -> Iterator[tuple[str, str, str
         yield "Training time", duration(seconds.sum()), f"{duration(seconds.mean())} a step", ""
     if "quant" in recipe and "algo" in recipe:
         quant = recipe["quant"]
-        scheme = "BF16" if quant["scheme"] == "none" else quant["scheme"].upper()
+        scheme = title(quant["scheme"])
         objective = recipe["algo"]["objective"].upper()
         yield "Scheme", f"{scheme} {objective}", f"UAQ s = {quant['uaq_scale']:g}", ""
 
@@ -150,7 +151,7 @@ def _quotes(examples: Sequence[Example]) -> Iterator[tuple[str, str, dict[str, s
     and the last step that has any, of evaluations and of training."""
     for of in (HELD_OUT, TRAIN):
         steps = sorted({example.step for example in examples if example.of == of})
-        for step in sorted({steps[i] for i in (0, len(steps) // 2, -1)} if steps else ()):
+        for step in sorted({*steps[:1], *steps[len(steps) // 2 :][:1], *steps[-1:]}):
             of_step = [example for example in examples if (example.step, example.of) == (step, of)]
             ranked = sorted(of_step, key=lambda example: example.reward)
             ends = {"lowest": ranked[0], "highest": ranked[-1]}
@@ -220,8 +221,9 @@ def what_acted(history: History, algo: Mapping[str, Any]) -> str:
     ratio = history.series("rollout/rho_max")[1].max()
     if algo["objective"] == "acr" and ratio <= algo["cap"]:
         idle = "ACR never acted: no importance weight above C = {cap:g} (largest {ratio})"
-    sentence = acted if share else idle
-    return sentence.format(
+    if not share:
+        acted = idle
+    return acted.format(
         share=percent(share),
         cap=algo["cap"],
         ratio=number(ratio),

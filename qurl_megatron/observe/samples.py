@@ -97,7 +97,7 @@ def facts(example: Example) -> str:
     """Return reward, advantage, length and ending of a response in one line."""
     parts = [f"reward {number(example.reward)}"]
     if example.advantage is not None:
-        sign = "+" if example.advantage > 0 else ""
+        sign = "+" * (example.advantage > 0)
         parts.append(f"advantage {sign}{number(example.advantage)}")
     ends = {"length": ", cut off at the limit", "abort": ", aborted"}
     parts.append(how_many(example.tokens, "token") + ends.get(example.finish, ""))

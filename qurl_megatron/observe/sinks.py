@@ -160,9 +160,10 @@ class JsonlSink(LineFile[Record]):
     @staticmethod
     def parse(line: str) -> Record:
         record = json.loads(line)
-        metrics = {}
+        metrics = dict.fromkeys(record["metrics"], math.nan)
         for name, value in record["metrics"].items():
-            metrics[name] = math.nan if value is None else float(value)
+            if value is not None:
+                metrics[name] = float(value)
         return Record(int(record["step"]), float(record["time"]), metrics)
 
     @staticmethod
@@ -197,9 +198,7 @@ def read_metrics(path: Path | str) -> list[Record]:
 def _to_json(value: float) -> float | str:
     if math.isfinite(value):
         return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    return json.dumps(value)  # NaN, Infinity or -Infinity, as a string
 
 
 class TensorBoardSink:
@@ -304,7 +303,7 @@ class WandbSink:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the run, as failed where an exception ends the block."""
-        self._run.finish(exit_code=0 if kind is None else 1)
+        self._run.finish(exit_code=int(kind is not None))
 
 
 def _wandb_id(run_dir: Path, *, fresh: bool) -> str:

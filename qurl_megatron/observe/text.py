@@ -17,7 +17,9 @@ def percent(value: float) -> str:
     share = 100 * value
     if share == 0 or abs(share) >= 0.095:
         return f"{share:.1f} %"
-    return f"{power_of_ten(share) if abs(share) < 1e-4 else f'{share:.1g}'} %"
+    if abs(share) >= 1e-4:
+        return f"{share:.1g} %"
+    return f"{power_of_ten(share)} %"
 
 
 def byte_size(count: float) -> str:
@@ -77,13 +79,17 @@ def duration(seconds: float) -> str:
     """2.31 -> "2.31 s", 110 -> "1m50s", 7500 -> "2h05m"."""
     if not math.isfinite(seconds):
         return str(seconds)
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
     if seconds < 59.95:
-        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+        return f"{seconds:.1f} s"
     minutes, seconds_left = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{seconds_left:02d}s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+    if hours < 48:
+        return f"{hours}h{minutes:02d}m"
+    return f"{hours // 24}d{hours % 24:02d}h"
 
 
 def reading(name: str, value: float) -> str:

@@ -94,4 +94,4 @@ def overlap(spans: Iterable[Span]) -> float:
                 both += time - before
         running[lane] += change
         before = time
-    return both / generating if generating else 0.0
+    return both / max(generating, 1e-9)

@@ -170,11 +170,9 @@ def stop_sentence(curve: Sequence[Prediction], worth: float) -> str:
     for best, doubled in zip(curve, curve[1:], strict=False):
         saved = 1 - doubled.step / best.step
         if doubled.choice.gpus == 2 * best.choice.gpus and saved < worth:
-            phase, _, reason = doubled.limit.partition(": ")
             return (
                 f"It stops scaling at {best.choice.gpus} GPUs: twice as many take "
-                f"{100 * saved:.1f} % off the step, limited by {phase}"
-                + (f" ({reason})." if reason else ".")
+                f"{100 * saved:.1f} % off the step, limited by {doubled.limit}."
             )
     return f"It scales up to {curve[-1].choice.gpus} GPUs, the most that were simulated."
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
-from qurl_megatron.observe.text import how_many
+from qurl_megatron.observe.text import aligned, how_many
 from qurl_megatron.plan import memory
 from qurl_megatron.plan.memory import GIB, Held, Pass, held_from_shapes, round_up
-from qurl_megatron.schemes import SERVED
+from qurl_megatron.schemes import SERVED, title
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.shapes import Models, check_division, find_models
 from qurl_megatron.wire import SLOTS
@@ -47,7 +47,7 @@ class Stage:
     @property
     def held(self) -> list[Held]:
         """Of each model that trains."""
-        return [self.policy] + ([self.critic] if self.critic else [])
+        return [model for model in (self.policy, self.critic) if model]
 
     @property
     def at_rest(self) -> int:
@@ -198,11 +198,13 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
         stage_layers = range(index * layers, (index + 1) * layers)
         # FP8 codes without FP8 hardware are multiplied in FP32, of which this counts half.
         codes, cast = memory.aligned(arch, stage_layers, parallel.tensor, passed.itemsize)
-    in_reference = config.algo.kl_coef > 0 and config.algo.reference_memory == "device"
+    reference = 0
+    if config.algo.kl_coef > 0 and config.algo.reference_memory == "device":
+        reference = policy.parameters * passed.itemsize
     return Stage(
         layers=layers,
         policy=policy,
-        reference=policy.parameters * passed.itemsize if in_reference else 0,
+        reference=reference,
         codes=codes,
         critic=critic,
         passes=passes,
@@ -261,10 +263,12 @@ def render(run: Footprint) -> str:
     """The tables, as text."""
     config, arch, parallel = run.config, run.models.policy, run.config.parallel
     described_by = run.models.described_by
-    to_be_made = "" if described_by.is_file() else ", to be made"
+    source = os.path.relpath(described_by)
+    if not described_by.is_file():
+        source += ", to be made"
     lines = [
         f"{arch.family}, {_count(parameter_count(arch))} parameters, {arch.num_layers} layers: "
-        f"{os.path.relpath(described_by)}{to_be_made}",
+        f"{source}",
         f"{parallel.world_size} training ranks: tensor {parallel.tensor}, pipeline "
         f"{parallel.pipeline}, context {parallel.context}, data {parallel.data}",
         "",
@@ -280,7 +284,9 @@ def render(run: Footprint) -> str:
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+    if parameters >= 1e8:
+        return f"{parameters / 1e9:.2f} B"
+    return f"{parameters / 1e6:.2f} M"
 
 
 def _gib(size: int) -> str:
@@ -289,12 +295,9 @@ def _gib(size: int) -> str:
 
 def _table(columns: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the lines of a table, from the cells of each column by the label of their row."""
-    width = max(map(len, columns[0]))
-    lines = []
-    for label in columns[0]:
-        cells = "".join(f"{column[label]:>9}" for column in columns)
-        lines.append(f"  {label:{width}}{cells}")
-    return lines
+    labels = list(columns[0])
+    rows = [[label, *(column[label] for column in columns)] for label in labels]
+    return [f"  {line}" for line in aligned(rows, words=labels[:1])]
 
 
 def _column(run: Footprint, index: int) -> dict[str, str]:
@@ -356,7 +359,9 @@ def _phase_lines(run: Footprint) -> list[str]:
 
 def _engine_lines(run: Footprint, engine: EngineFootprint) -> list[str]:
     rollout = run.config.rollout
-    placement = "beside a trainer at rest" if engine.colocated else "none of them the trainer's"
+    placement = "none of them the trainer's"
+    if engine.colocated:
+        placement = "beside a trainer at rest"
     lines = [
         f"{how_many(rollout.engines, 'SGLang engine')} of "
         f"{how_many(rollout.engine_tensor, 'GPU')} each, {placement}: "
@@ -364,10 +369,9 @@ def _engine_lines(run: Footprint, engine: EngineFootprint) -> list[str]:
         f"{engine.token / 1024:g} KiB a token of cache"
     ]
     for scheme in sorted(SERVED, key="none".__eq__):
-        name = "BF16" if scheme == "none" else scheme.upper()
         tokens = engine.tokens(scheme)
         lines.append(
-            f"  {name:5} weights {engine.weights[scheme] / GIB:6.2f} GiB, cache of "
+            f"  {title(scheme):5} weights {engine.weights[scheme] / GIB:6.2f} GiB, cache of "
             f"{tokens / 1000:6.0f} k tokens: {tokens // run.longest} responses of full length"
         )
     return lines

@@ -27,8 +27,9 @@ class Choice:
 
     @property
     def gpus(self) -> int:
-        trainer = self.parallel.world_size
-        return trainer if self.colocated else trainer + self.engines * self.engine_tensor
+        if self.colocated:
+            return self.parallel.world_size
+        return self.parallel.world_size + self.engines * self.engine_tensor
 
     def label(self) -> str:
         """Short: sizes of 1 are left out; "+" has GPUs of its own, "&" shares them."""
@@ -55,10 +56,14 @@ def choices(arch: Arch, own: ParallelConfig, gpus: int, node: int, shares: int) 
         shares: the number that data ranks divide: an update's responses, or its microbatches.
     """
     within = _divisors(min(node, gpus))
-    splits = range(1, gpus) if gpus <= node else range(node, gpus, node)
-    for trainer in (gpus, *splits):
+    step = 1
+    if gpus > node:
+        step = node
+    for trainer in range(step, gpus + 1, step):
         colocated = trainer == gpus
-        rollout = gpus if colocated else gpus - trainer
+        rollout = gpus - trainer
+        if colocated:
+            rollout = gpus
         engine_tensors = [n for n in within if rollout % n == 0 and engine_divides(arch, n)]
         trainers = [
             each for each in _trainers(arch, own, trainer, within) if not shares % each.data

@@ -314,7 +314,7 @@ def test_more_gpus_are_never_slower_and_the_end_of_scaling_is_found():
     gpus, saved = re.match(pattern, sentence).groups()
     best, doubled = (one for one in curve if one.choice.gpus in (int(gpus), 2 * int(gpus)))
     assert float(saved) == pytest.approx(100 * (1 - doubled.step / best.step), abs=0.05)
-    assert sentence.endswith(f"limited by rollout ({seconds.LONGEST}).")
+    assert sentence.endswith(f"limited by rollout: {seconds.LONGEST}.")
     assert stop_sentence(curve, worth=-10.0).startswith("It scales up to 128 GPUs")
 
 
