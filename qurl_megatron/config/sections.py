@@ -409,10 +409,6 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     Embedded engines get all of their work at once, so that a run repeats bit for bit; SGLang's
     sums depend on who shares a batch."""
 
-    straggler_s: float = key(0.0, at_least(0))
-    """Seconds after which a request is aborted and continued elsewhere from the tokens it has,
-    with twice the time; 0 waits. Time in which weights are published does not count."""
-
     timeout_s: float = key(3600.0, positive())
     """Seconds after which an engine that has not answered a request has failed, pauses included:
     more than the longest response takes. Engines that hang are found by their health checks."""

@@ -346,7 +346,6 @@ def _rollout(arguments: argparse.Namespace, base: RolloutConfig) -> RolloutConfi
         colocate=False,
         max_staleness=0,
         timeout_s=TIMEOUT_S,
-        straggler_s=0.0,
         samples_per_prompt=arguments.k,
     )
 

@@ -18,7 +18,6 @@ they can hold.
 
 import asyncio
 import contextlib
-import math
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -117,24 +116,17 @@ def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
 
 @dataclass(eq=False)
 class _Flight:
-    """One request on its way: items, the engine that has them, and since when."""
+    """One request on its way: items, and the engine that has them, as it was then."""
 
     items: list[Response]
     engine: EngineRecord
-    rid: str
     failures: int  # of the engine when it took off: more now means that it crashed
     version: int | None  # that the engine had confirmed then: it cannot answer from an older one
-    patience: float  # seconds until it counts as a straggler
-    age: float = 0.0
-    aborted: bool = False
+    received: int  # tokens of the items then
 
     @property
     def lost(self) -> bool:
         return self.engine.failures != self.failures
-
-    @property
-    def tokens(self) -> int:
-        return sum(item.tokens for item in self.items)
 
 
 class _Collection:
@@ -151,14 +143,13 @@ class _Collection:
         self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
         self.turns, self.most_turns = turns, turns.most if turns else 1
         # With the environment: items, and the engine to continue with.
-        self.talks: dict[asyncio.Task, tuple[list[Response], EngineRecord | None]] = {}
+        self.talks: dict[asyncio.Future, tuple[list[Response], EngineRecord | None]] = {}
         self.group_of = {item: group for group in groups for item in group}
-        self.config = fleet.config
         self.tag = uuid.uuid4().hex
-        self.limit: int | None = self.config.requests_per_engine  # responses in flight per engine
-        # Waiting for an engine: items, seconds of patience, engine (None: the least loaded).
-        self.waiting: deque[tuple[list[Response], float, EngineRecord | None]] = deque()
-        self.flights: dict[asyncio.Task, _Flight] = {}
+        self.limit: int | None = fleet.config.requests_per_engine  # responses in flight per engine
+        # Waiting for an engine: items, and which (None: the least loaded).
+        self.waiting: deque[tuple[list[Response], EngineRecord | None]] = deque()
+        self.flights: dict[asyncio.Future, _Flight] = {}
         self.sessions: dict[EngineClient, Session] = {}
         self.sent = 0
         # Requests that left an engine since the last look.
@@ -178,58 +169,47 @@ class _Collection:
 
     def _deal(self) -> None:
         """Deal a share to each engine that repeats, or group by group where there is room."""
-        serving, patience = self.fleet.serving(), self.config.straggler_s or math.inf
+        serving = self.fleet.serving()
         repeat = all(engine.kind.repeats for engine in serving)
         if repeat:
             self.limit = None  # they queue by themselves
         if not (serving and repeat):
-            for group in self.groups:
-                self.waiting.append((group, patience, None))
+            self.waiting += [(group, None) for group in self.groups]
             return
         for index, engine in enumerate(serving):
             share: list[Response] = []
             for group in self.groups[index :: len(serving)]:
                 share += group
             if share:
-                self.waiting.append((share, patience, engine))
+                self.waiting.append((share, engine))
 
     async def _launch(self) -> None:
         """Send waiting items to engines that have room."""
         while self.waiting:
-            items, patience, engine = self.waiting[0]
-            tokens = sum(item.tokens for item in items)
+            items, engine = self.waiting[0]
             if engine is not None and engine.state == "serving":
-                self.fleet.occupy(engine, tokens, len(items))
+                self.fleet.occupy(engine, _tokens(items), len(items))
             else:
-                engine = self.fleet.take(tokens, len(items), limit=self.limit)
+                engine = self.fleet.take(_tokens(items), len(items), limit=self.limit)
             if engine is None:
                 if not self.fleet.serving():
                     raise EngineError(f"no engine is serving: {self.fleet.why_not()}")
                 return  # all are full
             self.waiting.popleft()
-            flight = _Flight(
-                items=items,
-                engine=engine,
-                rid=f"{self.tag}-{self.sent}-",
-                failures=engine.failures,
-                version=engine.version,
-                patience=patience,
-            )
+            received = sum(item.received for item in items)
+            flight = _Flight(items, engine, engine.failures, engine.version, received)
+            client = engine.api
+            if client not in self.sessions:  # a restarted engine has a new one
+                self.sessions[client] = await self.stack.enter_async_context(client.session())
+            task = asyncio.create_task(self._fly(flight, self.sessions[client], self.sent))
+            self.flights[task] = flight
             self.sent += 1
-            session = await self._session(engine)
-            self.flights[asyncio.create_task(self._fly(flight, session))] = flight
 
-    async def _session(self, engine: EngineRecord) -> Session:
-        client = engine.api
-        if client not in self.sessions:  # a restarted engine has a new one
-            self.sessions[client] = await self.stack.enter_async_context(client.session())
-        return self.sessions[client]
-
-    async def _fly(self, flight: _Flight, session: Session) -> list[Part | Malformed]:
+    async def _fly(self, flight: _Flight, session: Session, number: int) -> list[Part | Malformed]:
         fleet, requests = self.fleet, [item.request() for item in flight.items]
         asked = []
         for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True)):
-            asked.append(Asked(f"{flight.rid}{index}", item.budget, len(ids)))
+            asked.append(Asked(f"{self.tag}-{number}-{index}", item.budget, len(ids)))
 
         def read(content: bytes) -> list[Part | Malformed]:
             rules = Rules(
@@ -257,46 +237,24 @@ class _Collection:
         if not (self.flights or self.talks):
             await asyncio.sleep(POLL_S)  # full engines of other callers
             return
-        start = self.fleet.clock()
         done, _ = await asyncio.wait(
             [*self.flights, *self.talks], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
-        if not self.fleet.publishing:
-            for flight in self.flights.values():
-                flight.age += self.fleet.clock() - start
         for task in done & self.talks.keys():
             items, engine = self.talks.pop(task)
             task.result()
             self._tell(items)
-            self._wait_for_engine(items, self.config.straggler_s or math.inf, engine)
+            self._send_on(items, engine)
         for task in done & self.flights.keys():
-            flight = self.flights.pop(task)
-            before = sum(item.received for item in flight.items)
-            try:
-                # An engine that crashed may have answered from weights that nobody confirmed.
-                if not flight.lost:
-                    await self._land(flight, task)
-                else:
-                    task.exception()  # looked at, or Python prints it when the task is dropped
-            finally:
-                received = sum(item.received for item in flight.items) - before
-                self.fleet.vacate(
-                    flight.engine, flight.tokens, len(flight.items), received=received
-                )
-            self._tell(flight.items)
-            self._converse(flight)
-            self._send_on(flight)
+            flight = self.flights[task]
+            # An engine that crashed may have answered from weights that nobody confirmed.
+            if not flight.lost:
+                await self._land(flight, task)
+            else:
+                task.exception()  # looked at, or Python prints it when the task is dropped
+            self._end(task)
 
-    def _tell(self, items: list[Response]) -> None:
-        """Report the groups that are whole now, each once: a finished item travels no more, so its
-        group is whole for the first time when its last item comes in."""
-        if self.finished is None:
-            return
-        for group in {id(group): group for group in (self.group_of[i] for i in items)}.values():
-            if all(item.finish for item in group):
-                self.finished([item.sample() for item in group])
-
-    async def _land(self, flight: _Flight, task: asyncio.Task) -> None:
+    async def _land(self, flight: _Flight, task: asyncio.Future) -> None:
         try:
             parts = task.result()
         except EngineError as error:
@@ -307,65 +265,12 @@ class _Collection:
         bad = None
         for item, part in zip(flight.items, parts, strict=True):
             if isinstance(part, Part):
-                item.take(part, most=self.most_turns, recalled=flight.aborted)
+                item.take(part, most=self.most_turns)
             elif bad is None:
                 url, prompt = flight.engine.url, item.prompt.index
                 bad = EngineError(f"{url} answered prompt {prompt}: {part}", faulty=True)
         if bad is not None:
             await self._fail(flight, bad)
-
-    async def _look(self) -> None:
-        """Stop if asked; leave engines that failed; abort requests that take too long."""
-        at_work = self.flights or self.waiting or self.talks
-        if self.stop is not None and at_work and self.stop():
-            raise Interrupted("stopped while engines were generating")
-        for task, flight in list(self.flights.items()):
-            if flight.lost:
-                del self.flights[task]
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
-                self._send_on(flight)
-            elif flight.age > flight.patience and not flight.aborted:
-                await self._abort(flight)
-        for engine, number in self.moved.items():
-            self.fleet.count("retries", number)
-            self.fleet.note(
-                "retried", engine, f"{how_many(number, 'response')} to be finished elsewhere"
-            )
-        self.moved.clear()
-
-    def _converse(self, flight: _Flight) -> None:
-        """Have the environment answer where a turn ended."""
-        ended = [item for item in flight.items if item.ended]
-        together = flight.engine.kind.repeats and not flight.lost
-        for items in [ended] if together else [[item] for item in ended]:
-            if items:
-                task = asyncio.create_task(self._talk(items))
-                self.talks[task] = items, flight.engine if together else None
-
-    async def _talk(self, items: list[Response]) -> None:
-        turns = self.turns
-        assert turns is not None, "without, no turn ends"
-        await asyncio.gather(*(item.converse(turns) for item in items))
-
-    def _wait_for_engine(
-        self, items: list[Response], patience: float, engine: EngineRecord | None = None
-    ) -> None:
-        """Put unfinished items before all others that wait."""
-        if unfinished := [item for item in items if not item.finish]:
-            self.waiting.appendleft((unfinished, patience, engine))
-
-    def _send_on(self, flight: _Flight) -> None:
-        unfinished = [item for item in flight.items if not (item.finish or item.ended)]
-        if not unfinished:
-            return
-        if flight.lost:
-            self.moved[flight.engine] += len(unfinished)
-        # Twice the time for the rest of a straggler: else one that waits in a queue would be
-        # aborted again and again.
-        patience = flight.patience * 2 if flight.aborted else flight.patience
-        self._wait_for_engine(unfinished, patience)
 
     async def _fail(self, flight: _Flight, error: EngineError) -> None:
         # An engine that lies, or refuses our key, says nothing of the request. But
@@ -376,25 +281,77 @@ class _Collection:
                     item.failed(str(error))
         await asyncio.to_thread(self.fleet.fail, flight.engine, error)
 
-    async def _abort(self, flight: _Flight) -> None:
-        flight.aborted = True
-        self.fleet.count("aborted", len(flight.items))
-        reason = f"{how_many(len(flight.items), 'response')}, after {flight.age:.0f} s"
-        self.fleet.note("aborted", flight.engine, reason)
-        try:
-            await asyncio.to_thread(flight.engine.api.abort, flight.rid)
-        except EngineError as error:
-            await asyncio.to_thread(self.fleet.fail, flight.engine, error)
+    def _end(self, task: asyncio.Future) -> None:
+        """Free the engine of a flight's items, and see each of them to its next station."""
+        flight = self.flights.pop(task)
+        items, engine = flight.items, flight.engine
+        received = sum(item.received for item in items) - flight.received
+        self.fleet.vacate(engine, _tokens(items), len(items), received=received)
+        self._tell(items)
+        ended = [item for item in items if item.ended]
+        if engine.kind.repeats and not flight.lost:
+            self._converse(ended, engine)
+        else:
+            for item in ended:
+                self._converse([item], None)
+        moved = self._send_on(items)
+        if flight.lost:
+            self.moved[engine] += moved
+
+    def _tell(self, items: list[Response]) -> None:
+        """Report the groups that are whole now, each once: a finished item travels no more, so its
+        group is whole for the first time when its last item comes in."""
+        if self.finished is None:
+            return
+        for group in {id(group): group for group in (self.group_of[i] for i in items)}.values():
+            if all(item.finish for item in group):
+                self.finished([item.sample() for item in group])
+
+    def _converse(self, ended: list[Response], engine: EngineRecord | None) -> None:
+        """Have the environment answer turns that ended; ``engine`` gets the next ones."""
+        if ended:
+            assert self.turns is not None, "without, no turn ends"
+            talk = asyncio.gather(*(item.converse(self.turns) for item in ended))
+            self.talks[talk] = ended, engine
+
+    def _send_on(self, items: list[Response], engine: EngineRecord | None = None) -> int:
+        """Put unfinished items before all others that wait; return their number."""
+        unfinished = [item for item in items if not (item.finish or item.ended)]
+        if unfinished:
+            self.waiting.appendleft((unfinished, engine))
+        return len(unfinished)
+
+    async def _look(self) -> None:
+        """Stop if asked; leave engines that failed."""
+        at_work = self.flights or self.waiting or self.talks
+        if self.stop is not None and at_work and self.stop():
+            raise Interrupted("stopped while engines were generating")
+        for task, flight in list(self.flights.items()):
+            if flight.lost:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                self._end(task)
+        for engine, number in self.moved.items():
+            self.fleet.count("retries", number)
+            self.fleet.note(
+                "retried", engine, f"{how_many(number, 'response')} to be finished elsewhere"
+            )
+        self.moved.clear()
 
     async def _give_up(self) -> None:
         """Leave nothing behind: requests that nobody waits for would go on being computed."""
-        flights = list(self.flights.items())
+        flights = list(self.flights.values())
         for task in [*self.flights, *self.talks]:
             task.cancel()
         await asyncio.gather(*self.flights, *self.talks, return_exceptions=True)
-        for _, flight in flights:
-            self.fleet.vacate(flight.engine, flight.tokens, len(flight.items))
-        for engine in {flight.engine for _, flight in flights if not flight.lost}:
+        for flight in flights:
+            self.fleet.vacate(flight.engine, _tokens(flight.items), len(flight.items))
+        for engine in {flight.engine for flight in flights if not flight.lost}:
             # Dead or hung: the error that brought us here says more.
             with contextlib.suppress(EngineError):
                 await asyncio.to_thread(engine.api.abort, f"{self.tag}-")
+
+
+def _tokens(items: Sequence[Response]) -> int:
+    """Return the most tokens that an engine's cache will hold for them."""
+    return sum(len(item.prompt.input_ids) + item.params["max_new_tokens"] for item in items)

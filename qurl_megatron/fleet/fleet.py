@@ -229,7 +229,7 @@ class Fleet:
         self._barred: set[str] = set()  # URLs of engines that are not to be adopted again
         self._complaints: list[str] = []  # about the rendezvous as it is, each said once
         self._events: list[dict] = []
-        self._counts = dict.fromkeys(("restarts", "retries", "aborted"), 0)
+        self._counts = dict.fromkeys(("restarts", "retries"), 0)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
@@ -393,8 +393,7 @@ class Fleet:
     # Their events.
 
     def note(self, event: str, engine: EngineRecord | None, message: str) -> None:
-        """Events: started, failed, died, restarted, joined, left, gave up, retried,
-        aborted."""
+        """Events: started, failed, died, restarted, joined, left, gave up, retried."""
         name = "" if engine is None else engine.name
         with self.lock:
             entry = {"time": now(), "event": event, "engine": name, "message": message}

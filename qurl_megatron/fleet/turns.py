@@ -98,11 +98,6 @@ class Response:
     def budget(self) -> int:
         return self.params["max_new_tokens"] - self.received
 
-    @property
-    def tokens(self) -> int:
-        """The most tokens that an engine's cache will hold for it."""
-        return len(self.prompt.input_ids) + self.params["max_new_tokens"]
-
     def request(self) -> tuple[list[int], dict]:
         """Return the input ids and sampling parameters of the next request."""
         params = {**self.params, "max_new_tokens": self.budget}
@@ -115,13 +110,11 @@ class Response:
             ids += part.ids.tolist()
         return ids, params
 
-    def take(self, part: Part, *, most: int, recalled: bool) -> None:
+    def take(self, part: Part, *, most: int) -> None:
         """Append an engine's answer.
 
         Args:
             most: turns that the conversation may have.
-            recalled: we had it aborted. Without a token it has then waited in the engine's queue,
-                and nothing failed.
         """
         self.parts.append(part)
         self.turn.append(part)
@@ -133,7 +126,7 @@ class Response:
             self.finish = "length"
         if len(part.ids):
             self.failures = []
-        elif not (self.finish or self.ended or recalled):
+        elif not (self.finish or self.ended):
             self.failed(f"it was aborted by the engine: {part.message}")
 
     async def converse(self, turns: Turns) -> None:

@@ -134,7 +134,6 @@ METRICS: dict[str, Known] = {
     "fleet/serving": Known("engines that serve"),
     "fleet/restarts": Known("engines that were restarted"),
     "fleet/retries": Known("responses that another engine had to finish"),
-    "fleet/aborted": Known("responses that were aborted for taking too long"),
     "sampling/kept_fraction": _share("groups whose rewards differ"),
     "sampling/all_right_fraction": _share("groups that are all right"),
     "sampling/all_wrong_fraction": _share("groups that are all wrong"),

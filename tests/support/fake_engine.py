@@ -60,7 +60,6 @@ class FakeEngine:
         self.closing = threading.Event()
         self.calls: list[tuple[str, dict]] = []  # (endpoint, body) of every POST
         self.looks = 0  # GETs
-        self.answered: list[str] = []  # rid of every response that went out whole
         self.session_open = False
         self.lease = Lease()
         self.running = self.generated = 0
@@ -323,8 +322,6 @@ class _EngineHandler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if status == -1 else data)
-        if endpoint == "/generate" and status == 200:
-            engine.answered += [one["meta_info"]["id"] for one in json.loads(data)]
 
 
 def main() -> None:

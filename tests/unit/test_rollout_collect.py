@@ -12,7 +12,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.types import Prompt
 from tests.support.fake_engine import FakeEngine, token_at
 from tests.support.publishing import fleet_of
-from tests.support.waiting import NEVER_S, PATIENCE_S, Clock, wait_until
+from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 
@@ -187,77 +187,6 @@ def test_a_request_that_never_gets_a_token_is_an_error():
         check_whole(gather(fleet, PROMPTS[:1]), PROMPTS[:1])
 
 
-STRAGGLING = {"straggler_s": 60.0, "health_timeout_s": 1e9}  # of the clock, which jumps
-
-
-def skip_until(clock: Clock, condition) -> None:
-    def reached() -> bool:
-        clock.skipped_s += 30
-        return condition()
-
-    wait_until(reached)
-
-
-def test_a_straggler_is_aborted_and_continued_from_its_tokens():
-    slow, quick, clock = FakeEngine(), FakeEngine(), Clock()
-    with (
-        fleet_of(slow, quick, clock=clock, max_new_tokens=20, **STRAGGLING) as fleet,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        slow.stall_at = 3
-        pending = pool.submit(gather, fleet)
-        wait_until(lambda: slow.generated and slow.generated == 3 * slow.running)
-        stalled = len(slow.bodies("/generate"))
-        skip_until(clock, lambda: len(slow.bodies("/abort_request")) >= stalled)
-        slow.stall_at = 0
-        check_whole(pending.result(PATIENCE_S), new=20)
-        bodies = [*slow.bodies("/generate"), *quick.bodies("/generate")]
-        lengths = {len(prompt.input_ids) for prompt in PROMPTS}
-        continued = [
-            (len(ids), params)
-            for body in bodies
-            for ids, params in zip(body["input_ids"], body["sampling_params"], strict=True)
-            if params["max_new_tokens"] < 20
-        ]
-        assert continued
-        for length, params in continued:
-            assert length - (20 - params["max_new_tokens"]) in lengths
-        # The same seed again would repeat the random numbers of the first tokens.
-        seeds = [p["sampling_seed"] for body in bodies for p in body["sampling_params"]]
-        assert len(set(seeds)) == len(seeds)
-        events, metrics = fleet.drain()
-        assert metrics["fleet/aborted"] >= 2 and metrics["fleet/retries"] == 0
-        assert len(fleet.serving()) == 2
-
-
-class FullEngine(FakeEngine):
-    """Keeps everything in its queue until so many requests were aborted."""
-
-    full_for = 4
-
-    def _step(self, sequences, fault):
-        full = len(self.bodies("/abort_request")) < self.full_for and not self.closing.is_set()
-        if full and not self._aborts(sequences):
-            time.sleep(0.005)
-        else:
-            super()._step(sequences, fault)
-
-
-@pytest.mark.parametrize("embedded", [True, False])
-def test_waiting_in_an_engines_queue_is_no_failure_however_often_a_straggler_is_aborted(embedded):
-    engine, clock = FullEngine(embedded=embedded), Clock()
-    with (
-        fleet_of(engine, clock=clock, **STRAGGLING) as fleet,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        pending = pool.submit(gather, fleet, PROMPTS[:1])
-        skip_until(clock, lambda: len(engine.bodies("/abort_request")) == engine.full_for)
-        check_whole(pending.result(PATIENCE_S), PROMPTS[:1])
-        requests = engine.bodies("/generate")
-        assert len(requests) == 1 + engine.full_for
-        assert all(body["sampling_params"] == asked(engine)[:2] for body in requests)
-
-
 def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
     engine = FakeEngine()
     with fleet_of(engine, max_new_tokens=20) as fleet, ThreadPoolExecutor(1) as pool:
@@ -275,32 +204,6 @@ def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
         check_whole(samples, PROMPTS[:2], new=20)
         for sample in samples:
             assert [version for version, _ in sample.versions] == [7, 8]
-
-
-def test_requests_on_a_paused_engine_wait_and_do_not_count_as_stragglers():
-    engine, clock = FakeEngine(), Clock()
-    looks = 0
-
-    def stop() -> bool:
-        nonlocal looks
-        looks += 1
-        return False
-
-    with (
-        fleet_of(engine, clock=clock, **STRAGGLING) as fleet,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        with fleet.publication() as engines:
-            fleet.each(lambda e: e.client.pause(), "pausing", engines)
-            pending = pool.submit(gather, fleet, stop=stop)
-            wait_until(lambda: engine.running)
-            clock.skipped_s += 100
-            seen = looks
-            wait_until(lambda: looks > seen + 1)
-            assert not pending.done() and not engine.answered
-            fleet.each(lambda e: e.client.resume(), "resuming", engines)
-        check_whole(pending.result(PATIENCE_S))
-        assert fleet.drain()[1]["fleet/aborted"] == 0
 
 
 def test_several_threads_may_collect_at_once():
