@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,11 +43,13 @@ class Run:
         return load(self.folder / RECIPE)
 
     @property
-    def metrics(self) -> dict[str, np.ndarray]:
-        """Every metric of every step, as columns of equal length; ``pandas.DataFrame`` takes them.
+    def metrics(self) -> Any:
+        """Every metric of every step.
 
         Returns:
-            By name, "step" among them; NaN where a metric was not measured.
+            Where pandas is installed a DataFrame with a row per step and a column per metric;
+            else a dict of numpy arrays, equally long, "step" among them. NaN where a metric was
+            not measured.
 
         Raises:
             ConfigError: no step has ended yet.
@@ -58,7 +61,11 @@ class Run:
             measured_at, values = history.series(name)
             columns[name] = np.full(len(steps), np.nan)
             columns[name][np.searchsorted(steps, measured_at)] = values
-        return columns
+        try:
+            import pandas
+        except ImportError:
+            return columns
+        return pandas.DataFrame(columns).set_index("step")
 
     @property
     def samples(self) -> list[Example]:
