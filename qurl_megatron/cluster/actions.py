@@ -3,8 +3,6 @@
 import argparse
 from pathlib import Path
 
-from qurl_megatron.cluster.script import KINDS
-
 ACTIONS = {
     "render": "Print the job script of a recipe or a command, and check nothing else.",
     "submit": "Check all that can be known before the queue, ask sbatch --test-only, and submit.",
@@ -15,17 +13,24 @@ ACTIONS = {
     "examine": "In a job: measure this node before models load (called by attempt).",
     "task": "In a job: run one training rank (called by attempt).",
     "offer": "In a job: run the engines of one rollout node (called by attempt).",
-    "cell": "In a job array: run one cell of a study (called by the job script).",
 }
 
 
 def slurm(arguments: argparse.Namespace) -> int:
     """Turn a recipe into a batch job, and look after it."""
     match arguments.action:
-        case "render" | "submit" | "cancel" | "cell":
-            from qurl_megatron.cluster import submit
+        case "render":
+            from qurl_megatron.cluster.submit import show_script
 
-            return submit.run(arguments)
+            return show_script(arguments)
+        case "submit":
+            from qurl_megatron.cluster.submit import submit
+
+            return submit(arguments)
+        case "cancel":
+            from qurl_megatron.cluster.submit import cancel
+
+            return cancel(arguments.run_dir)
         case "status":
             from qurl_megatron.cluster.status import status
 
@@ -58,22 +63,25 @@ def add_actions(command: argparse.ArgumentParser) -> None:
     parsers = {}
     for name, text in ACTIONS.items():
         parsers[name] = actions.add_parser(name, help=text, description=text)
-    for name in ("render", "submit"):
+    for name, kinds in (
+        ("render", ["train", "command"]),
+        ("submit", ["train", "study", "command"]),
+    ):
         text = (
-            "a recipe and section.key=value; with --kind, a command, behind -- where it has "
-            "options: convert, export, quantize, ..., a benchmark, a benchmark file, or a study "
-            "file and the folder of its runs"
+            "a recipe and section.key=value; with --kind study, a study file and the folder of its "
+            "runs; with --kind command, one such as convert, eval or bench, behind -- where it has "
+            "options"
         )
         parsers[name].add_argument("words", nargs="+", metavar="WORD", help=text)
         text = "TOML file describing the cluster, or the name of one that ships, such as h100"
         parsers[name].add_argument("--cluster", type=Path, required=True, metavar="FILE", help=text)
         text = "default: a training run"
-        parsers[name].add_argument("--kind", choices=KINDS, default="train", help=text)
+        parsers[name].add_argument("--kind", choices=kinds, default="train", help=text)
+        text = "that a --kind command takes; default: all of a node"
+        parsers[name].add_argument("--gpus", type=int, metavar="N", help=text)
     for name in ("cancel", "status", "logs", "attempt", "task", "offer"):
         parsers[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
     text = "stop before anything is written or submitted"
     parsers["submit"].add_argument("--dry-run", action="store_true", help=text)
     text = "default: the newest; the first is 1"
     parsers["logs"].add_argument("--attempt", type=int, metavar="N", help=text)
-    parsers["cell"].add_argument("study", type=Path, help="TOML study file")
-    parsers["cell"].add_argument("out", type=Path, help="folder of its runs")

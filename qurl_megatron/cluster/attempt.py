@@ -24,8 +24,6 @@ from qurl_megatron.cluster.verdict import (
     PERSONS,
     WALL_TIME,
     Decision,
-    Ending,
-    Outcome,
     decide,
 )
 from qurl_megatron.config import RunConfig
@@ -33,7 +31,6 @@ from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.place import forget
 from qurl_megatron.observe import failures
-from qurl_megatron.training.state import TrainState, latest
 
 LINGER_S = 300.0
 """In which Slurm ends a supervisor whose job it has put back into the queue. One that leaves by
@@ -71,48 +68,48 @@ def attempt(run_dir: Path) -> int:
     number, restarts = _own_job(os.environ)
     job = BatchJob(number, restarts, run_dir, folder.recipe(run_dir), folder.cluster(run_dir))
     lost = _settle_lost_attempt(job)
-    if lost and lost.decision is Decision.STOP:
-        return lost.code
+    if lost and lost.decision == Decision.STOP:
+        return lost.exit_code
     with Received() as received:
         while True:
-            saved = _saved_step(run_dir)
+            saved = folder.saved_step(run_dir)
             if saved >= job.config.train.steps > 0:
                 say(f"{run_dir} has all its {saved} steps")
                 return 0
-            outcome = _once(job, saved, received)
-            retries_here = outcome.decision is Decision.RETRY and not received.newest
+            ended = _once(job, saved, received)
+            retries_here = ended.decision == Decision.RETRY and not received.newest
             if not (retries_here and _has_all_nodes(job)):
                 break
-        _follow(outcome, job, received.newest)
-    return outcome.code
+        _follow(ended, job, received.newest)
+    return ended.exit_code
 
 
-def _once(job: BatchJob, saved: int, received: Received) -> Outcome:
+def _once(job: BatchJob, saved: int, received: Received) -> folder.Attempt:
     """Make one attempt, from its folder to its record.
 
     Args:
         saved: step of the checkpoint that it goes on from.
     """
-    record = folder.open_attempt(job.run_dir, job=job.number, step=saved)
-    logs = folder.attempt_folder(job.run_dir, record.number).absolute()
+    attempt = folder.open_attempt(job.run_dir, job=job.number, step=saved)
+    logs = folder.attempt_folder(job.run_dir, attempt.number).absolute()
     os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
     say(
-        f"attempt {record.number}, job {job.number}, from step {saved}; "
+        f"attempt {attempt.number}, job {job.number}, from step {saved}; "
         f"the ranks write {logs}/train-RANK.log"
     )
     bad = examine(job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS)
     for node, fault in bad.items():
         say(f"node {node} is bad: {fault}")
     if received.newest in PERSONS:
-        return _settle(job, record, Ending(0, received.newest))
+        return _settle(job, replace(attempt, signal=received.newest))
     if bad and not received.newest:
-        return _record(job, record, Ending(BAD_NODE), _without(job, bad))
+        return _record(job, _without(job, attempt, bad))
     ranks = job.config.parallel.world_size
-    supervisor = StepSupervisor(job.run_dir, record, ranks, job.cluster.job, received)
-    return _settle(job, record, _run(job, logs, supervisor))
+    supervisor = StepSupervisor(job.run_dir, attempt, ranks, job.cluster.job, received)
+    return _settle(job, _run(job, logs, supervisor))
 
 
-def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> Ending:
+def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> folder.Attempt:
     """Run the training step, and the engines' beside it where they have nodes of their own."""
     layout, cluster = job.layout, job.cluster
     places = {"folder": str(logs), "workdir": os.getcwd()}
@@ -128,29 +125,38 @@ def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> Ending:
         return supervisor.watch(training_step(layout, cluster, rank, **places))
 
 
-def _without(job: BatchJob, bad: Mapping[str, str]) -> Outcome:
+def _without(job: BatchJob, attempt: folder.Attempt, bad: Mapping[str, str]) -> folder.Attempt:
     """Decide how a run goes on whose attempt cannot go on with these nodes."""
-    nodes = tuple(bad)
-    names = ", ".join(nodes)
-    if len(nodes) == job.layout.whole.nodes > 1:
+    names = ", ".join(bad)
+    stopped = replace(
+        attempt,
+        step_after=attempt.step_before,
+        code=BAD_NODE,
+        decision=Decision.STOP.value,
+        exit_code=BAD_NODE,
+    )
+    if len(bad) == job.layout.whole.nodes > 1:
+        node, fault = next(iter(bad.items()))
         reason = (
-            f"all {len(nodes)} nodes are bad, so none is excluded: look at container and "
-            f"site.prolog in the cluster file; {nodes[0]}: {bad[nodes[0]]}; then "
+            f"all {len(bad)} nodes are bad, so none is excluded: look at container and "
+            f"site.prolog in the cluster file; {node}: {fault}; then "
             "`qurl slurm submit` again"
         )
-        return Outcome(Decision.STOP, BAD_NODE, reason)
+        return replace(stopped, reason=reason)
     try:
-        refuse_exclusion(job.run_dir, job.number, nodes)
+        refuse_exclusion(job.run_dir, job.number, [*bad])
     except ConfigError as error:
         reason = (
             f"{names} cannot be excluded ({error}); once the nodes are fixed, "
             "`qurl slurm submit`, as before, goes on"
         )
-        return Outcome(Decision.STOP, BAD_NODE, reason)
-    return Outcome(Decision.WITHOUT, 0, f"goes on without {names}", nodes)
+        return replace(stopped, reason=reason)
+    reason = f"goes on without {names}"
+    decision = Decision.WITHOUT.value
+    return replace(stopped, decision=decision, exit_code=0, reason=reason, bad_nodes=tuple(bad))
 
 
-def _settle_lost_attempt(job: BatchJob) -> Outcome | None:
+def _settle_lost_attempt(job: BatchJob) -> folder.Attempt | None:
     """Make the decision on an attempt of this job whose supervisor could not, as its node was lost
     or Slurm took the nodes too soon. None: there is no such attempt."""
     attempts = folder.attempts(job.run_dir)
@@ -158,36 +164,29 @@ def _settle_lost_attempt(job: BatchJob) -> Outcome | None:
     if not job.restarts or not attempts or attempts[-1].ended:
         return None
     failure = "its first node was lost, or taken before it had ended"
-    return _settle(job, attempts[-1], Ending(LOST, failure=failure))
+    return _settle(job, replace(attempts[-1], code=LOST, failure=failure))
 
 
-def _settle(job: BatchJob, record: folder.Attempt, ending: Ending) -> Outcome:
-    """Make the decision on an attempt, and leave its record."""
+def _settle(job: BatchJob, attempt: folder.Attempt) -> folder.Attempt:
+    """Make the decision on an attempt that has ended, and leave its record."""
+    attempt = replace(attempt, step_after=folder.saved_step(job.run_dir))
     # Slurm's SIGTERM looks like a person's.
-    if ending.stop_reason in PERSONS and _ended_by_slurm(job):
+    if attempt.signal in PERSONS and _ended_by_slurm(job):
         failure = "Slurm has ended the job, as where a node is lost"
-        ending = Ending(ending.code or LOST, failure=failure)
-    attempts = folder.attempts(job.run_dir)
-    earlier = [attempt for attempt in attempts if attempt.ended and attempt.number < record.number]
+        attempt = replace(attempt, signal="", code=attempt.code or LOST, failure=failure)
+    earlier = []
+    for other in folder.attempts(job.run_dir):
+        if other.ended and other.number < attempt.number:
+            earlier.append(other)
     steps, retries = job.config.train.steps, job.cluster.job.retries
-    saved = _saved_step(job.run_dir)
-    outcome = decide(ending, record.step_before, saved, earlier, steps=steps, retries=retries)
-    return _record(job, record, ending, outcome)
+    return _record(job, decide(attempt, earlier, steps=steps, retries=retries))
 
 
-def _record(job: BatchJob, record: folder.Attempt, ending: Ending, outcome: Outcome) -> Outcome:
-    ended = replace(
-        record,
-        step_after=_saved_step(job.run_dir),
-        signal=ending.stop_reason,
-        code=ending.code,
-        decision=outcome.decision.value,
-        reason=outcome.reason,
-        ended_at=now(),
-    )
-    folder.write_attempt(job.run_dir, ended)
-    say(f"attempt {record.number}: {outcome.reason}")
-    return outcome
+def _record(job: BatchJob, attempt: folder.Attempt) -> folder.Attempt:
+    attempt = replace(attempt, ended_at=now())
+    folder.write_attempt(job.run_dir, attempt)
+    say(f"attempt {attempt.number}: {attempt.reason}")
+    return attempt
 
 
 def _has_all_nodes(job: BatchJob) -> bool:
@@ -208,11 +207,11 @@ def _ended_by_slurm(job: BatchJob) -> bool:
     return int(facts_of(job.number).get("Restarts", "0")) > job.restarts
 
 
-def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
+def _follow(ended: folder.Attempt, job: BatchJob, received: str) -> None:
     """Have the run go on in another job, or see to it that it does not."""
     ended_by_slurm = received in PERSONS and _ended_by_slurm(job)
-    goes_on = outcome.decision is Decision.AGAIN
-    if outcome.decision in GOES_ON and (ended_by_slurm or received in ("", WALL_TIME)):
+    goes_on = ended.decision == Decision.AGAIN
+    if ended.decision in GOES_ON and (ended_by_slurm or received in ("", WALL_TIME)):
         goes_on = True
     if ended_by_slurm and not goes_on:
         commands.cancel(job.number)
@@ -221,8 +220,8 @@ def _follow(outcome: Outcome, job: BatchJob, received: str) -> None:
         time.sleep(LINGER_S)
     elif goes_on:
         next_job = _queue_again(job)
-        if outcome.excluded_nodes:  # a job that runs cannot be kept off a node, one that waits can
-            commands.exclude(next_job, excluding(job.number, outcome.excluded_nodes))
+        if ended.bad_nodes:  # a job that runs cannot be kept off a node, one that waits can
+            commands.exclude(next_job, excluding(job.number, ended.bad_nodes))
 
 
 def _queue_again(job: BatchJob) -> int:
@@ -249,9 +248,3 @@ def _own_job(env: Mapping[str, str]) -> tuple[int, int]:
             "`qurl slurm submit` submits"
         )
     return int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT", "0"))
-
-
-def _saved_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint; 0 where there is none."""
-    newest = latest(run_dir)
-    return TrainState.read(newest).step if newest else 0

@@ -1,7 +1,6 @@
 """``RUN_DIR/slurm``: files from ``submit`` for the job, and from the job for its operator.
 
-    recipe.toml      the recipe as it was given
-    request.json     its overrides, and the folder it was given in
+    config.toml      the recipe, resolved
     cluster.toml     the cluster file, resolved
     job.sbatch       the script
     job.json         the job's id and when it was submitted; the last to be written
@@ -21,12 +20,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from qurl_megatron.cluster.cluster import ClusterConfig, load_cluster
-from qurl_megatron.config import RunConfig, from_elsewhere, load, to_toml
+from qurl_megatron.config import RunConfig, load, to_toml
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.kit.record import Malformed, Value, convert
+from qurl_megatron.training.state import TrainState, latest
+
+
+@dataclass(frozen=True)
+class Job:
+    """job.json"""
+
+    job: int
+    submitted_at: str
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,12 @@ class Attempt:
     step_before: int  # of the newest checkpoint when it began
     step_after: int = 0
     signal: str = ""  # why its ranks were told to end, such as USR1 or preempted; "": they were not
-    code: int = 0  # exit code of the training step
+    code: int = 0  # exit code of the training step; 0 after a clean stop, too
+    failure: str = ""  # how it failed, where the exit code does not tell
     decision: str = ""
+    exit_code: int = 0  # of the supervisor, and so of the job
     reason: str = ""  # for the decision, as a sentence
+    bad_nodes: tuple[str, ...] = ()  # that the next job must not have
     ended_at: float = 0.0
 
     @property
@@ -49,15 +60,12 @@ class Attempt:
         return bool(self.decision)
 
 
-def write(
-    run_dir: Path, recipe: Path, overrides: list[str], cluster: ClusterConfig, script: str
-) -> None:
+def write(config: RunConfig, cluster: ClusterConfig, script: str) -> None:
     """Write the job's input."""
-    request = {"overrides": from_elsewhere(recipe, overrides), "recipe": str(recipe)}
-    put(run_dir / "slurm/recipe.toml", recipe.read_text(encoding="utf-8"))
-    put(run_dir / "slurm/request.json", json.dumps(request, indent=1) + "\n")
-    put(run_dir / "slurm/cluster.toml", to_toml(cluster))
-    put(run_dir / "slurm/job.sbatch", script)
+    folder = Path(config.train.run_dir) / "slurm"
+    put(folder / "config.toml", to_toml(config))
+    put(folder / "cluster.toml", to_toml(cluster))
+    put(folder / "job.sbatch", script)
 
 
 def put(path: Path, text: str) -> None:
@@ -68,18 +76,16 @@ def put(path: Path, text: str) -> None:
 
 
 def recipe(run_dir: Path) -> RunConfig:
-    """Read the run's whole recipe, its overrides and folder included.
+    """Read the run's resolved recipe.
 
     Raises:
-        ConfigError: nothing was submitted there, or a file is damaged.
+        ConfigError: nothing was submitted there, or the file is damaged.
     """
-    overrides = _field(run_dir / "slurm/request.json", "overrides", list[str])
-    overrides.append(f"train.run_dir={json.dumps(str(run_dir), ensure_ascii=False)}")
-    return load(run_dir / "slurm/recipe.toml", overrides)
+    return load(_submitted(run_dir / "slurm/config.toml"))
 
 
 def cluster(run_dir: Path) -> ClusterConfig:
-    return load_cluster(run_dir / "slurm/cluster.toml")
+    return load_cluster(_submitted(run_dir / "slurm/cluster.toml"))
 
 
 def script(run_dir: Path) -> str:
@@ -98,14 +104,19 @@ def job(run_dir: Path) -> int:
             f"{run_dir}: no job was submitted for this folder; name the run's, train.run_dir of "
             "its recipe; of a run without Slurm, `qurl report RUN_DIR` shows how it went"
         )
-    return _field(path, "job", int)
+    return _read(path, Job).job
 
 
 def write_job(run_dir: Path, job: int) -> None:
     """Record the job that was submitted, and when."""
     at = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
-    record = {"job": job, "submitted_at": at}
-    put(run_dir / "slurm/job.json", json.dumps(record, indent=1) + "\n")
+    _write(run_dir / "slurm/job.json", Job(job, at))
+
+
+def saved_step(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint; 0 where there is none."""
+    newest = latest(run_dir)
+    return TrainState.read(newest).step if newest else 0
 
 
 # ---- attempts
@@ -130,8 +141,7 @@ def open_attempt(run_dir: Path, *, job: int, step: int = 0) -> Attempt:
 
 
 def write_attempt(run_dir: Path, attempt: Attempt) -> None:
-    path = attempt_folder(run_dir, attempt.number) / "attempt.json"
-    put(path, json.dumps(asdict(attempt), indent=1) + "\n")
+    _write(attempt_folder(run_dir, attempt.number) / "attempt.json", attempt)
 
 
 def attempts(run_dir: Path) -> Sequence[Attempt]:
@@ -141,7 +151,8 @@ def attempts(run_dir: Path) -> Sequence[Attempt]:
         ConfigError: a record is damaged.
     """
     files = (run_dir / "slurm/attempts").glob("*/attempt.json")
-    return sorted(map(_read_attempt, files), key=lambda attempt: attempt.number)
+    found = [_read(file, Attempt) for file in files]
+    return sorted(found, key=lambda attempt: attempt.number)
 
 
 def attempt_folder(run_dir: Path, number: int) -> Path:
@@ -153,26 +164,22 @@ def stack_file(attempt: Path, rank: int) -> Path:
     return attempt / f"stack-{rank}.txt"
 
 
-def _read_attempt(path: Path) -> Attempt:
-    try:
-        return convert(Attempt, read_json(path))
-    except (ConfigError, Malformed) as error:
-        raise _damaged(path, error) from None
-
-
-def _field(path: Path, name: str, kind: type[Value]) -> Value:
-    """Read one field of a record."""
+def _submitted(path: Path) -> Path:
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist; `qurl slurm submit` makes it, and RUN_DIR is train.run_dir"
         )
+    return path
+
+
+def _write(path: Path, record: Job | Attempt) -> None:
+    put(path, json.dumps(asdict(record), indent=1) + "\n")
+
+
+def _read(path: Path, kind: type[Value]) -> Value:
     try:
-        return convert(kind, read_json(path).get(name))
+        return convert(kind, read_json(path))
     except (ConfigError, Malformed) as error:
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{path} is damaged ({error}); submit the run again with `qurl slurm submit`"
-    )
+        raise ConfigError(
+            f"{path} is damaged ({error}); submit the run again with `qurl slurm submit`"
+        ) from None

@@ -1,7 +1,7 @@
 """The job script as a pure function: options of sbatch, the site's lines, and one call.
 
 Nothing is decided in shell: ``qurl slurm attempt`` decides in the job. A training run has that
-supervisor; every other kind of job is one command on one node.
+supervisor; any other job is one command on one node.
 """
 
 import os
@@ -11,30 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qurl_megatron.bench.command import BENCHMARKS
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.layout import Component, gpus, inside, lay_out, variables
 from qurl_megatron.config import RunConfig
 from qurl_megatron.config.keys import require
-from qurl_megatron.kit.errors import ConfigError
 
 HEADER = "# Written by `qurl slurm`: change the recipe or the cluster file instead."
 LOGS = "runs/slurm"
 """Folder of the logs of jobs that have no run folder."""
-
-TOOLS = {
-    "convert": ("qurl", "{}"),
-    "bench": ("qurl", "bench", "{}"),
-    "eval": ("qurl", "eval", "{}"),
-    "study": ("qurl", "slurm", "cell", "{}"),
-}
-"""How the command of a kind of job begins; {} stands for the user's first word."""
-FIRST_WORDS = {
-    "convert": ["convert", "export", "quantize", "inspect", "diff"],
-    "bench": list(BENCHMARKS),
-}
-"""The choices for that word; for the other kinds it is a file."""
-KINDS = ("train", *TOOLS)
+COMMANDS = ("convert", "export", "quantize", "inspect", "diff", "eval", "bench", "study")
+"""The commands that can be jobs of their own."""
 
 
 @dataclass(frozen=True)
@@ -45,61 +31,47 @@ class Script:
     output: str  # file of its output; may hold Slurm's patterns such as %j
     nodes: Component
     command: tuple[str, ...]
-    tasks: int = 1  # of an array; 1 is no array
-    saves: bool = False  # it wants a signal before its time is up
-    outlives: bool = False  # it goes on when a node fails
+    options: tuple[str, ...] = ()  # of sbatch, beside those of every job
 
 
 def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
     """Describe the job of a training run."""
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     run_dir = Path(config.train.run_dir)
+    options = [f"--signal=B:USR1@{cluster.job.signal_s}"]
+    if layout.rollout:  # it outlives an engine's node
+        options.append("--no-kill")
     return Script(
         name=run_dir.name,
         output=f"{run_dir}/slurm/job.log".replace("%", "%%"),
         nodes=layout.whole,
         command=("qurl", "slurm", "attempt", str(run_dir)),
-        saves=True,
-        outlives=layout.rollout is not None,
+        options=tuple(options),
     )
 
 
-def tool_job(kind: str, words: Sequence[str], cluster: ClusterConfig, *, tasks: int = 1) -> Script:
-    """Describe the job of a command.
+def command_job(words: Sequence[str], cluster: ClusterConfig, node_gpus: int | None) -> Script:
+    """Describe the job of a ``qurl`` command.
 
     Args:
-        kind: a key of ``TOOLS``.
-        words: name of the tool, benchmark or study, and its own options.
-        tasks: of an array.
+        words: the command and its options.
+        node_gpus: GPUs that it takes; None: a node's.
     """
-    if not words:
-        raise ConfigError(f"--kind {kind} needs a tool, benchmark or file, and then its options")
-    first, *options = words
-    known = FIRST_WORDS.get(kind, [first])
-    if first not in known:
-        raise ConfigError(f"--kind {kind}: {first} is unknown; known: {', '.join(known)}")
-    node_gpus = cluster.node.gpus if _takes_gpus(kind, first, options) else 0
+    require(
+        words[0] in COMMANDS,
+        f"--kind command: {words[0]} is unknown; known: {', '.join(COMMANDS)}",
+    )
+    if node_gpus is None:
+        node_gpus = cluster.node.gpus
     component = Component(nodes=1, tasks=1, gpus=node_gpus)
-    command = [part.format(first) for part in TOOLS[kind]] + options
     step = ["srun", "--export=ALL", "--mpi=none", "--input=none", "--ntasks=1"]
     step.append(f"--cpus-per-task={component.cpus_per_task(cluster.node)}")
     return Script(
-        name=first if kind == "convert" else f"{kind}-{Path(first).stem}",
-        output=f"{LOGS}/%x-{'%A_%a' if tasks > 1 else '%j'}.log",
+        name=words[0],
+        output=f"{LOGS}/%x-%j.log",
         nodes=component,
-        command=(*step, *inside(cluster, command, os.getcwd())),
-        tasks=tasks,
+        command=(*step, *inside(cluster, ["qurl", *words], os.getcwd())),
     )
-
-
-def _takes_gpus(kind: str, first: str, options: Sequence[str]) -> bool:
-    if kind == "convert":
-        return "te" in options  # quantize --backend te
-    if kind == "eval":
-        return "--url" not in options
-    if kind == "bench":
-        return first == "step" or any("sglang" in word for word in options)
-    return True  # a study trains
 
 
 def render(job: Script, cluster: ClusterConfig) -> str:
@@ -133,13 +105,8 @@ def _options(job: Script, cluster: ClusterConfig) -> list[str]:
         # The submitter's shell stays out: its modules, and whatever secrets it has.
         "--export=NONE",
         "--requeue",
+        *job.options,
     ]
-    if job.saves:
-        options.append(f"--signal=B:USR1@{site.signal_s}")
-    if job.outlives:
-        options.append("--no-kill")
-    if job.tasks > 1:
-        options.append(f"--array=0-{job.tasks - 1}")
     named = {"partition": site.partition, "account": site.account, "qos": site.qos}
     options += [f"--{key}={value}" for key, value in named.items() if value]
     memory = nodes.memory_gib(cluster.node)

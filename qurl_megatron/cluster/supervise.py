@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import JobConfig
 from qurl_megatron.cluster.layout import ENGINES_PREFIX
-from qurl_megatron.cluster.verdict import FINAL, PERSONS, PREEMPTED, TAKEN, WALL_TIME, Ending
+from qurl_megatron.cluster.verdict import FINAL, PERSONS, PREEMPTED, TAKEN, WALL_TIME
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.state import latest
@@ -180,20 +181,20 @@ class StepSupervisor:
             attempt: whose folder the ranks write their stacks into.
             ranks: how many have been started.
         """
-        self.run_dir, self.job, self.ranks = run_dir, attempt.job, ranks
+        self.run_dir, self.attempt, self.ranks = run_dir, attempt, ranks
         self.logs = folder.attempt_folder(run_dir, attempt.number)
         self.limits, self.received = limits, received
         self._stop_reason = ""
         self._mark, self._stillness = progress_mark(run_dir), Stillness()
-        self._end = end_of(facts_of(self.job))
+        self._end = end_of(facts_of(self.attempt.job))
 
-    def watch(self, argv: list[str]) -> Ending:
-        """Run the step to its end."""
+    def watch(self, argv: list[str]) -> folder.Attempt:
+        """Run the step to its end, and return the attempt with how it ended."""
         step, looked_at, failure = SrunStep(argv), time.monotonic(), ""
         while (code := step.wait(POLL_S)) is None:
             if self.received.newest and not self._stop_reason:
                 reason = self.received.newest
-                if preempted(facts_of(self.job)):
+                if preempted(facts_of(self.attempt.job)):
                     reason = PREEMPTED
                 self._stop_reason = reason
                 say(f"{TAKEN.get(reason, f'SIG{reason}')}: the ranks save and end")
@@ -203,7 +204,8 @@ class StepSupervisor:
                 failure = self._stuck(step)
                 if failure:
                     step.end()
-        return Ending(code, self._reason_at_end(failure), failure)
+        reason = self._reason_at_end(failure)
+        return replace(self.attempt, code=code, signal=reason, failure=failure)
 
     def _reason_at_end(self, failure: str) -> str:
         """Return why the ranks were told to end, by us or by somebody else."""
@@ -214,13 +216,15 @@ class StepSupervisor:
             return newest if early else WALL_TIME
         if self._stop_reason or failure:
             return self._stop_reason
-        return PREEMPTED if preempted(facts_of(self.job)) else newest  # Slurm tells ranks alone
+        return (
+            PREEMPTED if preempted(facts_of(self.attempt.job)) else newest
+        )  # Slurm tells ranks alone
 
     def _over(self) -> bool:
         """The job is about to run into its limit, which operators move."""
         if self._end is None or now() <= self._end - LAST_S:
             return False
-        self._end = end_of(facts_of(self.job)) or self._end
+        self._end = end_of(facts_of(self.attempt.job)) or self._end
         return now() > self._end - LAST_S
 
     def _stuck(self, step: SrunStep) -> str:

@@ -3,7 +3,7 @@
 import enum
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from qurl_megatron.cluster.folder import Attempt
 
@@ -36,74 +36,50 @@ GOES_ON = (Decision.AGAIN, Decision.RETRY, Decision.WITHOUT)
 """After these the run has another attempt."""
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How the training step ended."""
-
-    code: int  # exit code; 0 after a clean stop, too
-    stop_reason: str = ""  # WALL_TIME, PREEMPTED or the name of a signal; "": not told to end
-    failure: str = ""  # how it failed, where the exit code does not tell
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The decision after an attempt."""
-
-    decision: Decision
-    code: int  # of the supervisor, and so of the job
-    reason: str
-    excluded_nodes: tuple[str, ...] = ()  # the next job must not have them
-
-
-def decide(
-    ending: Ending,
-    step_before: int,
-    step_after: int,
-    earlier: Sequence[Attempt],
-    *,
-    steps: int,
-    retries: int,
-) -> Outcome:
-    """Decide whether the run goes on after an attempt.
+def decide(attempt: Attempt, earlier: Sequence[Attempt], *, steps: int, retries: int) -> Attempt:
+    """Return an attempt with the decision whether its run goes on.
 
     Args:
-        step_before: step of the newest checkpoint when the attempt began.
-        step_after: step of the newest checkpoint at its end.
+        attempt: how it ended: its steps, signal, code and failure.
         earlier: the attempts before it, oldest first.
         steps: all that the recipe asks for.
         retries: failures in a row on which another attempt follows.
     """
-    code, stop_reason, failure = ending.code, ending.stop_reason, ending.failure
-    if code not in FINAL and step_after >= steps:
-        return Outcome(Decision.DONE, 0, f"all {steps} steps are done")
-    saved = f"step {step_after} is saved"
-    nodes_taken = stop_reason in TAKEN
+
+    def then(decision: Decision, exit_code: int, reason: str) -> Attempt:
+        return replace(attempt, decision=decision.value, exit_code=exit_code, reason=reason)
+
+    code, failure = attempt.code, attempt.failure
+    if code not in FINAL and attempt.step_after >= steps:
+        return then(Decision.DONE, 0, f"all {steps} steps are done")
+    saved = f"step {attempt.step_after} is saved"
+    nodes_taken = attempt.signal in TAKEN
     if code == 0 and not nodes_taken:
-        source = f"SIG{stop_reason}" if stop_reason else "a signal to the ranks"
-        return Outcome(Decision.STOP, STOPPED, f"stopped by {source}; {saved}")
+        source = f"SIG{attempt.signal}" if attempt.signal else "a signal to the ranks"
+        return then(Decision.STOP, STOPPED, f"stopped by {source}; {saved}")
     if nodes_taken:
-        failure = TAKEN[stop_reason]
+        failure = TAKEN[attempt.signal]
     elif not failure:
         failure = f"the training step ended with {code}"
-    if code in FINAL or (stop_reason and not nodes_taken):
-        return Outcome(Decision.STOP, code, f"{failure}; {saved}")
-    if step_after <= step_before and earlier and _was_idle(earlier[-1]):
+    if code in FINAL or (attempt.signal and not nodes_taken):
+        return then(Decision.STOP, code, f"{failure}; {saved}")
+    if attempt.step_after <= attempt.step_before and earlier and _was_idle(earlier[-1]):
         mend = "fix the cause"
-        if stop_reason == WALL_TIME:
+        if attempt.signal == WALL_TIME:
             mend = "raise job.time_limit or job.signal_s in the cluster file"
         reason = (
             f"{failure}, the second attempt in a row without a new checkpoint; {saved}; {mend}, "
             "then `qurl slurm submit`, as before, goes on"
         )
-        return Outcome(Decision.STOP, NO_PROGRESS, reason)
+        return then(Decision.STOP, NO_PROGRESS, reason)
     if nodes_taken:
-        return Outcome(Decision.AGAIN, 0, f"{failure}; {saved}")
+        return then(Decision.AGAIN, 0, f"{failure}; {saved}")
     failures = 1 + _failures_in_a_row(earlier)
     count = f"failure {failures} in a row"
     if failures > retries:
         reason = f"{failure}, {count}, and job.retries={retries} allows no further attempt; {saved}"
-        return Outcome(Decision.STOP, code, reason)
-    return Outcome(Decision.RETRY, code, f"{failure}; {saved}; {count}")
+        return then(Decision.STOP, code, reason)
+    return then(Decision.RETRY, code, f"{failure}; {saved}; {count}")
 
 
 def _was_idle(attempt: Attempt) -> bool:

@@ -2,7 +2,7 @@
 
 from qurl_megatron.config.algorithms import ALGORITHMS
 from qurl_megatron.config.keys import Change, changes, refused
-from qurl_megatron.config.load import RunConfig, from_elsewhere, load, to_toml
+from qurl_megatron.config.load import RunConfig, load, to_toml
 from qurl_megatron.config.sections import (
     AlgoConfig,
     CorrectionConfig,
@@ -39,7 +39,6 @@ __all__ = [
     "TrainConfig",
     "WarmstartConfig",
     "changes",
-    "from_elsewhere",
     "load",
     "refused",
     "to_toml",

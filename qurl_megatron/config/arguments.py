@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
             return f"there is no option {name}; did you mean {close[0]}?"
         hint = f"`{self.prog} --help` lists them"
         if any(action.dest == "words" for action in self._actions):
-            hint = "if it belongs to the command of a --kind, write `--` before that command"
+            hint = "if it belongs to a --kind command, write `--` before that command"
         return f"there is no option {name}; {hint}"
 
 

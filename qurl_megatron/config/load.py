@@ -289,15 +289,6 @@ def _with(config: RunConfig, key: str, value: str) -> RunConfig:
     return dataclasses.replace(config, **{section: changed})
 
 
-def from_elsewhere(path: Path, overrides: typing.Sequence[str]) -> list[str]:
-    """The overrides with which a copy of a recipe in another folder is the same recipe."""
-    keys = list(overrides)
-    for key, given in load(path, overrides).own_code.items():
-        if sections.file_of(given):
-            keys.append(f"{key}={_toml_value(given)}")
-    return keys
-
-
 def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
     """The tables of a TOML file.
 

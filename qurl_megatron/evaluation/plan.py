@@ -95,6 +95,10 @@ class Cell:
         return self.config.train.steps
 
 
+def run_dir(out: Path, cell: Cell) -> Path:
+    return out / "runs" / cell.name
+
+
 @dataclass(frozen=True)
 class Study:
     """A study file, read and checked."""

@@ -27,13 +27,12 @@ from pathlib import Path
 
 from qurl_megatron.bench.record import environment
 from qurl_megatron.data.questions import held_out_questions
-from qurl_megatron.evaluation.plan import Cell, Study, read_study
+from qurl_megatron.evaluation.plan import Cell, Study, read_study, run_dir
 from qurl_megatron.evaluation.study_results import (
     BENCHMARK,
     Result,
     failure_file,
     read_result,
-    run_dir,
     trained_dir,
     write_report,
 )
@@ -114,12 +113,6 @@ def next_task(cell: Cell, out: Path) -> str:
     newest = latest(run_dir(out, cell))
     at_last_step = newest is not None and newest.name == trained_dir(out, cell).name
     return "evaluate" if at_last_step and result.trained is None else ""
-
-
-def train_command(study: Study, cell: Cell, out: Path, qurl: Sequence[str] = QURL) -> list[str]:
-    """The ``qurl train`` of a cell."""
-    folder = f"train.run_dir={run_dir(out, cell)}"
-    return [*qurl, "train", str(study.recipe), *cell.overrides, folder]
 
 
 @dataclass(frozen=True)
@@ -222,7 +215,8 @@ class _Runner:
         if task == "evaluate":
             command = _evaluation(cell, self.out, self.qurl)
         else:
-            command = train_command(self.study, cell, self.out, self.qurl)
+            folder = f"train.run_dir={run_dir(self.out, cell)}"
+            command = [*self.qurl, "train", str(self.study.recipe), *cell.overrides, folder]
         env = dict(os.environ)
         if self.jobs > 1:  # each of them would take all cores
             processes = self.jobs * cell.config.parallel.world_size

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qurl_megatron import __version__
-from qurl_megatron.evaluation.plan import Cell, Method, Study
+from qurl_megatron.evaluation.plan import Cell, Method, Study, run_dir
 from qurl_megatron.evaluation.results import aligned
 from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError, printable
@@ -184,10 +184,6 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
         "high": max(measured),
         "values": measured,
     }
-
-
-def run_dir(out: Path, cell: Cell) -> Path:
-    return out / "runs" / cell.name
 
 
 def trained_dir(out: Path, cell: Cell) -> Path:

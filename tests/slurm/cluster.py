@@ -113,8 +113,7 @@ class Cluster:
         assert done.returncode == 0, done.stderr
 
     def facts(self, job: int | str) -> dict[str, str]:
-        """What the controller knows of a job, or of one of an array such as 7_0; nothing once it
-        has forgotten it."""
+        """What the controller knows of a job; nothing once it has forgotten it."""
         said = self.call("scontrol", "--oneliner", "show", "job", job).stdout
         return dict(word.partition("=")[::2] for word in said.split())
 

@@ -1,6 +1,7 @@
 """What an operator sees of a run on a real Slurm: its first cause; and other jobs."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -37,12 +38,12 @@ def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(
     short = ("--model", "tiny", "--schemes", "int8", "--repeats", 1)
     asked = ("--k", "1", "--max-new-tokens", "4", "--dtype", "float32", "--reward", "exact")
     jobs = [
-        _submit(user, "convert", "convert", "--hf", model, "--out", converted),
-        _submit(user, "eval", "sums.jsonl", "--model", model, *asked, "--out", results),
+        *_submit(user, "command", "convert", "--hf", model, "--out", converted),
+        *_submit(user, "command", "eval", "sums.jsonl", "--model", model, *asked, "--out", results),
+        *_submit(user, "study", _study(user.folder, model), study),
+        *_submit(user, "command", "bench", "rollout", *short, "--out", bench),
     ]
-    array = _submit(user, "study", _study(user.folder, model), study)
-    jobs += [f"{array}_{cell}" for cell in (0, 1)]
-    jobs += [_submit(user, "bench", "rollout", *short, "--out", bench)]  # once a node is free
+    assert len(jobs) == 5
     for job in jobs:
         assert user.slurm.ended(job, 120) == "COMPLETED", _logs(user)
     assert list(converted.rglob(".metadata")), _logs(user)
@@ -54,9 +55,9 @@ def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(
     assert [max(one.step for one in read_metrics(cell)) for cell in cells] == [2, 2]
 
 
-def _submit(user: User, kind: str, *words: object) -> int:
+def _submit(user: User, kind: str, *words: object) -> list[str]:
     given = ("--kind", kind, "--cluster", user.cluster_file, "--", *words)
-    return int(user.told("submit", *given).rpartition("job ")[2].partition(";")[0])
+    return re.findall("^job ([0-9]+);", user.told("submit", *given), re.MULTILINE)
 
 
 def _study(where: Path, model: str) -> Path:

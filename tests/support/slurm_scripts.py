@@ -1,4 +1,4 @@
-"""The scripts that ship in slurm/: 14B and 32B on nodes of 8 x H100, one for each kind of job.
+"""The scripts that ship in slurm/: 14B and 32B on nodes of 8 x H100, of runs and of commands.
 
 ``python -m tests.support.slurm_scripts`` writes them again; a test compares with ``rendered``.
 """
@@ -6,12 +6,12 @@
 from pathlib import Path
 
 from qurl_megatron.cluster.cluster import load_cluster
-from qurl_megatron.cluster.script import render, tool_job, training_job
+from qurl_megatron.cluster.script import command_job, render, training_job
 from qurl_megatron.config import load
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "slurm"
-CONVERT = "convert convert --hf models/{0} --out models/{0}-s1.5 --uaq-scale 1.5 --tensor 8"
+CONVERT = "convert --hf models/{0} --out models/{0}-s1.5 --uaq-scale 1.5 --tensor 8"
 READY = {
     "train_14b.sbatch": "train launch/recipes/grpo_qwen2.5_14b.toml",
     "train_32b.sbatch": "train launch/recipes/grpo_qwen2.5_32b.toml",
@@ -21,16 +21,17 @@ READY = {
     "--prompts 64 --samples 8 --mean 2000 --max 16384 --publish 1 "
     "--out runs/bench/rollout_32b",
 }
-"""Kind and words of each: a recipe, or a command."""
+"""Words of each: ``train`` and a recipe, or a command."""
 
 
 def rendered(name: str) -> str:
     """Return the text of one of ``READY``."""
-    kind, *words = READY[name].split()
+    words = READY[name].split()
     cluster = load_cluster(FOLDER / "clusters/h100.toml")
-    if kind == "train":
-        return render(training_job(load(ROOT / words[0]), cluster), cluster)
-    return render(tool_job(kind, words, cluster), cluster)
+    if words[0] == "train":
+        return render(training_job(load(ROOT / words[1]), cluster), cluster)
+    node_gpus = 0 if words[0] == "convert" else None
+    return render(command_job(words, cluster, node_gpus), cluster)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def test_the_words_of_a_batch_job_too():
 
 
 def test_what_stands_behind_two_dashes_is_left_as_it_is():
-    options = ["slurm", "submit", "--kind", "bench", "--cluster", "C"]
-    words = ["rollout", "--dry_run", "--json"]
+    options = ["slurm", "submit", "--kind", "command", "--cluster", "C"]
+    words = ["bench", "--dry_run", "--json"]
     assert parse(_parser(), [*options, "--", *words]).words == words
 
 
@@ -57,9 +57,9 @@ def test_what_stands_behind_two_dashes_is_left_as_it_is():
             "quant.scheme=fp8",
         ),
         (
-            "slurm render --kind convert --cluster C diff --all",
-            "qurl slurm render: there is no option --all; if it belongs to the command of a "
-            "--kind, write `--` before that command",
+            "slurm render --kind command --cluster C diff --all",
+            "qurl slurm render: there is no option --all; if it belongs to a --kind command, "
+            "write `--` before that command",
         ),
     ],
 )

@@ -21,10 +21,8 @@ from qurl_megatron.config import to_toml
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.state import latest
 from tests.support.programs import Programs
-from tests.support.slurm_scripts import ROOT
+from tests.support.slurm_runs import submitted
 from tests.support.waiting import PATIENCE_S
-
-QUICK = ROOT / "launch/recipes/quickstart.toml"
 
 
 @pytest.fixture
@@ -41,15 +39,13 @@ def slurm(tmp_path, monkeypatch) -> Programs:
     return make
 
 
-def submitted(run_dir: Path, **job) -> Path:
-    cluster = ClusterConfig(job=JobConfig(**{"examine_s": 0, **job}))
-    folder.write(run_dir, QUICK, ["train.steps=7"], cluster, "")
-    return run_dir
+def job(**values) -> ClusterConfig:
+    return ClusterConfig(job=JobConfig(**{"examine_s": 0, **values}))
 
 
 @pytest.fixture
 def run_dir(slurm, tmp_path) -> Path:
-    return submitted(tmp_path / "run")
+    return submitted(tmp_path / "run", cluster=job())
 
 
 def saves(run_dir: Path, step: int) -> str:
@@ -191,7 +187,7 @@ def test_two_failures_in_a_row_without_a_checkpoint_end_the_job_with_no_progress
 
 
 def test_with_a_node_lost_the_next_attempt_is_in_another_job(slurm, tmp_path, capfd):
-    run_dir = submitted(tmp_path / "run")
+    run_dir = submitted(tmp_path / "run", cluster=job())
     slurm("scontrol", "echo JobId=5 NumNodes=0 EndTime=Unknown PreemptTime=None")
     slurm("srun", f"{saves(run_dir, 3)}; exit 137")
     attempt(run_dir)
@@ -277,7 +273,7 @@ def test_a_job_that_a_person_has_ended_is_no_failure_of_the_run(slurm, run_dir):
 def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(supervise, "WATCH_S", 0.1)
     monkeypatch.setattr(supervise, "STACKS_S", 1.0)
-    run_dir = submitted(tmp_path / "run", hung_s=60)
+    run_dir = submitted(tmp_path / "run", cluster=job(hung_s=60))
     stack = run_dir / "slurm/attempts/1/stack-0.txt"
     seconds = 0.0
 
@@ -319,7 +315,7 @@ def examined(slurm, monkeypatch):
 def test_a_run_that_is_cancelled_while_its_nodes_are_examined_ends_without_starting_ranks(
     examined, tmp_path, capfd
 ):
-    run_dir = submitted(tmp_path / "run", examine_s=180)
+    run_dir = submitted(tmp_path / "run")
     examined("srun", "kill -TERM $PPID; exec sleep 60")
     assert attempt(run_dir) == STOPPED
     assert recorded(run_dir) == [("TERM", "stop")]
@@ -328,7 +324,7 @@ def test_a_run_that_is_cancelled_while_its_nodes_are_examined_ends_without_start
 
 
 def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(examined, tmp_path, capfd):
-    run_dir = submitted(tmp_path / "run", examine_s=180)
+    run_dir = submitted(tmp_path / "run")
     assert attempt(run_dir) == 0
     assert examined.called[-1] == "scontrol update JobId=5 ExcNodeList=a1"
     assert "scontrol requeue 5" in examined.called
@@ -339,7 +335,7 @@ def test_a_job_with_a_bad_node_goes_back_to_the_queue_and_keeps_off_it(examined,
 
 
 def test_a_bad_node_that_slurm_cannot_do_without_ends_the_run(examined, tmp_path, capfd):
-    run_dir = submitted(tmp_path / "run", examine_s=180)
+    run_dir = submitted(tmp_path / "run")
     examined("sbatch", "echo 'Requested node configuration is not available' >&2; exit 1")
     assert attempt(run_dir) == BAD_NODE
     printed = capfd.readouterr().out
@@ -352,8 +348,8 @@ def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
 ):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "t1,r1")
     run_dir = tmp_path / "run"
-    engines = ["rollout.engines=1", f"rollout.rendezvous={run_dir}/engines", "parallel.tensor=1"]
-    folder.write(run_dir, QUICK, engines, ClusterConfig(node=NodeConfig(gpus=1)), "")
+    engines = ("rollout.engines=1", f"rollout.rendezvous={run_dir}/engines", "parallel.tensor=1")
+    submitted(run_dir, *engines, cluster=ClusterConfig(node=NodeConfig(gpus=1)))
     assert attempt(run_dir) == BAD_NODE
     assert not any("requeue" in line or "ExcNodeList" in line for line in examined.called)
     assert "attempt 1: all 2 nodes are bad, so none is excluded" in capfd.readouterr().out
@@ -367,7 +363,7 @@ def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(
 @pytest.mark.parametrize("name", ['my "run"', "2026", "[x]"])
 def test_what_is_submitted_is_read_back(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_dir = submitted(Path(name), retries=7)
+    run_dir = submitted(Path(name), cluster=job(retries=7))
     assert folder.recipe(run_dir).train.run_dir == name
     assert folder.recipe(run_dir).train.steps == 7
     assert folder.cluster(run_dir).job.retries == 7

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import shlex
 import subprocess
 
@@ -12,7 +13,7 @@ from qurl_megatron.cluster.cluster import (
     SiteConfig,
 )
 from qurl_megatron.cluster.layout import inside, lay_out, rollout_step, training_step
-from qurl_megatron.cluster.script import Script, render, tool_job, training_job
+from qurl_megatron.cluster.script import Script, command_job, render, training_job
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.slurm_scripts import FOLDER, READY, ROOT, rendered
@@ -100,51 +101,21 @@ def test_a_command_reaches_bash_word_by_word():
     assert printed.splitlines() == list(words[2:])
 
 
-# ---- tools
+# ---- commands
 
 
-def test_a_tool_is_one_command_on_one_node_without_gpus():
+@pytest.mark.parametrize(("node_gpus", "option"), [(0, None), (2, "2"), (None, "8")])
+def test_a_command_is_one_task_on_one_node_with_the_gpus_it_is_given(node_gpus, option):
     words = ["convert", "--hf", "a", "--out", "b"]
-    text = render(tool_job("convert", words, ClusterConfig()), ClusterConfig())
-    assert "--gpus" not in text and "--signal" not in text
+    text = render(command_job(words, ClusterConfig(), node_gpus), ClusterConfig())
+    assert re.findall("--gpus-per-node=(.*)", text) == [option] * (option is not None)
+    assert "--nodes=1\n" in text and "--signal" not in text
     assert text.endswith(" qurl convert --hf a --out b\n")
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "takes"),
-    [
-        ("convert", "quantize --backend te", True),
-        ("convert", "quantize --backend native", False),
-        ("bench", "step", True),
-        ("bench", "rollout", False),
-        ("bench", "rollout --engine=embedded,sglang", True),
-        ("eval", "aime.jsonl --model m", True),
-        ("eval", "aime.jsonl --model m --url http://a:1", False),
-    ],
-)
-def test_a_tool_takes_gpus_only_where_it_uses_them(kind, words, takes):
-    text = render(tool_job(kind, words.split(), ClusterConfig()), ClusterConfig())
-    assert ("--gpus-per-node=8" in text) == takes
-
-
-def test_a_study_is_an_array():
-    text = render(tool_job("study", ["s.toml", "out"], ClusterConfig(), tasks=9), ClusterConfig())
-    assert "#SBATCH --array=0-8\n" in text
-    assert "--output=runs/slurm/%x-%A_%a.log\n" in text
-    assert text.endswith(" qurl slurm cell s.toml out\n")
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "sentence"),
-    [
-        ("convert", [], "--kind convert needs a tool"),
-        ("convert", ["hf_to_megatron"], "hf_to_megatron is unknown; known: convert, export"),
-        ("bench", ["../cli"], "../cli is unknown; known: "),
-    ],
-)
-def test_an_unknown_tool_is_one_sentence(kind, words, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        tool_job(kind, words, ClusterConfig())
+def test_an_unknown_command_is_one_sentence():
+    with pytest.raises(ConfigError, match="--kind command: train is unknown; known: convert, exp"):
+        command_job(["train"], ClusterConfig(), None)
 
 
 # ---- steps, inside the job

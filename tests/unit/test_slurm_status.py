@@ -7,15 +7,15 @@ import pytest
 
 from qurl_megatron.cli import main
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.commands import Queued
 from qurl_megatron.cluster.folder import Attempt
 from qurl_megatron.cluster.status import Facts, render
 from qurl_megatron.config import load
 from qurl_megatron.observe.sinks import Record
 from tests.support.programs import Programs
+from tests.support.slurm_runs import QUICK
+from tests.support.slurm_runs import submitted as submitted_run
 
-QUICK = Path(__file__).parents[2] / "launch/recipes/quickstart.toml"
 NOW = 10_000.0
 RUNNING = Queued("RUNNING", "", "train[1-2]", NOW - 500, NOW + 700)
 BEGUN = Attempt(1, 7, NOW - 500, 0)
@@ -106,8 +106,7 @@ def test_without_slurm_at_hand_the_folder_tells_what_it_knows(facts):
 def submitted(tmp_path, monkeypatch) -> Path:
     """A run that waits in the queue."""
     Programs(tmp_path, monkeypatch)("squeue", "echo '7|PENDING|Resources|N/A|N/A|'")
-    run_dir = tmp_path / "run"
-    folder.write(run_dir, QUICK, ["train.steps=7"], ClusterConfig(), "")
+    run_dir = submitted_run(tmp_path / "run")
     folder.write_job(run_dir, 7)
     return run_dir
 

@@ -68,12 +68,11 @@ def refused(capsys, model: Path, *words: str) -> str:
 
 def test_a_submitted_run_leaves_all_that_its_job_will_read(here, slurm, model, capsys):
     assert submit(model) == 0
-    folder = here / "run/slurm"
-    assert (folder / "recipe.toml").read_bytes() == QUICK.read_bytes()
-    assert "train.run_dir=run" in json.loads((folder / "request.json").read_text())["overrides"]
-    assert (folder / "job.sbatch").read_text() == (here / "script").read_text()
-    assert json.loads((folder / "job.json").read_text())["job"] == 41
-    assert [path.name for path in folder.glob(".*")] == []
+    own = here / "run/slurm"
+    assert folder.recipe(here / "run").parallel.tensor == 2
+    assert (own / "job.sbatch").read_text() == (here / "script").read_text()
+    assert json.loads((own / "job.json").read_text())["job"] == 41
+    assert [path.name for path in own.glob(".*")] == []
     printed = capsys.readouterr().out
     assert "job 41; run folder run" in printed
     assert "tail -F run/slurm/job.log run/slurm/latest/train-0.log" in printed
@@ -117,13 +116,33 @@ def test_a_running_job_saves_and_a_waiting_one_leaves(state, called, here, slurm
     assert slurm.called[-1] == called
 
 
-CONVERT = ["--kind", "convert", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
+CONVERT = ["--kind", "command", "--cluster", "cluster.toml", "--", "quantize", "--model", "m"]
 
 
 def test_a_tool_is_submitted_with_a_log_of_its_own(here, slurm, capsys):
     assert main(["slurm", "submit", *CONVERT]) == 0
     assert "job 41; its log is runs/slurm/quantize-41.log" in capsys.readouterr().out
     assert (here / "runs/slurm").is_dir()
+
+
+def test_each_run_of_a_study_that_is_neither_done_nor_queued_is_a_job(here, slurm, model, capsys):
+    own = json.dumps([f"model.path={model}", "train.steps=7"])
+    (here / "study.toml").write_text(
+        f'recipe = "{QUICK}"\noverrides = {own}\nseeds = [0, 1, 2]\n'
+        '[methods.acr]\noverrides = ["parallel.tensor=2"]\n'
+    )
+    runs = [here / f"out/runs/acr-int8-seed-{seed}" for seed in (0, 1, 2)]
+    done = runs[0] / "checkpoints/step_000007"
+    done.mkdir(parents=True)
+    (done / "state.json").write_text('{"step": 7}')
+    folder.write_job(runs[1], 40)
+    slurm("squeue", "echo '40|PENDING||N/A|N/A|'")
+    words = ["--kind", "study", "--cluster", "cluster.toml", "study.toml", "out"]
+    assert main(["slurm", "submit", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "acr-int8-seed-0: it is done\nacr-int8-seed-1: job 40 is in the queue\n" in printed
+    assert "acr-int8-seed-2:\nnodes: 1 with 2 training ranks\n" in printed
+    assert folder.recipe(runs[2]).train.seed == 2 and folder.job(runs[2]) == 41
 
 
 def test_the_script_is_printed_without_any_check(here, slurm, capsys, monkeypatch):

@@ -1,7 +1,7 @@
 import pytest
 
 from qurl_megatron.cluster.folder import Attempt
-from qurl_megatron.cluster.verdict import NO_PROGRESS, STOPPED, Decision, Ending, decide
+from qurl_megatron.cluster.verdict import NO_PROGRESS, STOPPED, Decision, decide
 
 AGAIN, DONE, RETRY, STOP = Decision.AGAIN, Decision.DONE, Decision.RETRY, Decision.STOP
 
@@ -13,8 +13,12 @@ def attempts(*ended: tuple[str, tuple[int, int]]) -> list[Attempt]:
     """Earlier attempts by their decision, and their steps before and after."""
     earlier = []
     for number, (decision, (before, after)) in enumerate(ended, 1):
-        earlier.append(Attempt(number, 5, 0.0, before, after, "", 137, decision))
+        earlier.append(Attempt(number, 5, 0.0, before, after, code=137, decision=decision))
     return earlier
+
+
+def ended(code: int, signal: str = "", steps: tuple[int, int] = IDLE, failure: str = "") -> Attempt:
+    return Attempt(9, 5, 0.0, *steps, signal, code, failure)
 
 
 def retries(*steps: tuple[int, int]) -> list[Attempt]:
@@ -22,7 +26,7 @@ def retries(*steps: tuple[int, int]) -> list[Attempt]:
 
 
 @pytest.mark.parametrize(
-    ("code", "stop_reason", "steps", "earlier", "decision", "ends_with"),
+    ("code", "signal", "steps", "earlier", "decision", "ends_with"),
     [
         pytest.param(0, "", (0, 40), [], DONE, 0, id="all steps"),
         pytest.param(143, "", (20, 40), [], DONE, 0, id="and a rank died in its goodbye"),
@@ -55,25 +59,25 @@ def retries(*steps: tuple[int, int]) -> list[Attempt]:
         ),
     ],
 )
-def test_what_follows_on_an_attempt(code, stop_reason, steps, earlier, decision, ends_with):
-    outcome = decide(Ending(code, stop_reason), *steps, earlier, steps=40, retries=3)
-    assert (outcome.decision, outcome.code) == (decision, ends_with)
+def test_what_follows_on_an_attempt(code, signal, steps, earlier, decision, ends_with):
+    outcome = decide(ended(code, signal, steps), earlier, steps=40, retries=3)
+    assert (outcome.decision, outcome.exit_code) == (decision, ends_with)
 
 
 def test_without_retries_the_first_failure_ends_the_job():
-    outcome = decide(Ending(137), 0, 8, [], steps=40, retries=0)
-    assert outcome.decision is STOP
+    outcome = decide(ended(137, "", SAVED), [], steps=40, retries=0)
+    assert outcome.decision == STOP
     assert "job.retries=0 allows no further attempt; step 8 is saved" in outcome.reason
 
 
 @pytest.mark.parametrize(
-    ("ending", "mend"),
+    ("attempt", "mend"),
     [
-        (Ending(137, failure="hung"), "step 8 is saved; fix the cause, then `qurl slurm submit`"),
-        (Ending(0, "USR1"), "raise job.time_limit or job.signal_s in the cluster file"),
+        (ended(137, failure="hung"), "step 8 is saved; fix the cause, then `qurl slurm submit`"),
+        (ended(0, "USR1"), "raise job.time_limit or job.signal_s in the cluster file"),
     ],
 )
-def test_two_attempts_without_a_checkpoint_are_one_sentence_with_the_mend(ending, mend):
-    outcome = decide(ending, 8, 8, retries(IDLE), steps=40, retries=3)
+def test_two_attempts_without_a_checkpoint_are_one_sentence_with_the_mend(attempt, mend):
+    outcome = decide(attempt, retries(IDLE), steps=40, retries=3)
     assert ", the second attempt in a row without a new checkpoint" in outcome.reason
     assert mend in outcome.reason
