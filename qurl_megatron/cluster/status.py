@@ -44,34 +44,28 @@ def status(run_dir: Path) -> int:
     Raises:
         ConfigError: nothing was submitted for it, or a record is damaged.
     """
-    print(printable(render(gather(run_dir), now())))
-    return 0
-
-
-def gather(run_dir: Path) -> Facts:
-    """Read what the folder and the queue tell."""
     job, queued, queue_error = folder.job(run_dir), None, ""
     try:
         queued = commands.queued(job)
     except ConfigError as error:  # the folder tells the rest
         queue_error = str(error)
-    attempts = folder.attempts(run_dir)
-    metrics = run_dir / "metrics.jsonl"
+    metrics, checkpoint = run_dir / "metrics.jsonl", None
     # A file that has only been begun holds no line, which is no mistake here.
     has_lines = metrics.is_file() and b"\n" in metrics.read_bytes()
-    checkpoint = None
     if newest := latest(run_dir):
         checkpoint = int(newest.name.removeprefix("step_")), newest.stat().st_mtime
-    return Facts(
+    facts = Facts(
         run_dir,
         folder.recipe(run_dir),
         job,
         queued,
         queue_error,
-        attempts,
+        folder.attempts(run_dir),
         read_metrics(metrics) if has_lines else [],
         checkpoint,
     )
+    print(printable(render(facts, now())))
+    return 0
 
 
 def render(facts: Facts, at: float) -> str:
@@ -80,9 +74,8 @@ def render(facts: Facts, at: float) -> str:
     Args:
         at: now, Unix seconds.
     """
-    newest = facts.attempts[-1] if facts.attempts else None
-    state, sentence = _state(facts, newest, at)
-    running = state == "running"
+    sentence, what_next = _state(facts, at)
+    running = facts.queued is not None and facts.queued.state != "PENDING"
     lines = [f"{facts.run_dir}: {sentence}"]
     steps = [record for record in facts.records if "time/step" in record.metrics]
     progress = [f"step {steps[-1].step if steps else 0} of {facts.config.train.steps}"]
@@ -101,7 +94,7 @@ def render(facts: Facts, at: float) -> str:
         step, written_at = facts.checkpoint
         age = duration(max(at - written_at, 0.0))
         lines.append(_row("checkpoint", f"of step {step}, {age} old"))
-    lines.append(_row("next", _next(facts, state, newest)))
+    lines.append(_row("next", what_next))
     return "\n".join(lines)
 
 
@@ -109,40 +102,36 @@ def _row(name: str, text: str) -> str:
     return f"  {name:<11} {text}"
 
 
-def _state(facts: Facts, newest: Attempt | None, at: float) -> tuple[str, str]:
-    """Return the state, and the same as a sentence."""
-    attempt = f", attempt {newest.number}" if newest else ""
-    queued = facts.queued
+def _state(facts: Facts, at: float) -> tuple[str, str]:
+    """Return the state as a sentence, and the next thing to do."""
+    run_dir, job, queued = facts.run_dir, facts.job, facts.queued
+    newest, attempt = None, ""
+    if facts.attempts:
+        newest = facts.attempts[-1]
+        attempt = f", attempt {newest.number}"
     if queued and queued.state == "PENDING":
-        reason = f" ({queued.reason})" if queued.reason else ""
-        starts = ""
+        sentence = f"waiting, job {job}"
+        if queued.reason:
+            sentence += f" ({queued.reason})"
         if queued.starts and queued.starts > at:
-            starts = f", expected to start in {duration(queued.starts - at)}"
-        return "waiting", f"waiting, job {facts.job}{reason}{starts}{attempt}"
+            sentence += f", expected to start in {duration(queued.starts - at)}"
+        what_next = f"squeue --start --jobs={job}; or `qurl slurm cancel {run_dir}`"
+        return sentence + attempt, what_next
     if queued:
-        return "running", f"{queued.state.lower()}, job {facts.job} on {queued.nodes}{attempt}"
-    if newest and newest.ended and not (facts.queue_error and newest.decision in GOES_ON):
-        return "ended", f"ended, job {newest.job}{attempt}: {newest.reason}"
-    if facts.queue_error:
+        what_next = f"tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log"
+        return f"{queued.state.lower()}, job {job} on {queued.nodes}{attempt}", what_next
+    if facts.queue_error and not (newest and newest.ended and newest.decision not in GOES_ON):
         last = f"{attempt} of this folder has not ended" if newest else ", no attempt has begun"
-        return "unknown", f"the queue cannot be asked ({facts.queue_error}){last}"
+        what_next = f"`qurl slurm status {run_dir}` on a login node of the cluster"
+        return f"the queue cannot be asked ({facts.queue_error}){last}", what_next
     if newest is None:
-        return "ended", f"job {facts.job} has left the queue without an attempt"
-    return "ended", f"job {facts.job} has left the queue{attempt}, without a last word"
-
-
-def _next(facts: Facts, state: str, newest: Attempt | None) -> str:
-    """Return the next thing to do."""
-    run_dir = facts.run_dir
-    if state == "waiting":
-        return f"squeue --start --jobs={facts.job}; or `qurl slurm cancel {run_dir}`"
-    if state == "running":
-        return f"tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log"
-    if state == "unknown":
-        return f"`qurl slurm status {run_dir}` on a login node of the cluster"
-    if newest and newest.decision == Decision.DONE:
-        return f"{run_dir}/report.html"
-    sources = f"`qurl slurm logs {run_dir}` says why"
-    if newest is None:
-        sources = f"{run_dir}/slurm/job.log, or `sacct -j {facts.job}`, says why"
-    return f"{sources}; `qurl slurm submit`, as before, goes on"
+        sources = f"{run_dir}/slurm/job.log, or `sacct -j {job}`, says why"
+        sentence = f"job {job} has left the queue without an attempt"
+    else:
+        sources = f"`qurl slurm logs {run_dir}` says why"
+        sentence = f"job {job} has left the queue{attempt}, without a last word"
+        if newest.ended:
+            sentence = f"ended, job {newest.job}{attempt}: {newest.reason}"
+        if newest.decision == Decision.DONE:
+            return sentence, f"{run_dir}/report.html"
+    return sentence, f"{sources}; `qurl slurm submit`, as before, goes on"

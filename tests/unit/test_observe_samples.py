@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qurl_megatron.cli import main
-from qurl_megatron.cluster.cause import tracebacks
+from qurl_megatron.cluster.logs import tracebacks
 from qurl_megatron.data.pack import pad_samples
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.report import write_report

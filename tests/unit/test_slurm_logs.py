@@ -10,8 +10,7 @@ from hypothesis import given
 
 from qurl_megatron.cli import main
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.cause import KINDS, Evidence, Log, causes, kind_of, tracebacks
-from qurl_megatron.cluster.logs import section
+from qurl_megatron.cluster.logs import KINDS, Log, causes, kind_of, section, tracebacks
 from qurl_megatron.kit.clock import now
 from qurl_megatron.observe.failures import Failure
 from tests.support.fuzz import damaged_bytes, examples
@@ -71,8 +70,8 @@ NO_ENGINE = failed(0, "EngineError", "no engine is left", phase="rollout")
 MEMORY, KILL = "memory of the node is used up", "it was killed"
 
 
-def srun(*lines: str) -> Evidence:
-    return Evidence(srun=lines)
+def srun(*lines: str) -> dict:
+    return {"srun": lines}
 
 
 COLLECTIVES = [
@@ -89,14 +88,14 @@ TWO = [failed(0, "ValueError", "b", 5.0), failed(1, "ValueError", "a", 4.0)]
 UNKEPT = rank_log(2, "Traceback (most recent call last):\n  x\nImportError: y")
 CASES = {
     "a reason of its own before collectives that failed earlier": (
-        *(Evidence(COLLECTIVES), "rank 3", "GPU memory is used up", ["rank 2", "rank 0"]),
+        *({"failures": COLLECTIVES}, "rank 3", "GPU memory is used up", ["rank 2", "rank 0"]),
     ),
-    "the earliest of several reasons": (Evidence(TWO), "rank 1", FAULT, ["rank 0"]),
+    "the earliest of several reasons": ({"failures": TWO}, "rank 1", FAULT, ["rank 0"]),
     "a killed rank before those that lost it, and none that srun killed": (
-        *(Evidence([LOST_PEER], (), KILLED), "rank 1", KILL, ["rank 0"]),
+        *({"failures": [LOST_PEER], "srun": KILLED}, "rank 1", KILL, ["rank 0"]),
     ),
     "a task of the rollout nodes before ranks without engines": (
-        *(Evidence([NO_ENGINE], (), [ENGINE_TASK]), "rollout node 0", KILL, ["rank 0"]),
+        *({"failures": [NO_ENGINE], "srun": [ENGINE_TASK]}, "rollout node 0", KILL, ["rank 0"]),
     ),
     "a killed rank before a killed rollout task": (
         *(srun(ENGINE_TASK, RANK_KILLED), "rank 1", KILL, ["rollout node 0"]),
@@ -110,22 +109,22 @@ CASES = {
     ),
     "hung, and nobody killed it": (srun(*HUNG), "rank 1", "the run hung", []),
     "the end of the last engine": (
-        Evidence([NO_ENGINE], [engine(OUT_OF_MEMORY)]),
+        {"failures": [NO_ENGINE], "logs": [engine(OUT_OF_MEMORY)]},
         "engine-0 on roll1",
         "GPU memory is used up",
         ["rank 0"],
     ),
     "an engine that was replaced is not the cause": (
-        Evidence([failed(0, "KeyError", "'x'")], [engine(OUT_OF_MEMORY)]),
+        {"failures": [failed(0, "KeyError", "'x'")], "logs": [engine(OUT_OF_MEMORY)]},
         "rank 0",
         FAULT,
         ["engine-0 on roll1"],
     ),
     "collectives alone": (
-        *(Evidence(COLLECTIVES[:2]), "rank 2", "another rank is gone", ["rank 0"]),
+        *({"failures": COLLECTIVES[:2]}, "rank 2", "another rank is gone", ["rank 0"]),
     ),
     "a rank that could keep nothing is read from its log": (
-        *(Evidence(logs=[UNKEPT]), "rank 2", "the environment lacks something", []),
+        *({"logs": [UNKEPT]}, "rank 2", "the environment lacks something", []),
     ),
     "out of memory": (srun("srun: error: t1: task 3: Out Of Memory"), "rank 3", MEMORY, []),
     "a crash": (
@@ -149,14 +148,14 @@ CASES = {
 
 @pytest.mark.parametrize(("evidence", "source", "kind", "followed"), CASES.values(), ids=CASES)
 def test_the_first_cause_is_told_from_what_followed(evidence, source, kind, followed):
-    first, *others = causes(evidence)
+    first, *others = causes(**evidence)
     assert (first.source, first.kind.name) == (source, kind)
     assert [event.source for event in others] == followed
 
 
 def test_the_node_is_that_of_the_rank_or_of_the_line():
-    assert causes(Evidence(COLLECTIVES))[0].node == "train3"
-    assert causes(srun(RANK_KILLED))[0].node == "roll1"
+    assert causes(COLLECTIVES)[0].node == "train3"
+    assert causes(**srun(RANK_KILLED))[0].node == "roll1"
 
 
 @pytest.mark.parametrize(
@@ -164,12 +163,12 @@ def test_the_node_is_that_of_the_rank_or_of_the_line():
     [
         srun(KILLED[2], RANK_KILLED),
         srun("slurmstepd-r1: error: *** JOB 4 ON r1 CANCELLED DUE TO JOB REQUEUE"),
-        Evidence(logs=[rank_log(0, "slurmstepd-r1: error: *** STEP 4.0 ON r1 CANCELLED AT 2")]),
+        {"logs": [rank_log(0, "slurmstepd-r1: error: *** STEP 4.0 ON r1 CANCELLED AT 2")]},
     ],
     ids=["ranks that srun has killed", "a requeue", "a step that is cancelled for a failed rank"],
 )
 def test_what_only_follows_is_no_cause(evidence):
-    assert causes(evidence) == []
+    assert causes(**evidence) == []
 
 
 @pytest.mark.parametrize(
@@ -310,5 +309,5 @@ JOB_LOG = "\n".join((*KILLED, "srun: error: t1: tasks 0-1,4: Exited with exit co
 @examples(60)
 def test_whatever_a_log_holds_there_is_a_cause_or_none(job_log, log):
     lines = job_log.decode("utf-8", "replace").splitlines()
-    events = causes(Evidence((), [engine(log.decode("utf-8", "replace"))], lines))
+    events = causes((), [engine(log.decode("utf-8", "replace"))], lines)
     assert all(event.message for event in events)
