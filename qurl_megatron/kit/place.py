@@ -155,11 +155,10 @@ def be_reachable(*, one_node: bool) -> None:
     Raises:
         ConfigError: there are other nodes, and it is not clear which interface leads to them.
     """
-    if one_node or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    address, problem = _known_address()
-    if address is None:
-        os.environ["GLOO_SOCKET_IFNAME"], _ = _way_out(os.environ["MASTER_ADDR"], problem)
+    if not one_node and "GLOO_SOCKET_IFNAME" not in os.environ:
+        _, interface = _reached_at(os.environ["MASTER_ADDR"])
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def address_for_others(*, one_node: bool) -> str:
@@ -171,48 +170,43 @@ def address_for_others(*, one_node: bool) -> str:
     Raises:
         ConfigError: there are other nodes, and it is not clear which interface leads to them.
     """
-    outward = _outward()
-    if (named := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]) in outward.values():
-        return next(address for address, name in outward.items() if name == named)
-    address, problem = _known_address()
-    if address is not None:
-        return address
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    for address, interface in _outward().items():
+        if interface == named:
+            return address
     try:
-        return _way_out("", problem)[1]
+        return _reached_at()[0]
     except ConfigError:
         if one_node:
             return "127.0.0.1"
         raise
 
 
-def _known_address() -> tuple[str | None, str]:
-    """Return the address that this node's name leads others to; else None, and a sentence why."""
-    name, address = socket.gethostname(), None
-    with contextlib.suppress(OSError):  # no such name
-        address = str(socket.getaddrinfo(name, 0)[0][4][0])
-    if address is not None and not ipaddress.ip_address(address).is_loopback:
-        return address, ""
-    return None, f"this node's name, {name}, resolves to {address or 'nothing'}"
+def _reached_at(goal: str = "") -> tuple[str, str]:
+    """Return this node's address for others, and its interface where its name leads elsewhere.
 
-
-def _way_out(goal: str, problem: str) -> tuple[str, str]:
-    """Interface and address towards ``goal``, else of the default route, else the only ones.
+    The interface leads towards ``goal``, else along the default route, else it is the only one.
 
     Args:
         goal: an address, a name, or "" where there is none.
     """
+    name, own = socket.gethostname(), ""
+    with contextlib.suppress(OSError):  # no such name
+        own = str(socket.getaddrinfo(name, 0)[0][4][0])
+    if own and not ipaddress.ip_address(own).is_loopback:
+        return own, ""
     outward = _outward()
     # The last two are reserved for documentation: the default route leads to them.
     for end in filter(None, (goal, "192.0.2.1", "2001:db8::1")):
         with contextlib.suppress(OSError):  # no such name, no such route
             if (address := own_address(end)) in outward:
-                return outward[address], address
+                return address, outward[address]
     if len(set(outward.values())) == 1:
-        address, name = next(iter(outward.items()))
-        return name, address
+        return next(iter(outward.items()))
     raise ConfigError(
-        f"{problem}, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
-        f"interface that leads to them, of {sorted(set(outward.values()))}"
+        f"this node's name, {name}, resolves to {own or 'nothing'}, which other nodes cannot "
+        f"reach; set GLOO_SOCKET_IFNAME to the interface that leads to them, of "
+        f"{sorted(set(outward.values()))}"
     )
 
 
