@@ -99,14 +99,14 @@ def _dry_run(config: "RunConfig", arguments: argparse.Namespace) -> int:
         from qurl_megatron.training.shapes import find_models
         from qurl_megatron.training.start import look_over
 
-        inputs = look_over(config, arguments.config)
-        for mistake in inputs.mistakes:
-            print(f"qurl: {mistake}", file=sys.stderr, flush=True)
         models = find_models(config, arguments.config)
+        mistakes, data = look_over(config, models.policy)
+        for mistake in mistakes:
+            print(f"qurl: {mistake}", file=sys.stderr, flush=True)
         print(render(footprint(config, models, gpu_gib=arguments.gpu_gib)), flush=True)
-    if inputs.data:
-        print("\n".join(["data", *(f"  {line}" for line in inputs.data)]))
-    return 2 if inputs.mistakes else 0
+    if data:
+        print("\n".join(["data", *(f"  {line}" for line in data)]))
+    return 2 if mistakes else 0
 
 
 def _recipe(given: Path) -> Path:

@@ -97,25 +97,17 @@ def key(
     allowed: Allowed | None = None,
     *,
     on_resume: OnResume | None = None,
-    not_a_list: str = "",
 ) -> Value:
     """A field of a section.
 
     Args:
         allowed: which values of its type it may have; None: all.
         on_resume: None takes the section's rule.
-        not_a_list: advice for a value that is a list, where one might be expected to work.
     """
-    facts = {
-        "allowed": allowed,
-        "on_resume": on_resume,
-        "not_a_list": not_a_list,
-    }
-    definition: Any = (
-        field(default_factory=default.copy, metadata=facts)
-        if isinstance(default, dict)
-        else field(default=default, metadata=facts)
-    )
+    facts = {"allowed": allowed, "on_resume": on_resume}
+    definition: Any = field(default=default, metadata=facts)
+    if isinstance(default, dict):
+        definition = field(default_factory=default.copy, metadata=facts)
     return definition
 
 

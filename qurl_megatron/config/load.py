@@ -23,8 +23,10 @@ LONGEST_NAME = 200  # bytes of ASCII; file systems take 255
 LISTED = 10  # keys of a section that a message names
 REMOVED = {
     "algo.acr_max_bound": "ACR's bound has no end, as in the paper (Eq. 9); leave the key out",
+    "algo.bypass": "the policy's own log-probs are always scored; leave the key out",
     "algo.kl_weighted": "the KL in the loss is the estimator's own; leave the key out",
     "algo.reference_every": "fork the run with algo.reference=RUN_DIR where it is to move",
+    "correction.count_rejected": "the average is over the responses that are left; leave it out",
     "correction.normalise": "correction.level=geometric keeps weights near 1; leave the key out",
     "reward.batched": "a function gets one response a call; leave the key out, or score many at "
     "once behind reward.url",
@@ -97,12 +99,6 @@ class RunConfig:
         require(
             not self.train.packed or self.train.max_tokens > 0,
             "train.packed needs train.max_tokens, the tokens of one forward/backward pass",
-        )
-        read_by = [key for key, reads in self._reads_proximal().items() if reads]
-        require(
-            not (self.algo.bypass and read_by),
-            "algo.bypass skips the policy's own log-probs, which are needed by "
-            f"{', '.join(read_by)}; leave it out, or change these",
         )
         require(
             self.algo.kl_coef > 0 or not self.algo.reference,
@@ -192,20 +188,6 @@ class RunConfig:
             "of a token, and that must be whole parts of the trainer's; change one of them, or set "
             "train.align=weights",
         )
-
-    def _reads_proximal(self) -> dict[str, bool]:
-        """Which settings need the log-probs of the full-precision policy before an update."""
-        algo, correction, guard = self.algo, self.correction, self.guard
-        return {
-            "algo.function": bool(algo.function),
-            f"algo.objective={algo.objective}": algo.objective != "naive",
-            "algo.kl_in=reward": algo.kl_coef > 0 and algo.kl_in == "reward",
-            "correction.reject_low": correction.reject_low > 0,
-            "correction.reject_high": correction.reject_high > 0,
-            "correction.veto": correction.veto > 0,
-            "guard.kl_above": guard.kl_above > 0,
-            "guard.rho_above": guard.rho_above > 0,
-        }
 
     @property
     def policy_optimizer(self) -> sections.OptimizerConfig:
@@ -423,10 +405,8 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
                 raise ConfigError(f"{prefix}{name} must be a table [{name}], got {table!r}")
             arguments[name] = build(hint, table, f"{prefix}{name}.")
         elif name in values:
-            value, facts = values[name], fields[name].metadata
-            if (reason := facts.get("not_a_list")) and isinstance(value, list):
-                raise ConfigError(f"{prefix}{name} must be one path, got {value!r}; {reason}")
-            if hint is str and type(value) is not str and (allowed := facts.get("allowed")):
+            value, allowed = values[name], fields[name].metadata.get("allowed")
+            if hint is str and type(value) is not str and allowed:
                 allowed.refuse(f"{prefix}{name}", value)  # says more than its type would
             arguments[name] = _convert(value, hint, f"{prefix}{name}")
     return cls(**arguments)

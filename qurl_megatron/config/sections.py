@@ -239,10 +239,6 @@ class AlgoConfig(Section, name="algo", on_resume="fork"):
     minibatches: int = key(2, at_least(1))
     """Optimizer updates per rollout batch; with 1, ACR equals TIS."""
 
-    bypass: bool = False
-    """Take the engine's log-probs for the policy's own and skip the pass that scores them, where
-    nothing reads these: objective=naive. The mismatch between the two is then not measured."""
-
     deal: Literal["responses", "groups"] = "responses"
     """Deal single responses to minibatches, so that each minibatch sees most prompts, or whole
     groups, so that each sees a few prompts (verl)."""
@@ -277,9 +273,6 @@ class CorrectionConfig(Section, name="correction", on_resume="fork"):
     veto: float = key(0.0, in_interval("[0, 1)"))
     """Responses with a token whose rho is below this are dropped from the loss, e.g. 1e-4; 0 is
     off."""
-
-    count_rejected: bool = False
-    """Dropped responses still count in the denominator of the loss, as if their weight were 0."""
 
     def check(self) -> None:
         require(
@@ -490,10 +483,10 @@ ONE_FILE = (
 class DataConfig(Section, name="data", on_resume="fork"):
     """Where prompts come from: a file (``path``) or a procedural task (``task``), exactly one."""
 
-    path: str = key("", not_a_list=ONE_FILE)
+    path: str = key("", Allowed(lambda _: True, "be one path", ONE_FILE))
     """JSONL or parquet file of prompts and answers; docs/data.md says which layouts are read."""
 
-    eval_path: str = key("", not_a_list=ONE_FILE)
+    eval_path: str = key("", Allowed(lambda _: True, "be one path", ONE_FILE))
     """The same for held-out prompts."""
 
     prompt_key: str = ""

@@ -53,65 +53,60 @@ class TokenBatch:
 
 def pad_samples(
     responses: Responses,
+    indices: Sequence[int],
     token_weights: Sequence[float],
     *,
     length: int,
-    pad_id: int = 0,
-    indices: Sequence[int] | None = None,
 ) -> TokenBatch:
     """A row for each response, padded to the given length.
 
     Args:
-        token_weights: share of each response's tokens in the batch loss.
+        indices: which responses of the step.
+        token_weights: share of each one's tokens in the batch loss.
         length: S; every prompt with its response must fit.
-        indices: which responses of the step; None takes all.
     """
-    chosen = tuple(range(len(responses)) if indices is None else indices)
-    starts = range(0, (len(chosen) + 1) * length, length)
-    return _batch(responses, chosen, token_weights, starts, len(chosen), pad_id)
+    starts = range(0, (len(indices) + 1) * length, length)
+    return _batch(responses, indices, token_weights, starts, rows=len(indices))
 
 
 def pack_samples(
     responses: Responses,
+    indices: Sequence[int],
     token_weights: Sequence[float],
     *,
     sequence_multiple: int = 1,
     multiple: int = 1,
-    pad_id: int = 0,
-    indices: Sequence[int] | None = None,
 ) -> TokenBatch:
     """Responses end to end in one row.
 
     Padding belongs to the sequence before it, where causal attention lets nothing see it.
 
     Args:
+        indices, token_weights: as for ``pad_samples``.
         sequence_multiple: multiple that the length of each sequence is rounded up to.
         multiple: S is rounded up to it, a multiple of the other; the last sequence gets it.
     """
-    chosen = tuple(range(len(responses)) if indices is None else indices)
     totals = responses.summary.totals
-    starts = [0, *accumulate(round_up(totals[i], sequence_multiple) for i in chosen)]
+    starts = [0, *accumulate(round_up(totals[i], sequence_multiple) for i in indices)]
     starts[-1] = round_up(starts[-1], multiple)
-    batch = _batch(responses, chosen, token_weights, starts, 1, pad_id)
+    batch = _batch(responses, indices, token_weights, starts, rows=1)
     return replace(batch, starts=tuple(starts))
 
 
 def _batch(
     responses: Responses,
-    chosen: tuple[int, ...],
+    indices: Sequence[int],
     token_weights: Sequence[float],
     starts: Sequence[int],
     rows: int,
-    pad_id: int,
 ) -> TokenBatch:
     """Responses at ``starts``, counted over all rows; the last of these is the end."""
-    ids = torch.full([starts[-1]], pad_id)
+    ids = torch.zeros(starts[-1], dtype=torch.int64)
     positions = torch.empty(starts[-1], dtype=torch.int64)
     targets = torch.zeros(starts[-1], dtype=torch.int64)
     mask = torch.zeros(starts[-1], dtype=torch.bool)
-    lengths = tuple(responses.summary.lengths[i] for i in chosen)
-    for index, length, start, stop in zip(chosen, lengths, starts, starts[1:], strict=False):
-        tokens = responses.tokens_of(index)
+    for index, start, stop in zip(indices, starts, starts[1:], strict=False):
+        tokens, length = responses.tokens_of(index), responses.summary.lengths[index]
         assert length < len(tokens), "a response needs a token before it"
         end = start + len(tokens)
         assert end <= stop, f"sample of {len(tokens)} tokens does not fit into {stop - start}"
@@ -119,16 +114,16 @@ def _batch(
         positions[start:stop] = torch.arange(stop - start)
         targets[start : end - 1] = tokens[1:]
         mask[end - length - 1 : end - 1] = responses.mask_of(index).bool()
-    written = tuple(responses.summary.written[i] for i in chosen)
+    written = tuple(responses.summary.written[i] for i in indices)
     owners = owners_of(written)
     return TokenBatch(
         input_ids=ids.view(rows, -1),
         positions=positions.view(rows, -1),
         targets=targets.view(rows, -1),
         mask=mask.view(rows, -1),
-        indices=chosen,
+        indices=tuple(indices),
         lengths=written,
         owners=owners,
-        behaviour=torch.cat([responses.behaviour[:0], *map(responses.behaviour_of, chosen)]),
+        behaviour=torch.cat([responses.behaviour[:0], *map(responses.behaviour_of, indices)]),
         weights=torch.tensor(token_weights, dtype=torch.float32)[owners],
     )

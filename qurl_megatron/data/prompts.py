@@ -11,7 +11,7 @@ from typing import Any
 
 from qurl_megatron.config import DataConfig
 from qurl_megatron.data.questions import data_files, held_out_questions, training_questions
-from qurl_megatron.data.rows import DataFile, Question
+from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.types import Prompt
@@ -28,13 +28,11 @@ class PromptStream:
         seed: int,
         held_out: int = 0,
         answers: bool = True,
-        files: dict[str, DataFile] | None = None,
     ) -> None:
         """
         Args:
             held_out: how many prompts are wanted that are never trained on.
             answers: every row of a file must have one.
-            files: ``config``'s, by key, where they have been read already.
 
         Raises:
             ConfigError: a file or the task cannot be used, or all its prompts are too long.
@@ -42,9 +40,7 @@ class PromptStream:
         self.config = config
         self.tokenizer = tokenizer
         self.seed = seed
-        if files is None:
-            files = data_files(config, held_out=bool(held_out), answers=answers)
-        self.files = files
+        self.files = data_files(config, held_out=bool(held_out), answers=answers)
         self.questions, eval_questions = self._questions(held_out)
         self._lengths = [len(ids) for ids in tokenizer.read(self.questions, chat=config.chat)]
         self.longest = max(self._lengths)

@@ -55,11 +55,8 @@ def check_files(config: RunConfig) -> dict[str, DataFile]:
         ConfigError: a data file is missing, empty or malformed, the reward needs answers that a
             row does not have, or the model to be made has no chat template for its prompts.
     """
-    files = data_files(
-        config.data,
-        held_out=config.train.eval_prompts > 0,
-        answers=bool(config.reward.kind),
-    )
+    held_out = config.train.eval_prompts > 0
+    files = data_files(config.data, held_out=held_out, answers=bool(config.reward.kind))
     _refuse_chats_without_template(config, files)
     return files
 
@@ -98,16 +95,11 @@ def doubts(config: RunConfig, files: dict[str, DataFile]) -> list[str]:
     ]
 
 
-def read_prompts(
-    config: RunConfig,
-    state: TrainState | None = None,
-    files: dict[str, DataFile] | None = None,
-) -> PromptStream:
+def read_prompts(config: RunConfig, state: TrainState | None = None) -> PromptStream:
     """Read and encode the prompts of a run.
 
     Args:
         state: the state that the run goes on from.
-        files: as of ``check_files``, where this process has read them already.
 
     Raises:
         ConfigError: as ``check_files``; prompts are too long, or differ from the state's.
@@ -119,7 +111,6 @@ def read_prompts(
         seed=config.train.seed,
         held_out=config.train.eval_prompts,
         answers=bool(config.reward.kind),
-        files=files,
     )
     limit = longest_prompt(config.rollout, arch_of(described))
     if limit is not None:

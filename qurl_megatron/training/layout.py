@@ -37,10 +37,10 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
         parts = [weights[i] for i in microbatch]
         if train.packed:
             return pack_samples(
-                samples, parts, sequence_multiple=chunks, multiple=multiple, indices=microbatch
+                samples, microbatch, parts, sequence_multiple=chunks, multiple=multiple
             )
         length = max(summary.totals[i] for i in microbatch) if train.max_tokens else longest
-        return pad_samples(samples, parts, length=round_up(length, multiple), indices=microbatch)
+        return pad_samples(samples, microbatch, parts, length=round_up(length, multiple))
 
     minibatches = []
     for minibatch in _dealt(ranks, summary, config, step):

@@ -10,6 +10,8 @@ rank's part of the vocabulary, N = tokens of the microbatch that the policy wrot
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,8 +92,7 @@ class PolicyLoss:
         if batch.kept is not None:  # penalty and bonus leave a rejected response alone, too
             value = torch.where(batch.kept, value, 0.0)
         loss = -(batch.weights * value).sum()
-        if not algo.bypass:  # else the policy before the update was not scored
-            means["policy/kl_from_proximal"] = k3(batch.proximal, current.detach())
+        means["policy/kl_from_proximal"] = k3(batch.proximal, current.detach())
         total, *sums = _fetched_sums(loss, *means.values())
         count = float(len(current))
         metrics = {name: Mean(s, count) for name, s in zip(means, sums, strict=True)}
@@ -157,14 +158,19 @@ def read_values(output: Tensor, batch: TokenBatch, *, context: Axis) -> Tensor:
 
 
 def attach_values(critic: Critic, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Return the microbatches with values, [N]; only the last pipeline stage has and reads them."""
-    context = critic.ranks.context
-    values = critic.score(
-        batches, lambda output, batch: read_values(output, batch, context=context)
-    )
-    if not values:
+    """Return the microbatches with values, [N]."""
+    read = partial(read_values, context=critic.ranks.context)
+    return with_scores(batches, "values", critic.score(batches, read))
+
+
+def with_scores(
+    batches: Sequence[TokenBatch], name: str, scores: Sequence[Tensor]
+) -> list[TokenBatch]:
+    """Return the microbatches with a score each; only the last stage has and reads them."""
+    if not scores:
         return list(batches)
-    return [replace(b, values=v) for b, v in zip(batches, values, strict=True)]
+    fields: list[dict[str, Any]] = [{name: score} for score in scores]
+    return [replace(b, **field) for b, field in zip(batches, fields, strict=True)]
 
 
 class ValueLoss:

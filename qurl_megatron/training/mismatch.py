@@ -152,15 +152,12 @@ def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metr
         _COUNT: Sum((rho > BEYOND).sum().item()),
         _TOKENS: Sum(float(len(rho))),
         "rollout/rho_std": _std(rho),
-        "rollout/rho_deviation": _mean((rho - 1).abs()),
         "rollout/ess": EffectiveSampleSize(
             rho.sum().item(), rho.square().sum().item(), float(len(rho))
         ),
-        "rollout/chi2_token": _mean(rho.square() - 1),
         "rollout/truncated_weight_fraction": _mean(rho > cap),
         "rollout/low_weight_fraction": _mean(rho < 1 / cap),
         "rollout/log_prob_diff_abs": _mean(log_rho.abs()),
-        "rollout/mult_prob_error": _mean(bounded_exp(log_rho.abs())),
         **_mean_and_max("rollout/prob_diff", prob_diff),
         "rollout/prob_diff_std": _std(prob_diff),
         "rollout/prob_correlation": _correlation(proximal.exp(), behaviour.exp()),
@@ -175,20 +172,13 @@ def of_responses(
     log_product = sum_per_response(proximal - behaviour, owners, responses)[some]
     log_ppl_proximal = -mean_per_response(proximal, owners, responses)[some]
     log_ppl_behaviour = -mean_per_response(behaviour, owners, responses)[some]
-    log_ppl_diff = log_ppl_proximal - log_ppl_behaviour
-    product = bounded_exp(log_product)
+    geometric = bounded_exp(log_ppl_behaviour - log_ppl_proximal)
     return {
-        **_mean_and_extremes("rollout/rho_sequence", product),
-        **_mean_and_extremes("rollout/rho_geometric", bounded_exp(-log_ppl_diff)),
-        "rollout/chi2_sequence": _mean(product.square() - 1),
+        **_mean_and_extremes("rollout/rho_sequence", bounded_exp(log_product)),
+        **_mean_and_extremes("rollout/rho_geometric", geometric),
         # Perplexities are averaged after exp, as slime and verl do: of a response, not of a batch.
         "rollout/ppl_proximal": _mean(bounded_exp(log_ppl_proximal)),
         "rollout/ppl_behaviour": _mean(bounded_exp(log_ppl_behaviour)),
-        "rollout/ppl_ratio": _mean(bounded_exp(log_ppl_diff)),
-        "rollout/log_ppl_proximal": _mean(log_ppl_proximal),
-        "rollout/log_ppl_behaviour": _mean(log_ppl_behaviour),
-        **_mean_and_extremes("rollout/log_ppl_diff", log_ppl_diff),
-        "rollout/log_ppl_diff_abs": _mean(log_ppl_diff.abs()),
     }
 
 

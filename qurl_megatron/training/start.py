@@ -7,14 +7,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from qurl_megatron.config import Change, RunConfig
 from qurl_megatron.config.env import prepare_cuda, use_transformer_engine
-from qurl_megatron.data.rows import DataFile
 from qurl_megatron.engines.starting import given_key, refuse_not_installed
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.filesystem import refusing
@@ -88,24 +87,12 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
 
 
-@dataclass(frozen=True)
-class LookedOver:
-    """Mistakes and remarks for a dry run."""
-
-    mistakes: list[str]  # each of them prevents the start
-    data: list[str]  # remarks on the data, a sentence each
-
-
-def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
+def look_over(config: RunConfig, arch: Arch) -> tuple[list[str], list[str]]:
     """Check all that ``qurl train`` refuses before it loads a model, but for layouts.
 
-    Args:
-        model_config: as of ``find_models``.
-
-    Raises:
-        ConfigError: there is no config.json to check against.
+    Returns:
+        The mistakes, each of which prevents the start, and remarks on the data; a sentence each.
     """
-    arch = find_models(config, model_config).policy
     data: list[str] = []
     checks = [*_model_checks(config, arch), *_own_checks(config)]
     checks.append(lambda: data.extend(describe_data(config)))
@@ -115,7 +102,7 @@ def look_over(config: RunConfig, model_config: Path | None) -> LookedOver:
             check()
         except ConfigError as error:
             mistakes.append(str(error))
-    return LookedOver(list(dict.fromkeys(mistakes)), data)
+    return list(dict.fromkeys(mistakes)), data
 
 
 def _model_checks(config: RunConfig, arch: Arch) -> list[Callable[[], object]]:
@@ -140,23 +127,20 @@ def _own_checks(config: RunConfig) -> list[Callable[[], object]]:
     return checks
 
 
-def _prepare(source: Path | None, config: RunConfig) -> dict[str, DataFile]:
-    """Check the recipe and make the fork, for all ranks; return the data files, which it read."""
-    files = _check(config)
+def _prepare(source: Path | None, config: RunConfig) -> None:
+    """Check the recipe and make the fork, for all ranks."""
+    _check(config)
     _make_fork(source, config)
-    return files
 
 
-def _check(config: RunConfig) -> dict[str, DataFile]:
-    """Check the settings that need no model; return the data files."""
-    files = check_files(config)
-    for remark in doubts(config, files):
+def _check(config: RunConfig) -> None:
+    """Check the settings that need no model."""
+    for remark in doubts(config, check_files(config)):
         print(remark, flush=True)
     if simulated := simulation(config.quant.scheme):
         print(simulated, flush=True)
     for check in _own_checks(config):
         check()
-    return files
 
 
 def _make_fork(source: Path | None, config: RunConfig) -> None:
@@ -233,7 +217,7 @@ def _make_model(config: RunConfig, path: Path) -> None:
 
 
 @terminal(lasting=True)
-def run_rank(config: RunConfig, prepare: Callable[[], dict[str, DataFile]] | None = None) -> int:
+def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> int:
     """Train as the rank that the environment names.
 
     Args:

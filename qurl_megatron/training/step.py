@@ -1,10 +1,10 @@
 """One rollout batch into updates: lay out, score, then one update per minibatch and epoch."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import torch.distributed as dist
+from torch import Tensor
 
 from qurl_megatron.actor.critic import Critic
 from qurl_megatron.actor.megatron import Ranks
@@ -12,7 +12,7 @@ from qurl_megatron.actor.policy import Policy
 from qurl_megatron.actor.trained import Loss, Trained
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.pack import TokenBatch
-from qurl_megatron.data.responses import Responses
+from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
 from qurl_megatron.training.credit import (
     attach_advantages,
@@ -23,7 +23,13 @@ from qurl_megatron.training.groups import kept_of
 from qurl_megatron.training.guard import NotFinite, check_gradient
 from qurl_megatron.training.journal import Proximal
 from qurl_megatron.training.layout import Minibatch, averaged_without, lay_out, layout_metrics
-from qurl_megatron.training.losses import PolicyLoss, Scorer, ValueLoss, attach_values
+from qurl_megatron.training.losses import (
+    PolicyLoss,
+    Scorer,
+    ValueLoss,
+    attach_values,
+    with_scores,
+)
 from qurl_megatron.training.mismatch import mismatch
 
 
@@ -58,18 +64,12 @@ def improve(
     sizes = [len(minibatch) for minibatch in minibatches]
     batches = [batch for minibatch in minibatches for batch in minibatch]
     with timer.phase("score"):
-        batches = attach_scores(
-            policy, batches, score, with_reference=algo.kl_coef > 0, bypass=algo.bypass
-        )
+        batches = attach_scores(policy, batches, score, with_reference=algo.kl_coef > 0)
         if critic:
             batches = attach_values(critic, batches)
-        batches, rejections = attach_correction(ranks, batches, config.correction)
-        if ranks.last_stage and config.correction.rejects and not config.correction.count_rejected:
-            rejected = rejected_responses(ranks, batches, len(samples))
-            batches = averaged_without(rejected, batches, summary, config, step=step)
-        batches, worth = attach_advantages(ranks, batches, summary, config)
+        batches, credit = _attach_worth(ranks, batches, summary, config, step=step)
     if config.train.save_rollouts:
-        proximal = {} if algo.bypass else gather_proximal(ranks, batches)
+        proximal = gather_proximal(ranks, batches)
         if scored:
             scored(proximal)
 
@@ -77,12 +77,11 @@ def improve(
     advantages: dict[int, float] = {}
     if ranks.last_stage and ranks.counted:
         advantages = mean_advantages(batches, kept_of(summary, config.observe.samples))
-        metrics += [rejections, worth, layout_metrics(batches, summary)]
-        if not algo.bypass:
-            for b in batches:
-                metrics.append(
-                    mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
-                )
+        metrics += [credit, layout_metrics(batches, summary)]
+        for b in batches:
+            metrics.append(
+                mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
+            )
 
     loss = PolicyLoss(score, algo, config.correction)
     value_loss = ValueLoss(ranks.context, clip=config.critic.clip)
@@ -106,33 +105,30 @@ def improve(
 
 
 def attach_scores(
-    policy: Policy,
-    batches: list[TokenBatch],
-    score: Scorer,
-    *,
-    with_reference: bool,
-    bypass: bool = False,
+    policy: Policy, batches: Sequence[TokenBatch], score: Scorer, *, with_reference: bool
 ) -> list[TokenBatch]:
-    """Return the microbatches with proximal (and reference) log-probs, [N].
+    """Return the microbatches with proximal (and reference) log-probs, [N]."""
 
-    Only the last pipeline stage computes them, and only it reads them.
+    def log_probs(logits: Tensor, batch: TokenBatch) -> Tensor:
+        return score(logits, batch)[0]
 
-    Args:
-        bypass: the behaviour policy stands for the proximal one, which nothing reads.
-    """
-    if bypass:
-        proximal = [batch.behaviour for batch in batches]
-    else:
-        proximal = policy.score(batches, lambda logits, batch: score(logits, batch)[0])
-    reference = []
+    scored = with_scores(batches, "proximal", policy.score(batches, log_probs))
     if with_reference:
         with policy.reference():
-            reference = policy.score(batches, lambda logits, batch: score(logits, batch)[0])
-    if proximal:
-        batches = [replace(b, proximal=p) for b, p in zip(batches, proximal, strict=True)]
-    if reference:
-        batches = [replace(b, reference=r) for b, r in zip(batches, reference, strict=True)]
-    return batches
+            scored = with_scores(scored, "reference", policy.score(batches, log_probs))
+    return scored
+
+
+def _attach_worth(
+    ranks: Ranks, batches: Sequence[TokenBatch], summary: Summary, config: RunConfig, *, step: int
+) -> tuple[list[TokenBatch], dict[str, Metric]]:
+    """Return the microbatches with each token's worth (``credit``) and metrics of it."""
+    corrected, rejections = attach_correction(ranks, batches, config.correction)
+    if ranks.last_stage and config.correction.rejects:
+        rejected = rejected_responses(ranks, corrected, len(summary))
+        corrected = averaged_without(rejected, corrected, summary, config, step=step)
+    worth, metrics = attach_advantages(ranks, corrected, summary, config)
+    return worth, rejections | metrics
 
 
 def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:

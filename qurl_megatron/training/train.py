@@ -29,7 +29,6 @@ from qurl_megatron.actor.policy import Policy, Reference
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.data.rows import DataFile
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
@@ -62,14 +61,12 @@ from qurl_megatron.wire.lease import Owner
 from qurl_megatron.wire.transport import settle_nccl
 
 
-def train(
-    config: RunConfig, stop: StopRequest, prepare: Callable[[], dict[str, DataFile]] | None = None
-) -> bool:
+def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | None = None) -> bool:
     """Start a run, or resume the one in ``train.run_dir``.
 
     Args:
         prepare: called on the leading rank once all ranks have met, before anything else; its
-            ConfigError ends them all. Returns the data files, which it has read.
+            ConfigError ends them all.
 
     Returns:
         True when all steps are done, False after a clean stop with a checkpoint.
@@ -78,9 +75,8 @@ def train(
     if config.sync.transport == "group":
         settle_nccl()
     with megatron_runtime(config.parallel, seed=config.train.seed) as ranks:
-        files = None
         if prepare:
-            files = kept_on_lead(prepare, ranks, waiting_for="checking rewards")
+            on_lead(prepare, ranks, waiting_for="checking rewards")
         begin = partial(claim, run_dir, config)
         claimed = kept_on_lead(begin, ranks, waiting_for="taking the run directory")
         newest = newest_whole(run_dir, ranks)
@@ -92,7 +88,7 @@ def train(
             on_lead(lambda: check_host(host), ranks, waiting_for="looking at sync.host")
 
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
-        read = partial(_read_prompts, config, newest, files)
+        read = partial(_read_prompts, config, newest)
         prompts = kept_on_lead(read, ranks, waiting_for="reading the data")
         policy, critic = models_of(config, ranks)
         if newest:
@@ -141,16 +137,13 @@ def train(
     return run.state.finished(config.train.steps)
 
 
-def _read_prompts(
-    config: RunConfig,
-    newest: tuple[Path, TrainState] | None,
-    files: dict[str, DataFile] | None,
-) -> PromptStream:
+def _read_prompts(config: RunConfig, newest: tuple[Path, TrainState] | None) -> PromptStream:
     """Read the prompts of the run, and print remarks on them before models load."""
-    prompts = read_prompts(config, newest[1] if newest else None, files)
+    checkpoint_path, state = newest or (config.model.path, None)
+    prompts = read_prompts(config, state)
     for remark in prompts.remarks():
         print(remark, flush=True)
-    print(f"loading {newest[0] if newest else config.model.path}", flush=True)
+    print(f"loading {checkpoint_path}", flush=True)
     return prompts
 
 

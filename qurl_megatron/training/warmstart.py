@@ -63,15 +63,6 @@ def warmstart(
             f"{model.config.vocab_size}, {len(questions)} questions, "
             f"at most {config.steps} steps of {config.batch}"
         )
-        unread = []
-        for question in held_out:
-            if tokenizer.decode(tokenizer(question.text)["input_ids"]) != question.text:
-                unread.append(question.text)
-        if unread:
-            log(
-                f"warm start: {len(unread)} of {len(held_out)} held-out questions have words that "
-                f"no training question has, and that the model will not see: {unread[0]!r:.200}"
-            )
         limit = max(len(answer) for _, answer in pairs) + 1  # and a full stop
         stop = tokenizer.convert_tokens_to_ids(STOP)
         assert isinstance(stop, int), "of one token"

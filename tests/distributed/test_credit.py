@@ -40,7 +40,7 @@ WHOLE = Responses.of([sample(index) for index in range(4)])
 def my_batch(device, rho: dict[int, float]):
     """This rank's responses; ``rho`` of each response's tokens is given."""
     mine = DEALT[dist.get_rank()]
-    batch = pad_samples(WHOLE, [1.0] * 2, length=8, indices=mine)
+    batch = pad_samples(WHOLE, mine, [1.0] * 2, length=8)
     log_rho = torch.tensor([math.log(rho[i]) for i in mine])[batch.owners]
     proximal = batch.behaviour + log_rho
     # The reference is less sure of each token by 0.5 nats: k1 = 0.5.

@@ -182,7 +182,7 @@ def check_reading(device) -> None:
         versions=((0, 2),),
     )
     start = len(sample.prompt.input_ids)
-    batch = pad_samples(Responses.of([sample]), [0.5], length=12)
+    batch = pad_samples(Responses.of([sample]), [0], [0.5], length=12)
     batch = replace(batch, values=torch.tensor([0.0, 1.0]), returns=torch.tensor([1.0, 0.0]))
     output = torch.zeros(1, 12, 1)
     output[0, start - 1], output[0, start] = 0.5, 0.5

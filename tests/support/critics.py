@@ -57,9 +57,9 @@ def minibatch(ranks, number: int, *, packed: bool = False) -> list:
         # Every response counts alike, its tokens too.
         shares = [1 / (8 * SAMPLES[i].written_tokens) for i in chunk]
         if packed:
-            batch = pack_samples(WHOLE, shares, sequence_multiple=4, multiple=8, indices=chunk)
+            batch = pack_samples(WHOLE, chunk, shares, sequence_multiple=4, multiple=8)
         else:
-            batch = pad_samples(WHOLE, shares, length=LENGTH, indices=chunk)
+            batch = pad_samples(WHOLE, chunk, shares, length=LENGTH)
         returns, before = (torch.cat(parts) for parts in zip(*map(targets, chunk), strict=True))
         batches.append(replace(batch, returns=returns, values=before).to(ranks.device))
     return batches

@@ -212,7 +212,7 @@ def batches(ranks) -> list:
 
     mine = range(len(SAMPLES))[ranks.data.rank :: ranks.data.size]
     whole = Responses.of(SAMPLES)
-    return [pad_samples(whole, [1.0], length=24, indices=[i]).to(ranks.device) for i in mine]
+    return [pad_samples(whole, [i], [1.0], length=24).to(ranks.device) for i in mine]
 
 
 def scores(policy, temperature=1.0) -> tuple[dict, dict]:

@@ -46,7 +46,7 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
         ("quant.scheme=INT8", "int5, int4, got 'INT8'; did you mean 'int8'?"),
         ("algo.objective=ACR", "acr, icepop, got 'ACR'; did you mean 'acr'?"),
         ("algo.name=GRPO", "cispo, got 'GRPO'; did you mean 'grpo'?"),
-        ("algo.xyz=1", "unknown key algo.xyz; `qurl show RECIPE` prints the 27 keys of algo"),
+        ("algo.xyz=1", "unknown key algo.xyz; `qurl show RECIPE` prints the 26 keys of algo"),
         ("train.share_prefix=false", "train.share_prefix no longer exists: each response is"),
         ("sync.keep=3", "sync.keep no longer exists: files of a version are deleted"),
         ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),

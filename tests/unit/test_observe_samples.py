@@ -168,7 +168,7 @@ def test_an_advantage_is_the_mean_over_a_response_and_told_of_kept_ones_with_tok
     step = Responses.of(
         [Sample(prompt, [5] * n, [0.0] * n, "stop", ((0, n),), reward=n) for n in lengths]
     )
-    batch = pad_samples(step, [1.0] * 4, length=6)
+    batch = pad_samples(step, range(4), [1.0] * 4, length=6)
     batch = replace(batch, advantages=torch.tensor([1.0, 2, 5, 7, 7, 7, 7]))
     assert kept_of(step.summary, 3) == [1, 2, 3]
     assert mean_advantages([batch], [0, 1, 2]) == {0: 1.5, 1: 5.0}

@@ -133,9 +133,3 @@ def test_the_file_is_beside_the_recipe(file):
     config = load(recipe, ["algo.function=losses.py:acr"])
     assert config.algo.function == f"{file}:acr"
     check_own_loss(config.algo, config.correction)
-
-
-def test_a_loss_of_ones_own_needs_the_log_probs_that_bypass_skips(file):
-    settings = [f"algo.function={file}:acr", "algo.objective=naive", "algo.bypass=true"]
-    with pytest.raises(ConfigError, match="algo.bypass skips .* needed by algo.function"):
-        load(RECIPES / "quickstart.toml", settings)

@@ -1,21 +1,17 @@
 """The loss of a microbatch, term by term, for log-probs that are given instead of computed."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qurl_megatron.actor.megatron import Axis
-from qurl_megatron.config import AlgoConfig, load
+from qurl_megatron.config import AlgoConfig
 from qurl_megatron.data.pack import TokenBatch, pad_samples
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.losses import PolicyLoss, Scorer
-from qurl_megatron.training.step import attach_scores
 from qurl_megatron.types import Prompt, Sample
 
 
@@ -70,48 +66,6 @@ def test_the_naive_loss_does_not_read_the_proximal_policy():
     assert found[0] == found[1]
 
 
-class Counted:
-    """A policy that counts its forward passes."""
-
-    def __init__(self):
-        self.passes = 0
-
-    def score(self, batches, score):
-        self.passes += 1
-        return [torch.full_like(batch.behaviour, -2.0) for batch in batches]
-
-    def reference(self):
-        return nullcontext()
-
-
-def test_a_bypass_takes_the_engines_log_probs_and_scores_the_reference_alone():
-    tokens, policy = batch([0.0], behaviour=torch.tensor([-1.0])), Counted()
-    (scored,) = attach_scores(policy, [tokens], None, with_reference=False, bypass=True)
-    assert policy.passes == 0 and scored.proximal.tolist() == [-1.0]
-    (scored,) = attach_scores(policy, [tokens], None, with_reference=True, bypass=True)
-    assert policy.passes == 1 and scored.reference.tolist() == [-2.0]
-    (scored,) = attach_scores(policy, [tokens], None, with_reference=False)
-    assert policy.passes == 2 and scored.proximal.tolist() == [-2.0]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "algo.objective=acr",
-        "correction.veto=1e-4",
-        "guard.kl_above=0.1",
-        "guard.rho_above=10.0",
-        "algo.kl_in=reward",
-    ],
-)
-def test_a_bypass_is_refused_where_something_needs_the_policys_own_log_probs(wrong):
-    recipe = Path(__file__).parents[2] / "launch/recipes/study.toml"
-    bypassed = ["algo.objective=naive", "algo.bypass=true", "algo.kl_coef=0.1"]
-    assert load(recipe, bypassed).algo.bypass
-    with pytest.raises(ConfigError, match=f"algo.bypass .*{wrong.partition('=')[0]}"):
-        load(recipe, [*bypassed, wrong])
-
-
 def masked(told: list[float]) -> TokenBatch:
     """One response of two turns, with two tokens of a tool between them."""
     made = Sample(
@@ -122,7 +76,7 @@ def masked(told: list[float]) -> TokenBatch:
         versions=((0, 3),),
         written=(True, True, False, False, True),
     )
-    return pad_samples(Responses.of([made]), [0.2], length=8)
+    return pad_samples(Responses.of([made]), [0], [0.2], length=8)
 
 
 def test_what_the_policy_did_not_write_neither_trains_nor_counts():

@@ -1,7 +1,6 @@
 """A small model made on the spot is a checkpoint like any other."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -149,13 +148,6 @@ def test_text_survives_the_tokenizer_and_whoever_loads_it(tmp_path):
         assert [codec.decode(codec(text)["input_ids"]) for text in texts] == texts
 
 
-def test_that_held_out_questions_have_unknown_words_is_said(tmp_path):
-    lines: list[str] = []
-    data = DataConfig(task="spell_backward", task_size=300)
-    warmstart(tmp_path / "model", data, replace(TINY, steps=1), lines.append)
-    assert re.search(r"^warm start: \d+ of 256 held-out questions have words that no", lines[1])
-
-
 def test_a_file_without_one_for_held_out_prompts_lends_its_last_rows(monkeypatch, tmp_path):
     rows = [{"prompt": f"{i} =", "answer": str(i)} for i in range(100, 140)]
     path = tmp_path / "train.jsonl"
@@ -194,7 +186,3 @@ def test_a_taken_folder_is_refused_and_a_failed_fit_leaves_nothing(made, tmp_pat
     with pytest.raises(ConfigError, match="is not a reasoning-gym task"):
         warmstart(tmp_path / "model", DataConfig(task="chainsum"), TINY, print)
     assert not any(tmp_path.iterdir())
-
-
-def sums(count: int) -> list[Question]:
-    return [Question(f"State the sum : {i} + {i} =", str(2 * i)) for i in range(count)]
