@@ -105,15 +105,11 @@ MEGATRON = [
     ),
     _mc(
         "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec",
-        "num_experts",
-        "moe_grouped_gemm",
         "normalization",
         "qk_layernorm",
     ),
     _mc(
         "models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec",
-        "num_experts",
-        "moe_grouped_gemm",
         "qk_layernorm",
     ),
     _mc(
@@ -128,7 +124,6 @@ MEGATRON = [
     ),
     _mc("process_groups_config.ProcessGroupCollection.cp"),
     _mc("transformer.module.MegatronModule", "config"),
-    _mc("transformer.moe.router.TopKRouter.gating", "input"),
     _mc("transformer.spec_utils.ModuleSpec"),
     _mc(
         "transformer.transformer_block.TransformerBlockSubmodules",
@@ -145,7 +140,6 @@ MEGATRON = [
         "ffn_hidden_size",
         "normalization",
         "layernorm_epsilon",
-        "layernorm_zero_centered_gamma",
         "activation_func",
         "gated_linear_unit",
         "add_bias_linear",
@@ -176,14 +170,6 @@ MEGATRON = [
         "grad_scale_func",
         "finalize_model_grads_func",
         "variable_seq_lengths",
-        "num_moe_experts",
-        "moe_ffn_hidden_size",
-        "moe_router_topk",
-        "moe_router_pre_softmax",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_token_dispatcher_type",
-        "moe_grouped_gemm",
     ),
     _mc(
         "tensor_parallel.layers.ColumnParallelLinear.forward", "input_", "weight"
