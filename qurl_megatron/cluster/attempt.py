@@ -15,7 +15,7 @@ from pathlib import Path
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.examination import examine, excluding, refuse_exclusion
-from qurl_megatron.cluster.layout import Allocation, lay_out, rollout_step, training_step
+from qurl_megatron.cluster.layout import Allocation, lay_out, step
 from qurl_megatron.cluster.supervise import Received, StepSupervisor, beside, facts_of, say
 from qurl_megatron.cluster.tasks import prepare
 from qurl_megatron.cluster.verdict import (
@@ -112,7 +112,6 @@ def _once(job: BatchJob, saved: int, received: Received) -> folder.Attempt:
 def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> folder.Attempt:
     """Run the training step, and the engines' beside it where they have nodes of their own."""
     layout, cluster = job.layout, job.cluster
-    places = {"folder": str(logs), "workdir": os.getcwd()}
     rank = ["qurl", "slurm", "task", str(job.run_dir)]
     forget(job.run_dir)  # left by a supervisor that was killed with its ranks
     with contextlib.ExitStack() as stack:
@@ -120,40 +119,40 @@ def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> folder.Attemp
         if layout.rollout:
             prepare(Path(job.config.rollout.rendezvous))
             offer = ["qurl", "slurm", "offer", str(job.run_dir)]
-            step = rollout_step(layout, cluster, offer, **places)
-            stack.enter_context(beside(step))
-        return supervisor.watch(training_step(layout, cluster, rank, **places))
+            places = {"folder": str(logs), "first_node": layout.training.nodes}
+            srun = step("engines", layout.rollout, cluster, offer, together=False, **places)
+            stack.enter_context(beside(srun))
+        return supervisor.watch(step("train", layout.training, cluster, rank, folder=str(logs)))
 
 
 def _without(job: BatchJob, attempt: folder.Attempt, bad: Mapping[str, str]) -> folder.Attempt:
     """Decide how a run goes on whose attempt cannot go on with these nodes."""
-    names = ", ".join(bad)
-    stopped = replace(
-        attempt,
-        step_after=attempt.step_before,
-        code=BAD_NODE,
-        decision=Decision.STOP.value,
-        exit_code=BAD_NODE,
-    )
-    if len(bad) == job.layout.whole.nodes > 1:
-        node, fault = next(iter(bad.items()))
-        reason = (
-            f"all {len(bad)} nodes are bad, so none is excluded: look at container and "
-            f"site.prolog in the cluster file; {node}: {fault}; then "
-            "`qurl slurm submit` again"
-        )
-        return replace(stopped, reason=reason)
+    names, decision, exit_code = ", ".join(bad), Decision.STOP, BAD_NODE
     try:
-        refuse_exclusion(job.run_dir, job.number, [*bad])
+        if len(bad) == job.layout.whole.nodes > 1:
+            node, fault = next(iter(bad.items()))
+            reason = (
+                f"all {len(bad)} nodes are bad, so none is excluded: look at container and "
+                f"site.prolog in the cluster file; {node}: {fault}; then "
+                "`qurl slurm submit` again"
+            )
+        else:
+            refuse_exclusion(job.run_dir, job.number, [*bad])
+            decision, exit_code, reason = Decision.WITHOUT, 0, f"goes on without {names}"
     except ConfigError as error:
         reason = (
             f"{names} cannot be excluded ({error}); once the nodes are fixed, "
             "`qurl slurm submit`, as before, goes on"
         )
-        return replace(stopped, reason=reason)
-    reason = f"goes on without {names}"
-    decision = Decision.WITHOUT.value
-    return replace(stopped, decision=decision, exit_code=0, reason=reason, bad_nodes=tuple(bad))
+    return replace(
+        attempt,
+        step_after=attempt.step_before,
+        code=BAD_NODE,
+        decision=decision.value,
+        exit_code=exit_code,
+        reason=reason,
+        bad_nodes=tuple(bad),
+    )
 
 
 def _settle_lost_attempt(job: BatchJob) -> folder.Attempt | None:

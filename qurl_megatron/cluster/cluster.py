@@ -101,10 +101,6 @@ class NodeConfig(Section, name="node", on_resume="free"):
     """Host memory of a node that jobs may take, in GiB, in proportion as well; 0 asks for all of
     it, which only jobs with whole nodes should."""
 
-    interfaces: tuple[str, ...] = ()
-    """Network interfaces over which NCCL's and gloo's ranks meet (`ip -brief address`); empty lets
-    them choose."""
-
     def check(self) -> None:
         require(
             self.cpus >= self.gpus,
@@ -154,7 +150,8 @@ class SiteConfig(Section, name="site", on_resume="free"):
 
     environment: dict = key({})
     """Variables of every rank and engine, above all NCCL's, e.g. {NCCL_IB_HCA = "mlx5"}; they go
-    before a container image's own."""
+    before a container image's own. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the interfaces
+    over which ranks meet (`ip -brief address`); without them NCCL and gloo choose."""
 
     def check(self) -> None:
         for folder in self.shared:

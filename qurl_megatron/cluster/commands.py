@@ -5,6 +5,7 @@ missing or refuses is one sentence for the user, with its own words in it.
 """
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime
@@ -152,6 +153,4 @@ def _run(argv: list[str], *, text: str = "") -> subprocess.CompletedProcess:
 
 def _plain(line: str) -> str:
     """Remove the program's own name and level before its message."""
-    for word in ("sbatch: ", "squeue: ", "scancel: ", "scontrol: ", "error: ", "fatal: "):
-        line = line.removeprefix(word)
-    return line.strip()
+    return re.sub("^((sbatch|squeue|scancel|scontrol|error|fatal): )+", "", line).strip()

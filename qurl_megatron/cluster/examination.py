@@ -11,17 +11,18 @@ others would be bad alike, and a person has to look.
 import contextlib
 import json
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
-from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examining_step
+from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, step
 from qurl_megatron.cluster.supervise import SrunStep, say
 from qurl_megatron.cluster.tasks import own_name
 from qurl_megatron.cluster.verdict import Decision
@@ -195,13 +196,16 @@ def examine(
         return {}
     nodes = commands.hostnames(os.environ["SLURM_JOB_NODELIST"])
     end = clock() + cluster.job.examine_s
-    command = examining_step(layout, cluster, ["qurl", "slurm", "examine"], workdir=os.getcwd())
-    step = SrunStep(command, EXAMINATION_PREFIX, capture=True)
-    while (code := step.wait(POLL_S)) is None and not cancelled() and clock() < end:
-        pass
-    if code is None:
-        step.end_within(GRACE_S)
-    reports = read_reports(step.output)
+    one_task = replace(layout.whole, tasks=1)
+    command = step("examine", one_task, cluster, ["qurl", "slurm", "examine"], together=False)
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        running = SrunStep(command, EXAMINATION_PREFIX, output)
+        while (code := running.wait(POLL_S)) is None and not cancelled() and clock() < end:
+            pass
+        if code is None:
+            running.end_within(GRACE_S)
+        output.seek(0)
+        reports = read_reports(output)
     if cancelled():
         return {}
     if not reports and code is not None:
@@ -211,7 +215,7 @@ def examine(
     return judge(reports, nodes, layout.whole.gpus)
 
 
-def read_reports(lines: Sequence[str]) -> dict[str, Report]:
+def read_reports(lines: Iterable[str]) -> dict[str, Report]:
     """Return the reports among the lines, by node; print the others."""
     reports = {}
     for line in lines:

@@ -3,7 +3,7 @@
     config.toml      the recipe, resolved
     cluster.toml     the cluster file, resolved
     job.sbatch       the script
-    job.json         the job's id and when it was submitted; the last to be written
+    job.json         the job's id; the last to be written
     job.log          what the supervisor says, of all attempts
     attempts/1/      an attempt: attempt.json, train-RANK.log, failure-RANK.json of a rank that
                      failed, stack-RANK.txt if it hung
@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from qurl_megatron.cluster.cluster import ClusterConfig, load_cluster
@@ -34,7 +33,6 @@ class Job:
     """job.json"""
 
     job: int
-    submitted_at: str
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,8 @@ def job(run_dir: Path) -> int:
 
 
 def write_job(run_dir: Path, job: int) -> None:
-    """Record the job that was submitted, and when."""
-    at = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
-    _write(run_dir / "slurm/job.json", Job(job, at))
+    """Record the job that was submitted."""
+    _write(run_dir / "slurm/job.json", Job(job))
 
 
 def saved_step(run_dir: Path) -> int:

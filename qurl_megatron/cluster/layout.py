@@ -5,8 +5,9 @@ of the job, with one task per node, which starts that node's engines. Engines th
 the trainer on its GPUs, and embedded ones, are started by the leading rank: they need no nodes.
 """
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qurl_megatron.cluster.cluster import ClusterConfig, NodeConfig
 from qurl_megatron.config.keys import require
@@ -121,59 +122,23 @@ def _with_own_engines(training: Component, rollout: RolloutConfig, node: NodeCon
 # ---- command lines
 
 
-def training_step(
-    layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, folder: str, workdir: str
-) -> list[str]:
-    """Return the ``srun`` of the ranks, a task per GPU of the training nodes.
-
-    Args:
-        folder: gets train-RANK.log.
-        workdir: where the command starts.
-    """
-    srun = _srun("train", layout.training, cluster, folder)
-    if layout.rollout:
-        srun.append("--relative=0")
-    return [*srun, *inside(cluster, command, workdir)]
-
-
-def rollout_step(
-    layout: Allocation,
-    cluster: ClusterConfig,
-    command: Sequence[str],
-    *,
-    folder: str,
-    workdir: str,
-) -> list[str]:
-    """Return the ``srun`` of the engines, a task per rollout node.
-
-    A node that is lost ends its own task alone: the run goes on with the other engines.
-    """
-    assert layout.rollout is not None
-    srun = _srun("engines", layout.rollout, cluster, folder, together=False)
-    srun.append(f"--relative={layout.training.nodes}")
-    return [*srun, *inside(cluster, command, workdir)]
-
-
-def examining_step(
-    layout: Allocation, cluster: ClusterConfig, command: Sequence[str], *, workdir: str
-) -> list[str]:
-    """Return an ``srun`` with one task on every node; they print through it."""
-    srun = _srun("examine", replace(layout.whole, tasks=1), cluster, together=False)
-    return [*srun, *inside(cluster, command, workdir)]
-
-
-def _srun(
+def step(
     name: str,
     component: Component,
     cluster: ClusterConfig,
-    folder: str = "",
+    command: Sequence[str],
     *,
+    first_node: int = 0,
+    folder: str = "",
     together: bool = True,
 ) -> list[str]:
-    """
+    """Return the ``srun`` that runs a command as each task of a component, in the container.
+
     Args:
-        folder: gets the output of each task; "" has srun print it.
-        together: one task that fails ends the others.
+        first_node: of the job's nodes, from 0.
+        folder: gets the output of each task, as NAME-TASK.log; "" has srun print it.
+        together: one task that fails ends the others; else a node that is lost ends its own tasks
+            alone.
     """
     # The job's own options are in srun's environment, and --exclusive is among them at some
     # sites: each step therefore names all that it takes.
@@ -188,6 +153,7 @@ def _srun(
         f"--ntasks-per-node={component.tasks}",
         f"--cpus-per-task={component.cpus_per_task(cluster.node)}",
         f"--kill-on-bad-exit={int(together)}",
+        f"--relative={first_node}",
     ]
     if folder:
         srun.append(f"--output={folder.replace('%', '%%')}/{name}-%t.log")
@@ -196,7 +162,7 @@ def _srun(
         srun.append(f"--gpus-per-node={gpus(component, cluster)}")
     if not together:
         srun.append("--no-kill")
-    return srun
+    return [*srun, *inside(cluster, command)]
 
 
 def gpus(component: Component, cluster: ClusterConfig) -> str:
@@ -205,21 +171,13 @@ def gpus(component: Component, cluster: ClusterConfig) -> str:
     return f"{kind}:{component.gpus}" if kind else str(component.gpus)
 
 
-def variables(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the environment that the cluster file sets for every rank and engine."""
-    if not cluster.node.interfaces:
-        return cluster.site.environment
-    names = ",".join(cluster.node.interfaces)
-    return {"NCCL_SOCKET_IFNAME": names, "GLOO_SOCKET_IFNAME": names, **cluster.site.environment}
-
-
-def inside(cluster: ClusterConfig, command: Sequence[str], workdir: str) -> list[str]:
-    """Return the words for ``srun`` that run ``command`` in the container, from ``workdir`` on.
+def inside(cluster: ClusterConfig, command: Sequence[str]) -> list[str]:
+    """Return the words for ``srun`` that run ``command`` in the container, from this folder on.
 
     pyxis adds options to srun: the result follows srun's other options directly. A variable that
     the image sets, too, keeps the image's value unless pyxis is told its name.
     """
-    container, names = cluster.container, ",".join(variables(cluster))
+    container, names, workdir = cluster.container, ",".join(cluster.site.environment), os.getcwd()
     mounts = ",".join(container.mounts)
     if container.kind == "pyxis":
         options = [f"--container-image={container.image}", f"--container-workdir={workdir}"]

@@ -4,7 +4,6 @@ Nothing is decided in shell: ``qurl slurm attempt`` decides in the job. A traini
 supervisor; any other job is one command on one node.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_megatron.cluster.cluster import ClusterConfig
-from qurl_megatron.cluster.layout import Component, gpus, inside, lay_out, variables
+from qurl_megatron.cluster.layout import Component, gpus, inside, lay_out
 from qurl_megatron.config import RunConfig
 from qurl_megatron.config.keys import require
 
@@ -70,7 +69,7 @@ def command_job(words: Sequence[str], cluster: ClusterConfig, node_gpus: int | N
         name=words[0],
         output=f"{LOGS}/%x-%j.log",
         nodes=component,
-        command=(*step, *inside(cluster, ["qurl", *words], os.getcwd())),
+        command=(*step, *inside(cluster, ["qurl", *words])),
     )
 
 
@@ -84,7 +83,7 @@ def render(job: Script, cluster: ClusterConfig) -> str:
     lines += [f"#SBATCH {option}" for option in _options(job, cluster)]
     lines.append("")
     body = []
-    for name, value in variables(cluster).items():
+    for name, value in cluster.site.environment.items():
         body.append(f"export {name}={shlex.quote(value)}")
         if cluster.container.kind == "apptainer":  # an image's own go before those without prefix
             body.append(f"export APPTAINERENV_{name}={shlex.quote(value)}")

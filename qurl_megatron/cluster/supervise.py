@@ -70,13 +70,12 @@ class Received:
 class SrunStep:
     """A running ``srun``; its messages go on to the log and are read for exit codes."""
 
-    def __init__(self, argv: list[str], prefix: str = "", *, capture: bool = False) -> None:
+    def __init__(self, argv: list[str], prefix: str = "", output: IO | None = None) -> None:
         """
         Args:
             prefix: goes before each of its messages.
-            capture: keep the tasks' output in ``output``.
+            output: file for the tasks' output; None leaves it to ours.
         """
-        self.output: list[str] = []
         self._prefix, self._final = prefix, 0
         # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
         env = {"PYTHONWARNINGS": "ignore", **os.environ}
@@ -86,31 +85,20 @@ class SrunStep:
                 argv,
                 env=env,
                 start_new_session=True,
-                stdout=subprocess.PIPE if capture else None,
+                stdout=output,
                 stderr=subprocess.PIPE,
                 errors="replace",
             )
         except OSError as error:
             raise ConfigError(f"{argv[0]} cannot be run: {error}") from None
-        self._readers = [self._reading(self._process.stderr, self._message)]
-        if capture:
-            self._readers.append(self._reading(self._process.stdout, self.output.append))
+        self._reader = threading.Thread(target=self._read_messages, daemon=True)
+        self._reader.start()
 
-    def _reading(self, lines: IO[str] | None, use: Callable[[str], None]) -> threading.Thread:
-        assert lines is not None
-
-        def read() -> None:
-            for line in lines:
-                use(line)
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        return reader
-
-    def _message(self, line: str) -> None:
-        sys.stderr.write(self._prefix + line)
-        sys.stderr.flush()
-        self._final = self._final or final_code(line)
+    def _read_messages(self) -> None:
+        for line in self._process.stderr or ():
+            sys.stderr.write(self._prefix + line)
+            sys.stderr.flush()
+            self._final = self._final or final_code(line)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Return the step's exit code, or None while it runs.
@@ -122,8 +110,7 @@ class SrunStep:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        for reader in self._readers:
-            reader.join(LISTEN_S)
+        self._reader.join(LISTEN_S)
         return self._final or (code if code >= 0 else 128 - code)
 
     def signal(self, number: int) -> None:

@@ -182,20 +182,22 @@ def test_a_gpu_that_cannot_be_measured_makes_its_node_bad(capsys, monkeypatch):
 def test_an_all_reduce_that_hangs_or_fails_takes_for_ever(hangs, monkeypatch):
     torch = pytest.importorskip("torch")
     release = threading.Event()
+    if not hangs:
+        release.set()
 
     def all_reduce(parts) -> None:
-        if not hangs:
-            raise RuntimeError("NCCL error")
         release.wait()
+        raise RuntimeError("NCCL error")
 
     monkeypatch.setattr(torch.cuda.nccl, "all_reduce", all_reduce)
     monkeypatch.setattr(torch, "ones", lambda *shape, device: None)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     monkeypatch.setattr(examination, "REDUCE_S", 0.05)
-    try:
-        assert examination._reduce_ms([torch.device("cpu")] * 2) == INFINITE
-    finally:
-        release.set()
+    before = threading.enumerate()
+    assert examination._reduce_ms([torch.device("cpu")] * 2) == INFINITE
+    release.set()
+    for thread in {*threading.enumerate()} - {*before}:
+        thread.join()  # while nobody hears of its end
     assert examination._reduce_ms([torch.device("cpu")]) is None
 
 

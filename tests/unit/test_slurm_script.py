@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -9,10 +10,9 @@ from qurl_megatron.cluster.cluster import (
     ClusterConfig,
     ContainerConfig,
     JobConfig,
-    NodeConfig,
     SiteConfig,
 )
-from qurl_megatron.cluster.layout import inside, lay_out, rollout_step, training_step
+from qurl_megatron.cluster.layout import inside, lay_out, step
 from qurl_megatron.cluster.script import Script, command_job, render, training_job
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
@@ -20,8 +20,7 @@ from tests.support.slurm_scripts import FOLDER, READY, ROOT, rendered
 
 BIG = ROOT / "launch/recipes/grpo_qwen2.5_32b.toml"
 QUICK = ROOT / "launch/recipes/quickstart.toml"
-SITE = SiteConfig(environment={"NCCL_IB_HCA": "mlx5,x"})
-NODE = NodeConfig(interfaces=("bond0",))
+SITE = SiteConfig(environment={"NCCL_SOCKET_IFNAME": "bond0", "NCCL_IB_HCA": "mlx5,x"})
 
 
 def script(cluster: ClusterConfig, recipe=BIG, *overrides: str) -> str:
@@ -124,9 +123,8 @@ def test_an_unknown_command_is_one_sentence():
 def test_steps_take_their_part_of_the_job_and_a_rank_that_fails_ends_the_others():
     cluster, config = with_job(), load(BIG)
     allocation = lay_out(config.parallel, config.rollout, cluster.node)
-    places = {"folder": "logs", "workdir": "/here"}
-    train = training_step(allocation, cluster, ["qurl", "train"], **places)
-    engines = rollout_step(allocation, cluster, ["qurl", "serve"], **places)
+    train = step("train", allocation.training, cluster, ["qurl"], folder="logs")
+    engines = step("engines", allocation.rollout, cluster, ["qurl"], first_node=2, together=False)
     assert {"--relative=0", "--nodes=2", "--kill-on-bad-exit=1", "--export=ALL"} <= set(train)
     assert {
         "--relative=2",
@@ -153,20 +151,21 @@ def test_steps_take_their_part_of_the_job_and_a_rank_that_fails_ends_the_others(
         ),
     ],
 )
-def test_a_command_is_put_into_the_container(container, words):
+def test_a_command_is_put_into_the_container(container, words, monkeypatch):
+    monkeypatch.setattr(os, "getcwd", lambda: "/here")
     cluster = ClusterConfig(container=ContainerConfig(**container))
-    assert shlex.join(inside(cluster, ["qurl", "train"], "/here")) == words
+    assert shlex.join(inside(cluster, ["qurl", "train"])) == words
 
 
 def test_what_the_site_sets_goes_before_what_a_pyxis_image_sets():
     container = ContainerConfig(kind="pyxis", image="me/qurl")
-    words = inside(ClusterConfig(container=container, site=SITE, node=NODE), ["qurl"], "/here")
-    assert "--container-env=NCCL_SOCKET_IFNAME,GLOO_SOCKET_IFNAME,NCCL_IB_HCA" in words
+    words = inside(ClusterConfig(container=container, site=SITE), ["qurl"])
+    assert "--container-env=NCCL_SOCKET_IFNAME,NCCL_IB_HCA" in words
 
 
 def test_what_the_site_sets_goes_before_what_an_apptainer_image_sets():
     container = ContainerConfig(kind="apptainer", image="q.sif")
-    text = script(ClusterConfig(container=container, site=SITE, node=NODE), QUICK)
+    text = script(ClusterConfig(container=container, site=SITE), QUICK)
     for line in ("NCCL_IB_HCA=mlx5,x", "NCCL_SOCKET_IFNAME=bond0"):
         assert f"\nexport {line}\n" in text and f"\nexport APPTAINERENV_{line}\n" in text
     assert "APPTAINERENV" not in script(ClusterConfig(site=SITE), QUICK)
