@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from qurl_megatron.cluster.cluster import load_cluster
-from qurl_megatron.cluster.script import command_job, render, training_job
+from qurl_megatron.cluster.submit import command_job, render, training_job
 from qurl_megatron.config import load
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from qurl_megatron.cluster.cluster import (
     SiteConfig,
 )
 from qurl_megatron.cluster.layout import inside, lay_out, step
-from qurl_megatron.cluster.script import Script, command_job, render, training_job
+from qurl_megatron.cluster.submit import Script, command_job, render, training_job
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.slurm_scripts import FOLDER, READY, ROOT, rendered

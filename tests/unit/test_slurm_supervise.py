@@ -129,39 +129,44 @@ def test_a_rank_takes_its_group_along_only_where_no_other_rank_is_in_it(tasks, b
 
 
 RANK = """
-import subprocess, sys, time
+import ctypes, signal, subprocess, sys, time
 from pathlib import Path
 from qurl_megatron.cluster.tasks import stop_on_usr1
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 stop_on_usr1(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", "input(); print('lives')"], stdin=subprocess.PIPE)
 def stuck_here():
     print(child.pid, flush=True)
     if sys.argv[2] == "python":
         time.sleep(60)
-    # Holds the interpreter's lock, as a hanging extension does.
-    import ctypes
-    ctypes.PyDLL(None).sleep(60)
-stuck_here()
+    ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock, as a hanging extension does
+try:
+    stuck_here()
+finally:
+    child.communicate(b"\\n")
 """
 
 
 @pytest.mark.parametrize("where", ["python", "native"])
-def test_a_stuck_rank_writes_its_stacks_and_its_children_do_not_mind(where, tmp_path):
+def test_a_stuck_rank_writes_its_stacks_and_stops_when_told_and_its_children_do_not_mind(
+    where, tmp_path
+):
     path = tmp_path / "stack-0.txt"
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK, path, where],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
+    rank = subprocess.Popen([sys.executable, "-c", RANK, path, where], **pipes)
     child = int(rank.stdout.readline())
     assert path.read_text() == ""
     # It says where it is just before it sleeps.
     wait_until(lambda: psutil.Process(rank.pid).status() == psutil.STATUS_SLEEPING)
-    for pid in (child, rank.pid):
+    for pid in (child, rank.pid):  # as clusters do that signal all descendants of a task
         os.kill(pid, signal.SIGUSR2)
     wait_until(lambda: "in stuck_here" in path.read_text())
     assert path.read_text().count("(most recent call first)") == 2  # and that for the signals
     assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
-    rank.kill()
-    rank.communicate()
+    if where == "native":
+        rank.kill()
+    for pid in (child, rank.pid):
+        os.kill(pid, signal.SIGUSR1)
+    printed, _ = rank.communicate()
+    if where == "python":
+        assert (rank.returncode, printed) == (5, "lives\n")
