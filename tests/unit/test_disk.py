@@ -1,6 +1,6 @@
 import pytest
 
-from qurl_megatron.kit.disk import lock, new_folder, write_whole
+from qurl_megatron.kit.disk import new_folder, write_whole
 from qurl_megatron.kit.errors import ConfigError
 
 
@@ -14,14 +14,6 @@ def test_a_file_that_cannot_be_written_whole_is_left_as_it_was_with_nothing_besi
         write_whole(tmp_path / "folder", b"new", sync=True)
     assert path.read_text() == "old"
     assert {each.name for each in tmp_path.iterdir()} == {"a.json", "folder"}
-
-
-def test_a_lock_is_held_until_its_file_is_closed(tmp_path):
-    path = tmp_path / ".lock"
-    with path.open("w") as first, path.open("w") as second:
-        assert lock(first) and not lock(second)
-        first.close()
-        assert lock(second)
 
 
 def test_a_new_folder_appears_whole(tmp_path):

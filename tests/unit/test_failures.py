@@ -1,7 +1,6 @@
 """What a rank leaves of its failure, and where it says it was."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe import failures
 from qurl_megatron.observe.failures import FOLDER, Whereabouts, keep, read_failures
 from qurl_megatron.observe.metrics import Timer
-
-QUICK = Path(__file__).parents[2] / "launch/recipes/quickstart.toml"
+from tests.support.slurm_runs import submitted
 
 
 @pytest.fixture
@@ -43,16 +41,14 @@ def test_outside_of_a_job_and_on_a_bad_disk_nothing_is_kept_and_nothing_raised(t
 
 
 def test_a_mistake_before_there_are_ranks_is_kept_too(tmp_path, monkeypatch):
-    from qurl_megatron.cluster import folder, tasks
-    from qurl_megatron.cluster.cluster import ClusterConfig
+    from qurl_megatron.cluster import tasks
 
     monkeypatch.setattr(tasks, "stop_on_usr1", lambda _: None)  # it would block SIGUSR1 in pytest
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("SLURM_PROCID", "1")
-    words = ["model.path=nowhere", "warmstart.steps=0"]
-    folder.write(tmp_path / "run", QUICK, words, ClusterConfig(), "")
+    run_dir = submitted(tmp_path / "run", "model.path=nowhere", "warmstart.steps=0")
     with pytest.raises(ConfigError):
-        tasks.task(tmp_path / "run")
+        tasks.task(run_dir)
     (failure,) = read_failures(tmp_path)
     assert (failure.rank, failure.kind) == (1, "ConfigError")
     assert "model.path=nowhere does not exist" in failure.text

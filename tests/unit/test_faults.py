@@ -3,7 +3,7 @@
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -198,22 +198,17 @@ def test_a_deadline_holds_for_the_headers_of_every_control_request():
         assert max(pool.map(ask, CONTROL)) < 5  # all of the headers take 7
 
 
-def test_an_engine_whose_health_checks_drip_leaves_the_traffic(engines):
+@pytest.mark.parametrize("silence", ["headers drip", "a name server"])
+def test_a_health_check_that_drips_or_waits_for_a_name_server_counts_as_silence(silence, engines):
     (behind, good), weights = engines
     watched = {"health_every_s": 0.05, "health_timeout_s": SILENT_S / 2}
-    with Proxy(behind.url) as proxy, fleet_of(proxy.url, good.url, **watched) as fleet:
+    with Proxy(behind.url) as proxy, ExitStack() as stack:
+        url = proxy.url.replace("127.0.0.1", "localhost")
+        fleet = stack.enter_context(fleet_of(url, good.url, **watched))
         publish_tensors(fleet, 1, weights)
-        proxy.play(["headers drip"] * 99, at="/server_info")
+        if silence == "a name server":
+            stack.enter_context(unanswered())
+        else:
+            proxy.play(["headers drip"] * 99, at="/server_info")
         wait_until(lambda: [engine.url for engine in fleet.serving()] == [good.url])
         assert "no health check was answered" in fleet.why_not()
-
-
-def test_a_health_check_that_waits_for_a_name_server_counts_as_silence(engines):
-    (behind, good), weights = engines
-    watched = {"health_every_s": 0.05, "health_timeout_s": SILENT_S / 2}
-    named = behind.url.replace("127.0.0.1", "localhost")
-    with fleet_of(named, good.url, **watched) as fleet:
-        publish_tensors(fleet, 1, weights)
-        with unanswered():
-            wait_until(lambda: [engine.url for engine in fleet.serving()] == [good.url])
-            assert "no health check was answered" in fleet.why_not()

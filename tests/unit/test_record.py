@@ -1,7 +1,5 @@
 """JSON from outside becomes a typed record, or one Malformed that names the field."""
 
-import math
-
 import pytest
 
 from qurl_megatron.kit.record import Count, Malformed, Record, Seconds, convert, decode
@@ -37,6 +35,7 @@ def test_a_record_is_read_from_json_and_from_parsed_json():
         ('{"tokens":1,"took_s":1e400}', "took_s"),
         ('{"tokens":1,"took_s":NaN}', "malformed"),
         ('{"tokens":1,"took_s":false}', "took_s"),
+        ('{"tokens":1,"took_s":-1}', "took_s"),
         ('{"tokens":1,"label":7}', "label"),
     ],
 )
@@ -44,9 +43,3 @@ def test_anything_else_is_one_short_error(content, culprit):
     with pytest.raises(Malformed, match=f"(?i){culprit}") as error:
         decode(Answer, content)
     assert len(str(error.value)) <= 200
-
-
-@pytest.mark.parametrize("seconds", [math.inf, math.nan, -1, 10**400, True])
-def test_seconds_are_finite_numbers(seconds):
-    with pytest.raises(Malformed, match="took_s"):
-        convert(Answer, {"tokens": 1, "took_s": seconds})

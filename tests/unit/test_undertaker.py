@@ -81,44 +81,28 @@ def mapped_by_a_group(*paths):
 """
 
 
-def test_what_sglang_shares_in_memory_goes_with_it_and_a_users_model_there_stays(tmp_path):
+def test_what_sglang_shares_in_memory_goes_with_it_and_other_files_stay(tmp_path):
+    """By what its processes have mapped, and by name where who had it is gone."""
     mark = f"test-undertaker-{os.getpid()}"
-    theirs, users = Path(f"/dev/shm/sgl_shm_mq_{mark}"), Path(f"/dev/shm/{mark}.safetensors")
+    shared = [Path(f"/dev/shm/sgl_shm_{name}_{mark}") for name in ("mapped", "told", "spared")]
+    users = Path(f"/dev/shm/{mark}.safetensors")
     body = f"""
-bury(mapped_by_a_group("{theirs}", "{users}").pid)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    try:
-        code, footprint = run(tmp_path, MAPPING + body)
-        assert code == -9
-        assert footprint.left() == []
-        assert not theirs.exists() and users.exists()
-    finally:
-        for path in (theirs, users):
-            path.unlink(missing_ok=True)
-
-
-def test_a_file_of_sglangs_goes_by_its_name_where_who_had_it_is_gone_and_no_other_file_does(
-    tmp_path,
-):
-    mark = f"test-undertaker-{os.getpid()}"
-    told, spared = Path(f"/dev/shm/sgl_shm_a_{mark}"), Path(f"/dev/shm/sgl_shm_b_{mark}")
-    body = f"""
-told, spared = pathlib.Path("{told}"), pathlib.Path("{spared}")
+mapped, told, spared, users = map(pathlib.Path, {[*map(str, shared), str(users)]})
 told.touch(), spared.touch(), (folder / "users").touch()
-bury(told), bury(spared), spare(spared)
+bury(told), bury(spared), spare(spared), bury(mapped_by_a_group(mapped, users).pid)
 try:
     bury(folder / "users")
 except NotADirectoryError:
     os.kill(os.getpid(), signal.SIGKILL)
 """
     try:
-        code, footprint = run(tmp_path, body)
+        code, footprint = run(tmp_path, MAPPING + body)
         assert code == -9
         assert footprint.left() == []
-        assert not told.exists() and spared.exists() and (tmp_path / "users").exists()
+        assert [path.exists() for path in (*shared, users)] == [False, False, True, True]
+        assert (tmp_path / "users").exists()
     finally:
-        for path in (told, spared):
+        for path in (*shared, users):
             path.unlink(missing_ok=True)
 
 
