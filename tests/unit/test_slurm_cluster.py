@@ -31,6 +31,12 @@ def test_every_cluster_file_that_ships_is_read_and_written_back_the_same(file, t
         ("[job]\nsignal_s = 30", "job.signal_s must be 60 or more"),
         ("[job]\ntime_limit = '00:10:00'", "job.signal_s=900 leaves nothing of job.time_limit"),
         ("[container]\nkind = 'pyxis'", "container.kind=pyxis and container.image='' contradict"),
+        (
+            "[container]\nkind = 'pyxis'\nimage = 'q.sqsh'",
+            "container.image=q.sqsh: pyxis takes a file only by a path that begins with / or ./; "
+            "write ./q.sqsh",
+        ),
+        ("[node]\ninterfaces = ['ib0']", "node.interfaces no longer exists: set NCCL_SOCKET_IFNAM"),
         ("[container]\nimage = 'a.sif'", "container.kind=none and container.image='a.sif' contr"),
         ("[site]\nshared = ['runs']", "site.shared must be absolute folders, got 'runs'"),
         ("[site.environment]\nA = 1", "site.environment must be strings by variable, got A = 1"),
