@@ -119,9 +119,16 @@ def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> folder.Attemp
         if layout.rollout:
             prepare(Path(job.config.rollout.rendezvous))
             offer = ["qurl", "slurm", "offer", str(job.run_dir)]
-            places = {"folder": str(logs), "first_node": layout.training.nodes}
-            srun = step("engines", layout.rollout, cluster, offer, together=False, **places)
-            stack.enter_context(beside(srun))
+            engines = step(
+                "engines",
+                layout.rollout,
+                cluster,
+                offer,
+                folder=str(logs),
+                first_node=layout.training.nodes,
+                together=False,
+            )
+            stack.enter_context(beside(engines))
         return supervisor.watch(step("train", layout.training, cluster, rank, folder=str(logs)))
 
 
@@ -148,7 +155,7 @@ def _without(job: BatchJob, attempt: folder.Attempt, bad: Mapping[str, str]) -> 
         attempt,
         step_after=attempt.step_before,
         code=BAD_NODE,
-        decision=decision.value,
+        decision=decision,
         exit_code=exit_code,
         reason=reason,
         bad_nodes=tuple(bad),
@@ -173,12 +180,11 @@ def _settle(job: BatchJob, attempt: folder.Attempt) -> folder.Attempt:
     if attempt.signal in PERSONS and _ended_by_slurm(job):
         failure = "Slurm has ended the job, as where a node is lost"
         attempt = replace(attempt, signal="", code=attempt.code or LOST, failure=failure)
-    earlier = []
+    before = None
     for other in folder.attempts(job.run_dir):
         if other.ended and other.number < attempt.number:
-            earlier.append(other)
-    steps, retries = job.config.train.steps, job.cluster.job.retries
-    return _record(job, decide(attempt, earlier, steps=steps, retries=retries))
+            before = other
+    return _record(job, decide(attempt, before, steps=job.config.train.steps))
 
 
 def _record(job: BatchJob, attempt: folder.Attempt) -> folder.Attempt:

@@ -48,11 +48,6 @@ class JobConfig(Section, name="job", on_resume="free"):
     """Seconds before the time limit in which the run finishes its step and saves. Slurm may be a
     minute early."""
 
-    retries: int = key(3, at_least(0))
-    """Failures in a row (a rank or a node that dies, a run that hangs) on which a new attempt
-    follows by itself. An attempt whose time was up, and a new submission, begin the count again.
-    Two attempts in a row without a new checkpoint end the run in any case."""
-
     hung_s: int = key(1800, at_least(1))
     """Seconds without a new step after which a run counts as hung: its ranks write their stacks and
     are ended. The longest set-up, step, evaluation and restart of engines must fit in."""

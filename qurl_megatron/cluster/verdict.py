@@ -2,7 +2,6 @@
 
 import enum
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 
 from qurl_megatron.cluster.folder import Attempt
@@ -36,18 +35,17 @@ GOES_ON = (Decision.AGAIN, Decision.RETRY, Decision.WITHOUT)
 """After these the run has another attempt."""
 
 
-def decide(attempt: Attempt, earlier: Sequence[Attempt], *, steps: int, retries: int) -> Attempt:
+def decide(attempt: Attempt, before: Attempt | None, *, steps: int) -> Attempt:
     """Return an attempt with the decision whether its run goes on.
 
     Args:
         attempt: how it ended: its steps, signal, code and failure.
-        earlier: the attempts before it, oldest first.
+        before: the attempt before it; None: it is the first.
         steps: all that the recipe asks for.
-        retries: failures in a row on which another attempt follows.
     """
 
     def then(decision: Decision, exit_code: int, reason: str) -> Attempt:
-        return replace(attempt, decision=decision.value, exit_code=exit_code, reason=reason)
+        return replace(attempt, decision=decision, exit_code=exit_code, reason=reason)
 
     code, failure = attempt.code, attempt.failure
     if code not in FINAL and attempt.step_after >= steps:
@@ -63,7 +61,8 @@ def decide(attempt: Attempt, earlier: Sequence[Attempt], *, steps: int, retries:
         failure = f"the training step ended with {code}"
     if code in FINAL or (attempt.signal and not nodes_taken):
         return then(Decision.STOP, code, f"{failure}; {saved}")
-    if attempt.step_after <= attempt.step_before and earlier and _was_idle(earlier[-1]):
+    again = before and before.decision in (Decision.RETRY, Decision.AGAIN)
+    if before and again and _was_idle(before) and _was_idle(attempt):
         mend = "fix the cause"
         if attempt.signal == WALL_TIME:
             mend = "raise job.time_limit or job.signal_s in the cluster file"
@@ -74,25 +73,9 @@ def decide(attempt: Attempt, earlier: Sequence[Attempt], *, steps: int, retries:
         return then(Decision.STOP, NO_PROGRESS, reason)
     if nodes_taken:
         return then(Decision.AGAIN, 0, f"{failure}; {saved}")
-    failures = 1 + _failures_in_a_row(earlier)
-    count = f"failure {failures} in a row"
-    if failures > retries:
-        reason = f"{failure}, {count}, and job.retries={retries} allows no further attempt; {saved}"
-        return then(Decision.STOP, code, reason)
-    return then(Decision.RETRY, code, f"{failure}; {saved}; {count}")
+    return then(Decision.RETRY, code, f"{failure}; {saved}")
 
 
 def _was_idle(attempt: Attempt) -> bool:
-    """Return whether an attempt was to be followed by another, and saved no new step."""
-    followed = attempt.decision in (Decision.RETRY, Decision.AGAIN)
-    return followed and attempt.step_after <= attempt.step_before
-
-
-def _failures_in_a_row(attempts: Sequence[Attempt]) -> int:
-    """Count the last failures. An attempt that ended otherwise begins the count again."""
-    failures = 0
-    for attempt in reversed(attempts):
-        if attempt.decision != Decision.RETRY:
-            break
-        failures += 1
-    return failures
+    """Return whether an attempt saved no new step."""
+    return attempt.step_after <= attempt.step_before

@@ -28,6 +28,7 @@ REMOVED = {
     "algo.reference_every": "fork the run with algo.reference=RUN_DIR where it is to move",
     "correction.count_rejected": "the average is over the responses that are left; leave it out",
     "correction.normalise": "correction.level=geometric keeps weights near 1; leave the key out",
+    "job.retries": "a run is tried again as long as attempts save checkpoints; leave the key out",
     "node.interfaces": "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in [site.environment]",
     "reward.batched": "a function gets one response a call; leave the key out, or score many at "
     "once behind reward.url",

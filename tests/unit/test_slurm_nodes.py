@@ -276,6 +276,6 @@ def test_slurm_is_asked_about_the_job_without_the_nodes_and_those_before(slurm, 
 def test_after_some_exclusions_it_is_not_the_nodes(tmp_path):
     for _ in range(examination.MOST):
         begun = folder.open_attempt(tmp_path, job=5)
-        folder.write_attempt(tmp_path, replace(begun, decision=Decision.WITHOUT.value))
+        folder.write_attempt(tmp_path, replace(begun, decision=Decision.WITHOUT))
     with pytest.raises(ConfigError, match=r"were excluded 3 times already; .*/job\.log says"):
         examination.refuse_exclusion(tmp_path, 5, ["a1"])
