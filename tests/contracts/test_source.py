@@ -75,8 +75,8 @@ def test_what_is_gone_is_named(sources, path, gone):
 
 
 def test_a_row_says_what_a_release_lacks(sources):
-    assert missing(Row("p", "p.call", takes=("x", "z")), sources) == "p.call has no z"
-    assert missing(Row("p", "p.anything", takes=("z",)), sources) == ""
-    assert missing(Row("p", "p", says=("/generate", "one")), sources) == ""
-    assert missing(Row("p", "p.b", says=("/load",)), sources) == "p.b has no /load"
+    assert missing(Row("p", "p.call", takes="x z"), sources) == "p.call has no z"
+    assert missing(Row("p", "p.anything", takes="z"), sources) == ""
+    assert missing(Row("p", "p", says="/generate one"), sources) == ""
+    assert missing(Row("p", "p.b", says="/load"), sources) == "p.b has no /load"
     assert missing(Row("p", "p.Known.third"), sources) == "third is not in p.b.Renamed"
