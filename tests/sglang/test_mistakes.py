@@ -28,8 +28,6 @@ from tests.support.waiting import wait_until
 
 CASE = Case("qwen2", "int8")
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
-Q_SCALE = "model.layers.2.self_attn.q_proj.weight_scale"
-NORM = "model.norm.weight"
 
 
 class Engine:
@@ -42,6 +40,7 @@ class Engine:
         for version in versions:
             self.bring(version)
             self.expected.append(server.answers())
+        assert difference(*self.expected) > 0.01
 
     def bring(self, version) -> None:
         self.number += 1
@@ -67,18 +66,6 @@ def mended(engine):
     yield
     engine.bring(engine.versions[0])
     assert difference(engine.server.answers(), engine.expected[0]) == 0
-
-
-def test_two_versions_can_be_told_apart(engine):
-    assert difference(*engine.expected) > 0.01
-
-
-def test_a_trainer_that_died_half_way_leaves_nothing_to_the_next(engine):
-    update = engine.publication()
-    update.begin()
-    update.bucket(update.put({NORM: engine.versions[1].tensors[NORM] * 2}))
-    engine.bring(engine.versions[1])  # the session that it left open is taken over
-    assert difference(engine.server.answers(), engine.expected[1]) == 0
 
 
 def test_a_square_weight_loaded_untransposed_would_show(engine):

@@ -101,8 +101,6 @@ def main(order: dict) -> None:
         vocabulary=1 << 20,
         owner=OWNER,
     ) as fleet:
-        pids = [engine.process.popen.pid for engine in fleet.engines() if engine.process]
-        print(json.dumps(pids), flush=True)
         publish(fleet, tensors, order["version"], file_senders(folder / "sync"), during=die)
 
 
