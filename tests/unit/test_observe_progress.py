@@ -48,13 +48,11 @@ def test_the_line_leaves_out_what_was_not_measured_and_the_last_one_has_no_eta()
     stream = io.StringIO()
     with Progress(2, stream=stream) as progress:
         progress.step(0, {"eval/accuracy": 0.125})
-        progress.step(1, {})
         progress.step(1, {"reward/mean": 0.5, "reward/failed_fraction": 0.19})
         progress.step(2, {"reward/mean": 1.0, "reward/failed_fraction": 0.0})
-    first, _, unscored, last = stream.getvalue().splitlines()
-    assert first == "step 0/2  eval 12.5 %"
+    first, unscored, last = stream.getvalue().splitlines()
+    assert first == "step 0/2  eval 12.5 %" and last == "step 2/2  reward 1.000"
     assert "  reward 0.500  unscored 19.0 %" in unscored
-    assert last == "step 2/2  reward 1.000"
 
 
 def test_eta_follows_the_recent_pace_and_ignores_the_evaluation_before_training():
@@ -96,14 +94,7 @@ def test_a_terminal_shows_the_same_lines_and_below_them_the_phase(monkeypatch):
         progress._display.refresh()
         shown = stream.getvalue()
     assert shown.count("flips: share of quantized weights whose code changed") == 1
-    for text in (
-        "step 12/60  reward 0.412",
-        "812 tok/s",
-        "eta",
-        "step 13/60",
-        "publish",
-        "0:00:00",
-    ):
+    for text in ("step 12/60  reward 0.412", "812 tok/s", "eta", "step 13/60", "publish", "0:00"):
         assert text in shown
 
 

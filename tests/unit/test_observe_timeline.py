@@ -1,12 +1,11 @@
-"""Spans survive the file, a resume drops what is done again, and their overlap is counted."""
+"""Spans survive the file, and their overlap is counted."""
 
 import json
 
 import pytest
 
-from qurl_megatron.observe.report import write_report, write_trace
+from qurl_megatron.observe.report import write_trace
 from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline
-from tests.support.observe_fake_run import write_fake_run
 
 
 def one_step_off(steps: int) -> list[Span]:
@@ -23,51 +22,33 @@ def one_step_off(steps: int) -> list[Span]:
     return spans
 
 
-def test_spans_come_back_and_a_resume_drops_the_steps_that_come_again(tmp_path):
+def test_spans_come_back_and_that_of_a_block_that_raises_too(tmp_path):
     path = tmp_path / "timeline.jsonl"
     timeline = Timeline(path)
     for span in one_step_off(3):
         timeline.add(span)
     timeline.event("fleet", "engine-1 died", 3, at=1032.0)
+    with pytest.raises(ZeroDivisionError), timeline.span("trainer", "train", 1):
+        raise ZeroDivisionError
     timeline.close()
-    assert read_timeline(path) == [*one_step_off(3), Span("fleet", "engine-1 died", 3, 1032, 1032)]
-
-    Timeline(path, resume_step=3).close()
-    assert {span.step for span in read_timeline(path)} == {1, 2}
+    *spans, raised = read_timeline(path)
+    assert spans == [*one_step_off(3), Span("fleet", "engine-1 died", 3, 1032, 1032)]
+    assert raised.name == "train" and raised.end >= raised.start
 
 
 def test_a_trace_has_a_lane_for_each_process_and_events_for_spans(tmp_path):
     spans = [Span("trainer", "train", 3, 1.5, 2.0), Span("fleet", "engine-1 died", 3, 1.75, 1.75)]
     write_trace(spans, tmp_path / "trace.json")
+    train = {"name": "train", "cat": "trainer", "pid": 0, "tid": 0, "args": {"step": 3}}
+    died = {"name": "engine-1 died", "cat": "fleet", "pid": 1, "tid": 0, "args": {"step": 3}}
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "trainer"}},
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "fleet"}},
-        {
-            **{"name": "train", "cat": "trainer", "pid": 0, "tid": 0, "args": {"step": 3}},
-            **{"ph": "b", "id": 0, "ts": 1_500_000},
-        },
-        {
-            **{"name": "train", "cat": "trainer", "pid": 0, "tid": 0, "args": {"step": 3}},
-            **{"ph": "e", "id": 0, "ts": 2_000_000},
-        },
-        {
-            **{"name": "engine-1 died", "cat": "fleet", "pid": 1, "tid": 0, "args": {"step": 3}},
-            **{"ph": "b", "id": 1, "ts": 1_750_000},
-        },
-        {
-            **{"name": "engine-1 died", "cat": "fleet", "pid": 1, "tid": 0, "args": {"step": 3}},
-            **{"ph": "e", "id": 1, "ts": 1_750_000},
-        },
+        {**train, "ph": "b", "id": 0, "ts": 1_500_000},
+        {**train, "ph": "e", "id": 0, "ts": 2_000_000},
+        {**died, "ph": "b", "id": 1, "ts": 1_750_000},
+        {**died, "ph": "e", "id": 1, "ts": 1_750_000},
     ]
-
-
-def test_a_block_that_raises_has_its_span_all_the_same(tmp_path):
-    timeline = Timeline(tmp_path / "timeline.jsonl")
-    with pytest.raises(ZeroDivisionError), timeline.span("trainer", "train", 1):
-        raise ZeroDivisionError
-    timeline.close()
-    (span,) = read_timeline(tmp_path / "timeline.jsonl")
-    assert span.name == "train" and span.end >= span.start
 
 
 def test_overlap_is_the_share_of_generating_that_other_work_hides():
@@ -79,15 +60,3 @@ def test_overlap_is_the_share_of_generating_that_other_work_hides():
         Span("trainer", "train", 1, 5.0, 9.0),
     ]
     assert overlap(synchronous) == 0.0
-
-
-def test_the_report_has_the_engines_events(tmp_path):
-    run_dir = write_fake_run(tmp_path / "run", 5)
-    timeline = Timeline(run_dir / "timeline.jsonl")
-    for span in one_step_off(5):
-        timeline.add(span)
-    timeline.event("fleet", "engine-1 died: <killed>", 3)
-    timeline.close()
-    page = write_report(run_dir).read_text()
-    assert "step 3" in page
-    assert "engine-1 died: &lt;killed&gt;" in page
