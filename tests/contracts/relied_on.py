@@ -1,7 +1,7 @@
 """What this package relies on in packages that change under it: a row each.
 
-``takes`` are arguments of a function or a constructor, ``says`` words that a module has as strings
-or fields: endpoints, options. Both are written as words of one string.
+``takes`` are arguments of a function or a constructor, ``says`` words that a module has as strings,
+fields or attributes: endpoints, options. Both are written as words of one string.
 """
 
 import inspect
@@ -19,16 +19,16 @@ class Row:
     says: str = ""
 
 
-def _mc(path: str, takes: str = "") -> Row:
-    return Row("megatron-core", f"megatron.core.{path}", takes)
+def _mc(path: str, takes: str = "", says: str = "") -> Row:
+    return Row("megatron-core", f"megatron.core.{path}", takes, says)
 
 
 def _sg(path: str, takes: str = "", says: str = "") -> Row:
     return Row("sglang", f"sglang.srt.{path}", takes, says)
 
 
-def _te(path: str, takes: str = "") -> Row:
-    return Row("transformer-engine", f"transformer_engine.{path}", takes)
+def _te(path: str, takes: str = "", says: str = "") -> Row:
+    return Row("transformer-engine", f"transformer_engine.{path}", takes, says)
 
 
 def _mo(path: str, takes: str = "") -> Row:
@@ -155,7 +155,7 @@ MEGATRON = [
         "model_sharded_state_dict is_loading metadata",
     ),
     _mc(f"{_DISTRIBUTED}.load_parameter_state_from_fully_reshardable"),
-    _mc(f"{_DISTRIBUTED}.model_param_gbuf_map"),
+    _mc("optimizer.distrib_optimizer", says="model_param_gbuf_map"),
     _mc(
         "optimizer_param_scheduler.OptimizerParamScheduler",
         "optimizer init_lr max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd "
@@ -197,11 +197,10 @@ TRANSFORMER_ENGINE = [
     # Megatron reads or sets these where the stand-in has no class of its own for them.
     _te("pytorch.module.base.TransformerEngineBaseModule.set_tensor_parallel_group"),
     _te("pytorch.module.base.TransformerEngineBaseModule.get_extra_state"),
-    _te("pytorch.Linear.fuse_wgrad_accumulation"),
-    _te("pytorch.LayerNormLinear.fuse_wgrad_accumulation"),
+    _te("pytorch.module.linear", says="fuse_wgrad_accumulation"),
+    _te("pytorch.module.layernorm_linear", says="fuse_wgrad_accumulation layer_norm_bias"),
     _te("pytorch.Linear.forward", "inp is_first_microbatch"),
     _te("pytorch.LayerNormLinear.forward", "inp is_first_microbatch"),
-    _te("pytorch.LayerNormLinear.layer_norm_bias"),
     _te(
         "pytorch.DotProductAttention.forward",
         "query_layer key_layer value_layer attention_mask qkv_format cu_seqlens_q cu_seqlens_kv "

@@ -63,7 +63,7 @@ class Sources:
             return self._in_module(found.module, name)
         if isinstance(found.node, ast.ClassDef):
             for owner in self._lineage(found):
-                for node in _members(owner.node):
+                for node in _statements(owner.node):
                     if name in _names(node):
                         return Found(owner.module, node)
         raise Gone(f"{name} is not in {_what(found)}")
@@ -126,7 +126,7 @@ class Sources:
         return fields
 
     def says(self, module: str) -> set[str]:
-        """Every string constant and every name that is annotated in a module or a package."""
+        """Every string, annotated name and assigned attribute in a module or a package."""
         inside = [m for m in self._files if m == module or m.startswith(f"{module}.")]
         if not inside:
             raise Gone(f"there is no module {module}")
@@ -137,6 +137,8 @@ class Sources:
                     said.add(node.value)
                 elif isinstance(node, ast.AnnAssign):
                     said |= _names(node)
+                elif _is_stored(node, ast.Attribute):
+                    said.add(node.attr)
         return said
 
 
@@ -149,44 +151,17 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
             yield child
 
 
-def _members(node: ast.ClassDef) -> Iterator[ast.AST]:
-    """What stands in a class, and what its methods assign to ``self``."""
-    yield from _statements(node)
-    for child in ast.walk(node):
-        if isinstance(child, ast.Assign | ast.AnnAssign):
-            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-            parts = [part for target in targets for part in _parts(target)]
-            if any(_of_self(part) for part in parts):
-                yield child
-
-
-def _parts(target: ast.AST | None) -> list[ast.AST | None]:
-    return target.elts if isinstance(target, ast.Tuple) else [target]
-
-
-def _of_self(node: ast.AST | None) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id in ("self", "cls")
-    )
-
-
 def _names(node: ast.AST) -> set[str]:
     """The names that a statement binds."""
     if isinstance(node, Definition):
         return {node.name}
     if isinstance(node, ast.Import):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    bound = set()
-    for target in targets:
-        for part in _parts(target):
-            if isinstance(part, ast.Name):
-                bound.add(part.id)
-            elif _of_self(part):
-                bound.add(part.attr)
-    return bound
+    return {child.id for child in ast.walk(node) if _is_stored(child, ast.Name)}
+
+
+def _is_stored(node: ast.AST, kind: type[ast.Name | ast.Attribute]) -> bool:
+    return isinstance(node, kind) and isinstance(node.ctx, ast.Store)
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
