@@ -80,7 +80,6 @@ METRICS: dict[str, Known] = {
     "rollout/low_weight_fraction": _share("tokens whose ratio is below 1 / C"),
     "rollout/log_prob_diff_abs": Known("mean size of a token's log ratio"),
     "rollout/prob_diff_*": Known("difference of a token's two probabilities"),
-    "rollout/prob_correlation": Known("correlation of the two probabilities", "near 1"),
     "rollout/rho_sequence_*": Known("product of the ratios of a response"),
     "rollout/rho_geometric_*": Known("geometric mean of a response's ratios", "near 1"),
     "rollout/ppl_proximal": Known("mean perplexity of a response to the proximal policy"),

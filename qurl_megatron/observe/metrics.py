@@ -110,33 +110,6 @@ class StdDev(Sums):
 
 
 @dataclass(frozen=True, slots=True)
-class Correlation(Sums):
-    """Pearson correlation of pairs (x, y) as its sums; NaN where x or y does not vary.
-
-    Sums of squares lose the digits that mean and spread differ by: for values of like size, such as
-    probabilities.
-    """
-
-    x: float
-    y: float
-    xx: float
-    yy: float
-    xy: float
-    count: float
-
-    @property
-    def value(self) -> float:
-        if not self.count:
-            return math.nan
-        spread_x = self.xx - self.x**2 / self.count
-        spread_y = self.yy - self.y**2 / self.count
-        if spread_x <= 0 or spread_y <= 0:
-            return math.nan
-        together = self.xy - self.x * self.y / self.count
-        return min(max(together / math.sqrt(spread_x * spread_y), -1.0), 1.0)
-
-
-@dataclass(frozen=True, slots=True)
 class Cosine(Sums):
     """Cosine of the angle between two vectors, as the sums of their products and their squares.
 
@@ -179,9 +152,7 @@ class ExplainedVariance(Sums):
         return 1.0 - missed / spread
 
 
-Metric = (
-    Sum | Mean | Max | Min | EffectiveSampleSize | StdDev | Correlation | Cosine | ExplainedVariance
-)
+Metric = Sum | Mean | Max | Min | EffectiveSampleSize | StdDev | Cosine | ExplainedVariance
 
 
 def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -16,7 +16,6 @@ from qurl_megatron.algo.kl import k1, k3
 from qurl_megatron.algo.ratios import bounded_exp
 from qurl_megatron.algo.segments import mean_per_response, sum_per_response
 from qurl_megatron.observe.metrics import (
-    Correlation,
     EffectiveSampleSize,
     Max,
     Mean,
@@ -160,7 +159,6 @@ def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metr
         "rollout/log_prob_diff_abs": _mean(log_rho.abs()),
         **_mean_and_max("rollout/prob_diff", prob_diff),
         "rollout/prob_diff_std": _std(prob_diff),
-        "rollout/prob_correlation": _correlation(proximal.exp(), behaviour.exp()),
     }
 
 
@@ -198,8 +196,3 @@ def _mean_and_max(name: str, values: Tensor) -> dict[str, Metric]:
 def _mean_and_extremes(name: str, values: Tensor) -> dict[str, Metric]:
     smallest = {f"{name}_min": Min(values.min().item())} if len(values) else {}
     return {**_mean_and_max(name, values), **smallest}
-
-
-def _correlation(x: Tensor, y: Tensor) -> Correlation:
-    xs, ys, xx, yy, xy = (p.sum().item() for p in (x, y, x * x, y * y, x * y))
-    return Correlation(xs, ys, xx, yy, xy, float(len(x)))

@@ -107,10 +107,10 @@ MEGATRON = [
         "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size "
         "normalization layernorm_epsilon activation_func gated_linear_unit add_bias_linear "
         "add_qkv_bias qk_layernorm hidden_dropout attention_dropout tensor_model_parallel_size "
-        "pipeline_model_parallel_size context_parallel_size sequence_parallel params_dtype pipeline_dtype bf16 "
-        "recompute_granularity recompute_method recompute_num_layers perform_initialization "
-        "use_cpu_initialization bias_activation_fusion bias_dropout_fusion apply_rope_fusion "
-        "masked_softmax_fusion gradient_accumulation_fusion persist_layer_norm "
+        "pipeline_model_parallel_size context_parallel_size sequence_parallel params_dtype "
+        "pipeline_dtype bf16 recompute_granularity recompute_method recompute_num_layers "
+        "perform_initialization use_cpu_initialization bias_activation_fusion bias_dropout_fusion "
+        "apply_rope_fusion masked_softmax_fusion gradient_accumulation_fusion persist_layer_norm "
         "deallocate_pipeline_outputs no_sync_func grad_scale_func finalize_model_grads_func "
         "variable_seq_lengths",
     ),

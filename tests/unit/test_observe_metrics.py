@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from qurl_megatron.observe.metrics import (
-    Correlation,
     Cosine,
     EffectiveSampleSize,
     ExplainedVariance,
@@ -31,13 +30,7 @@ def _measure(weights: list[float]) -> dict:
         "min": Min(min(weights)),
         "ess": EffectiveSampleSize(sum(weights), sum(w * w for w in weights), len(weights)),
         "std": StdDev(sum(weights), sum(w * w for w in weights), len(weights)),
-        "correlation": _correlation([(w, math.sqrt(w)) for w in weights]),
     }
-
-
-def _correlation(pairs: list[tuple[float, float]]) -> Correlation:
-    columns = ([x, y, x * x, y * y, x * y, 1] for x, y in pairs)
-    return Correlation(*map(sum, zip(*columns, strict=True)))
 
 
 def test_merging_uneven_microbatches_equals_measuring_the_whole_batch():
@@ -59,8 +52,6 @@ def test_merging_uneven_microbatches_equals_measuring_the_whole_batch():
         # Nothing was measured, or nothing varies.
         (Mean(0.0, 0.0), math.nan),
         (StdDev(2.0, 4.0, 1), math.nan),
-        (Correlation(2.0, 3.0, 2.0, 5.0, 3.0, 2), math.nan),
-        (Correlation(0, 0, 0, 0, 0, 0), math.nan),
         (ExplainedVariance(0.1 + 0.1 + 0.1, 3 * 0.1**2, 0.0, 0.02, 3), math.nan),
         (ExplainedVariance(0, 0, 0, 0, 0), math.nan),
     ],
@@ -69,15 +60,11 @@ def test_values_by_hand(metric, value):
     assert metric.value == pytest.approx(value, nan_ok=True)
 
 
-def test_deviation_and_correlation_are_those_of_the_textbook():
+def test_a_deviation_is_that_of_the_textbook():
     noise = random.Random(1)
     xs = [noise.random() for _ in range(50)]
-    ys = [x + 0.1 * noise.gauss(0, 1) for x in xs]
     measured = StdDev(sum(xs), sum(x * x for x in xs), len(xs))
     assert measured.value == pytest.approx(statistics.stdev(xs))
-    together = _correlation(list(zip(xs, ys, strict=True)))
-    assert together.value == pytest.approx(statistics.correlation(xs, ys))
-    assert 0.8 < together.value < 0.99
 
 
 def test_a_cosine_is_that_of_the_vectors_its_parts_make_up():

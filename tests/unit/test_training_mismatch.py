@@ -45,8 +45,6 @@ def test_every_metric_by_hand():
         "prob_diff_max": 1.2,
         # deviations -0.15, -0.525, 0.675
         "prob_diff_std": math.sqrt((0.0225 + 0.275625 + 0.455625) / 2),
-        # deviations 2/15, -1/6, 1/30 and -0.516667, -0.441667, 0.958333
-        "prob_correlation": 0.03666667 / math.sqrt(0.04666667 * 1.38041667),
         # products 4 | 1/4, geometric means 2 | 1/4
         "rho_sequence_mean": 2.125,
         "rho_sequence_max": 4,
