@@ -1,5 +1,6 @@
 """From an ``Arch`` to one rank's part of a GPTModel, with weights."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from qurl_megatron.checkpoints.source import Reader, load_parameter
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.arch import Arch, Experts
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 def transformer_config(
@@ -27,7 +33,7 @@ def transformer_config(
     Raises:
         ConfigError: Megatron does not compute the model so.
     """
-    arch.check_megatron()
+    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
     dtype = getattr(torch, model.dtype)
     gpu = use_transformer_engine()
     return TransformerConfig(
@@ -39,7 +45,8 @@ def transformer_config(
         ffn_hidden_size=arch.intermediate,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_eps,
-        activation_func=functional.silu,
+        layernorm_zero_centered_gamma=arch.zero_centred_norm,
+        activation_func=ACTIVATIONS[arch.activation],
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
@@ -59,7 +66,8 @@ def transformer_config(
         # Weights come from a checkpoint: nothing is drawn.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        bias_activation_fusion=gpu,
+        # Megatron fuses the exact functions it knows.
+        bias_activation_fusion=gpu and arch.activation == "silu",
         bias_dropout_fusion=gpu,
         # Megatron's own rotation rounds sines and cosines to BF16, as transformers do and as SGLang
         # does without a GPU, and fetches the lengths of packed sequences from the GPU in every
@@ -70,6 +78,30 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
+        **_expert_options(arch.experts),
+    )
+
+
+def _expert_options(experts: Experts | None) -> dict[str, Any]:
+    """Every token reaches the experts its router chose: none is dropped, no loss balances them.
+
+    The router computes in the dtype of the model, as transformers and engines do; in FP32 it would
+    choose other experts than they where two are nearly equal.
+    """
+    if experts is None:
+        return {}
+    return dict(
+        num_moe_experts=experts.count,
+        moe_ffn_hidden_size=experts.intermediate,
+        moe_router_topk=experts.top_k,
+        # Softmax over the chosen ones is softmax over all of them, made to sum to one.
+        moe_router_pre_softmax=not experts.norm_topk_prob,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        # Each rank holds a slice of every expert: tokens are gathered before they are copied to
+        # their top_k experts, where "alltoall" would send every copy.
+        moe_token_dispatcher_type="allgather",
+        moe_grouped_gemm=False,
     )
 
 
@@ -86,7 +118,17 @@ def build_model(
     Args:
         fp32_output: compute logits in FP32, whatever the format of weights and hidden states.
         align: how its linear layers follow the engines', once they are given codes.
+
+    Raises:
+        ConfigError: experts shall quantize their tokens as an engine's do.
     """
+    if arch.experts and align is not None and align.activations:
+        # Megatron multiplies by the router's probability before an expert's second product.
+        raise ConfigError(
+            "train.align=full cannot compute experts as the engines do, which weigh an expert's "
+            "output where Megatron-Core weighs what its second product takes; set "
+            "train.align=weights"
+        )
     model = GPTModel(
         config,
         decoder_spec(config, qk_norm=arch.qk_norm, align=align),
@@ -101,10 +143,23 @@ def build_model(
         rope_scaling=arch.rope_scaling is not None,
         rope_scaling_factor=arch.rope_scaling.factor if arch.rope_scaling else 8.0,
     )
+    if arch.embedding_scale != 1.0 and ranks.first_stage:
+        _scale_embedding(model, arch.embedding_scale)
     if fp32_output and ranks.last_stage:
         model.output_layer.register_forward_pre_hook(_widened, with_kwargs=True)
     _accumulate_in_place(model)
     return model.to(ranks.device)
+
+
+def _scale_embedding(model: GPTModel, scale: float) -> None:
+    """Multiply the first layer's input; GPTModel builds its embedding without such a switch.
+
+    The output layer reads the same weights unscaled where they are tied, so they stay as they are.
+    """
+    # Hugging Face rounds the factor to the weights' dtype before it multiplies.
+    dtype = model.config.params_dtype
+    rounded = torch.tensor(scale, dtype=dtype, device="cpu").item()  # a dry run's is "meta"
+    model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
 
 
 def _widened(layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:

@@ -4,9 +4,9 @@ Transformer Engine fuses norms into the linear layers behind them. Layers that c
 engines' codes (``aligned``) are the local spec's, with its norms, on GPUs too; the attention
 between them is Transformer Engine's where that is there. Checkpoints have the same names.
 
-Megatron's own local spec lacks two things that are needed without Transformer Engine: an RMSNorm
-that knows sequence parallelism, and a causal attention that takes no mask but packed sequences and
-context parallelism. Both are spec entries, not patches.
+Megatron's own local spec lacks three things that are needed without Transformer Engine: an RMSNorm
+that knows sequence parallelism, a causal attention that takes no mask but packed sequences and
+context parallelism, and a router whose product is torch's. All are spec entries, not patches.
 
 Shapes: s = this rank's part of the sequence, b = batch, h = this rank's heads, g = its key/value
 groups, d = head size.
@@ -25,6 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
@@ -41,12 +42,29 @@ def decoder_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec that GPTModel builds its decoder from.
 
+    Experts are a list of MLPs in both specs, not one grouped product, so that their weights have
+    the same names everywhere.
+
     Args:
         align: how the linear layers follow the engines'; None: they do not.
     """
+    experts = config.num_moe_experts
     if use_transformer_engine() and align is None:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    layer = get_gpt_layer_local_spec(normalization="HfRMSNorm", qk_layernorm=qk_norm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        normalization="HfRMSNorm",
+        qk_layernorm=qk_norm,
+    )
+    parts = _submodules(layer.submodules.mlp)
+    if experts:
+        # Checkpoints use Transformer Engine's names. It cannot fuse the norm that router and
+        # experts read, but Megatron's local spec renames that norm as if it were fused.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        parts.router = Router
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = HfRMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
@@ -54,8 +72,8 @@ def decoder_spec(
         column = ModuleSpec(module=AlignedColumn, params={"align": align})
         row = ModuleSpec(module=AlignedRow, params={"align": align})
         attention.linear_qkv, attention.linear_proj = column, row
-        mlp = _submodules(layer.submodules.mlp)
-        mlp.linear_fc1, mlp.linear_fc2 = column, row
+        products = _submodules(parts.experts) if experts else parts
+        products.linear_fc1, products.linear_fc2 = column, row
         if use_transformer_engine():
             attention.core_attention = _fused_attention()
     if qk_norm:
@@ -65,7 +83,7 @@ def decoder_spec(
 
 
 def _submodules(spec: ModuleSpec | partial) -> Any:
-    """Return a module's parts; Megatron-Core 0.18 gives an MLP as its builder."""
+    """Return a module's parts; Megatron-Core 0.17 gives experts as builders, 0.18 any MLP."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
@@ -81,6 +99,7 @@ class HfRMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
         super().__init__()
         self.eps = eps
+        self.zero_centred = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of marked weights over the tensor ranks: each saw a part of
         # the sequence. It adds the attribute, as here.
@@ -89,7 +108,16 @@ class HfRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.zero_centred:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * normed.to(x.dtype)
+
+
+class Router(TopKRouter):
+    """Megatron's router, whose product wants Transformer Engine even where that is absent."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.weight)
 
 
 class CausalAttention(MegatronModule):

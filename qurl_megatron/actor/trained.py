@@ -108,7 +108,9 @@ class Trained:
     ) -> list:
         """Run Megatron's schedule (1F1B in a pipeline); ``finish`` sees the last stage's output.
 
-        Pipeline stages tell each other the shapes to come only where there are several.
+        Pipeline stages tell each other the shapes to come only where there are several. (Given to
+        TransformerConfig, the same switch would forbid the all-gather of tokens before experts,
+        for the sake of expert-parallel ranks with sequences of their own, which we do not have.)
         """
 
         def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Tensor, Callable]:

@@ -57,6 +57,8 @@ def text(facts: dict[str, Any]) -> str:
         f"{arch['family']}: {arch['num_layers']} layers, hidden {arch['hidden']}, "
         f"{arch['heads']} heads over {arch['kv_heads']} of keys, vocabulary {arch['vocab']}"
     )
+    if arch["experts"]:
+        model += f", {arch['experts']['count']} experts of which {arch['experts']['top_k']} work"
     if arch["tied"]:
         model += ", tied embeddings"
     stored = ", ".join(f"{name} ({count} tensors)" for name, count in facts["weights"].items())

@@ -26,18 +26,22 @@ _BESIDE = ("optimizer.", "chained_", "rng", CRITIC)
 _MOST_PADDING = 128 * 64
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def disk_key(parameter: str) -> tuple[str, tuple[int, ...]]:
-    """Return the stored tensor a parameter lies in, and its index: layers are stacked.
+    """Return the stored tensor a parameter lies in, and its index: layers and experts are stacked.
 
-    >>> disk_key("decoder.layers.3.mlp.linear_fc2.weight")
-    ('decoder.layers.mlp.linear_fc2.weight', (3,))
+    >>> disk_key("decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight")
+    ('decoder.layers.mlp.experts.experts.linear_fc2.weight', (3, 5))
     """
     layer = _LAYER.fullmatch(parameter)
     if layer is None:
         return parameter, ()
-    return f"decoder.layers.{layer[2]}", (int(layer[1]),)
+    expert = _EXPERT.fullmatch(layer[2])
+    if expert is None:
+        return f"decoder.layers.{layer[2]}", (int(layer[1]),)
+    return f"decoder.layers.mlp.experts.experts.{expert[2]}", (int(layer[1]), int(expert[1]))
 
 
 def stacked_parts(op: Op) -> int:
@@ -100,7 +104,7 @@ class MegatronReader:
         for op in ops_on_disk(arch):
             key, index = self._place(op)
             expected.add(key.removeprefix(self.masters))
-            whole = (arch.num_layers,)[: len(index)] + op.shape
+            whole = arch.stacked[: len(index)] + op.shape
             actual, rows = self.table.shape(key), len(index)
             padding = actual[rows] - whole[rows] if len(actual) == len(whole) else -1
             padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING

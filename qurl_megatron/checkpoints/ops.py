@@ -4,8 +4,9 @@ An op works on one tensor-parallel shard as well as on the whole weight: slice e
 tensor along its split dimension, apply the op, and the result is that rank's Megatron parameter. So
 loading never sees a whole fused weight, and export never gathers one.
 
-All families are one block with switches (a bias on q, k and v; a norm on q and k), so they share
-one table. Layer numbers are global: a pipeline stage asks for its own layers and the ends it holds.
+All families are one block with switches (a bias on q, k and v; a norm on q and k; experts in place
+of the MLP), so they share one table. Layer numbers are global: a pipeline stage asks for its own
+layers and the ends it holds.
 
 Imports no torch: memory planning reads this table without it.
 """
@@ -13,6 +14,7 @@ Imports no torch: memory planning reads this table without it.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from qurl_megatron.tensors.arch import Arch
@@ -82,17 +84,20 @@ class GateUp(Op):
         return {self.hf[0].name: gate, self.hf[1].name: up}
 
 
+@lru_cache(maxsize=256)  # a plan asks again and again for the same layers of many experts
 def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> tuple[Op, ...]:
     """Ops of one decoder layer.
 
     Args:
         layer: global layer number, from 0.
-        fused_norms: Transformer Engine keeps each block's norm inside the linear layer behind it.
+        fused_norms: Transformer Engine keeps each block's norm inside the linear layer that
+            reads it; where several read it (experts and their router), it stays a layer.
     """
     mg = f"decoder.layers.{layer}."
     attention_norm, mlp_norm = "input_layernorm.weight", "pre_mlp_layernorm.weight"
     if fused_norms:
         attention_norm = "self_attention.linear_qkv.layer_norm_weight"
+    if fused_norms and not arch.experts:
         mlp_norm = "mlp.linear_fc1.layer_norm_weight"
 
     def op(megatron: str, name: str) -> Op:
@@ -109,14 +114,25 @@ def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> tuple[Op, ...]:
             queries_per_group=arch.queries_per_group,
         )
 
+    def mlp(megatron: str, name: str) -> list[Op]:
+        gate_up = tensors(f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
+        return [
+            GateUp(f"{mg}{megatron}.linear_fc1.weight", gate_up),
+            op(f"{megatron}.linear_fc2.weight", f"{name}.down_proj.weight"),
+        ]
+
     ops: list[Op] = [
         op(attention_norm, "input_layernorm.weight"),
         qkv("weight"),
         op("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
         op(mlp_norm, "post_attention_layernorm.weight"),
-        GateUp(f"{mg}mlp.linear_fc1.weight", tensors("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-        op("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
     ]
+    if arch.experts:
+        ops.append(op("mlp.router.weight", "mlp.gate.weight"))
+        for expert in range(arch.experts.count):
+            ops += mlp(f"mlp.experts.local_experts.{expert}", f"mlp.experts.{expert}")
+    else:
+        ops += mlp("mlp", "mlp")
     if arch.qkv_bias:
         ops.append(qkv("bias"))
     if arch.qk_norm:

@@ -111,7 +111,15 @@ def load_parameter(
     """Return a Megatron parameter in FP32: this tensor rank's slices, folded, then fused."""
     slices = reader.shards(op, rank=rank, size=size, padded_vocab=padded_vocab)
     return op.to_megatron(
-        {name: folded(name, part.float(), uaq_scale) for name, part in slices.items()}
+        {
+            tensor.name: folded(
+                tensor.name,
+                slices[tensor.name].float(),
+                uaq_scale,
+                zero_centred=tensor.zero_centred,
+            )
+            for tensor in op.hf
+        }
     )
 
 
@@ -159,14 +167,17 @@ def read_tensors(
         ConfigError: a tensor has inf or nan, as it is stored or as it is rounded.
     """
     tensors = source.reader.shards(op)
-    for name, value in tensors.items():
+    for tensor in op.hf:
+        name = tensor.name
+        value = tensors[name]
         if not is_finite(value):
             raise ConfigError(
                 f"tensor {name} in {source.folder} has inf or nan; the checkpoint is of a run that "
                 "diverged, or is damaged"
             )
         if uaq_role(name) and not fold == unfold == 1.0:
-            value = unfolded(name, folded(name, value.float(), fold), unfold)
+            value = folded(name, value.float(), fold, zero_centred=tensor.zero_centred)
+            value = unfolded(name, value, unfold, zero_centred=tensor.zero_centred)
         if dtype is not None:
             value = value.to(dtype)
         if dtype == torch.float16 and not is_finite(value):

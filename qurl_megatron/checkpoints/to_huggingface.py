@@ -2,8 +2,8 @@
 
 Each op's parameter is read from whatever layout, taken apart, and folded or unfolded in FP32.
 Weights are quantized from the widest numbers the source has (a Megatron checkpoint's FP32 masters),
-after folding and before any rounding. Norms, embeddings, biases and the output layer keep the
-model's own format.
+after folding and before any rounding. Norms, embeddings, biases, routers and the output layer keep
+the model's own format.
 """
 
 from collections.abc import Callable, Iterator
@@ -116,7 +116,7 @@ def to_quantized(
         return made
 
     config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), form)
-    config["quantization_config"] = quantization_config(scheme, fmt, ["lm_head"])
+    config["quantization_config"] = quantization_config(scheme, fmt, _ignored_modules(source))
     return _job(source, out, config, specs, make, file_bytes)
 
 
@@ -156,3 +156,11 @@ def _job(
         describe(source, folder, config)
 
     return ConversionJob(out, files, finish, source.folder)
+
+
+def _ignored_modules(source: Checkpoint) -> list[str]:
+    """Return the linear modules that stay in high precision: output layer and routers."""
+    modules = ["lm_head"]
+    if source.arch.experts:
+        modules += [f"model.layers.{layer}.mlp.gate" for layer in range(source.arch.num_layers)]
+    return modules

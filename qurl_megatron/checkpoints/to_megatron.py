@@ -27,10 +27,6 @@ from qurl_megatron.tensors.slice import Slice
 # State that Megatron's linear layers store beside their weights when they do not train in FP8.
 _NO_STATE: list[None] = [None]
 _STATE_BYTES = 1261  # of one such object, as torch.save writes it
-_WITH_STATE = (
-    *("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-)
 
 
 def to_megatron(
@@ -61,10 +57,9 @@ def to_megatron(
     source.reader.check(source.arch)
 
     def stored(op: Op) -> torch.dtype:
-        if dtype is not None:
-            return dtype
-        source_dtype = source.reader.dtype(op)
-        return source_dtype if folds_exactly(uaq_scale, source_dtype) else torch.float32
+        own = source.reader.dtype(op)
+        exact = folds_exactly(op, uaq_scale, own)
+        return dtype or (own if exact else torch.float32)
 
     ops = source.ops()
     chunks = {op.megatron: _chunks(source.arch, op, tensor, stored(op)) for op in ops}
@@ -95,18 +90,19 @@ def to_megatron(
     return ConversionJob(out, files, finish)
 
 
-def folds_exactly(scale: float, dtype: torch.dtype) -> bool:
+def folds_exactly(op: Op, scale: float, dtype: torch.dtype) -> bool:
     """True where folding rounds nothing: a power of two moves the exponent alone.
 
-    FP16 has too few of them.
+    FP16 has too few of them, and a zero-centred norm is added to.
     """
-    return scale == 1.0 or math.frexp(scale)[0] == 0.5 and dtype != torch.float16
+    moved = math.frexp(scale)[0] == 0.5 and dtype != torch.float16
+    return scale == 1.0 or moved and not op.hf[0].zero_centred
 
 
 def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
     """Cut a parameter into the chunks that each of ``tensor`` ranks reads, part by part."""
     key, index = disk_key(op.megatron)
-    extents = (arch.num_layers,)[: len(index)]
+    extents = arch.stacked[: len(index)]
     full_shape = list(op.shape)
     split_dim, stacked = op.hf[0].split_dim, stacked_parts(op)
     if op.hf[0].vocabulary:
@@ -143,13 +139,25 @@ def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple
 
 def _state_file(arch: Arch) -> OutputFile:
     """Return the file of the objects that Megatron's loader wants beside the weights."""
-    objects = [
-        Chunk(f"decoder.layers.{module}._extra_state/shard_{layer}_{arch.num_layers}")
-        for layer in range(arch.num_layers)
-        for module in _WITH_STATE
-    ]
+    attention = ["core_attention", "linear_proj", "linear_qkv"]
+    objects = []
+    for layer in range(arch.num_layers):
+        for module in attention:
+            objects.append(_object(f"self_attention.{module}", (layer,), arch.stacked[:1]))
+        for module in ("linear_fc1", "linear_fc2"):
+            if arch.experts is None:
+                objects.append(_object(f"mlp.{module}", (layer,), arch.stacked))
+                continue
+            for expert in range(arch.experts.count):
+                name = f"mlp.experts.experts.{module}"
+                objects.append(_object(name, (layer, expert), arch.stacked))
     return OutputFile(
         "__1_0.distcp",
         _STATE_BYTES * len(objects),
         lambda path: write_chunks(path, ((chunk, _NO_STATE) for chunk in objects)),
     )
+
+
+def _object(module: str, at: tuple[int, ...], extents: tuple[int, ...]) -> Chunk:
+    position, size = (".".join(map(str, numbers)) for numbers in (at, extents))
+    return Chunk(f"decoder.layers.{module}._extra_state/shard_{position}_{size}")

@@ -77,18 +77,29 @@ class StoredChunk:
     length: int
 
 
-@dataclass(frozen=True)
 class StoredTensor:
     """One tensor as the table of contents describes it."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: list[StoredChunk]
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, chunks: list[StoredChunk]):
+        self.shape, self.dtype, self.chunks = shape, dtype, chunks
+        # Layers and experts are leading axes of which a chunk holds one: found by them, a chunk of
+        # a hundred thousand need not be searched for.
+        self._depth = min(_ones(chunk.part) for chunk in chunks) if chunks else 0
+        self._at: dict[tuple[int, ...], list[StoredChunk]] = {}
+        for chunk in chunks:
+            self._at.setdefault(chunk.part.starts[: self._depth], []).append(chunk)
 
     def touched(self, part: Slice) -> list[tuple[StoredChunk, Slice]]:
         """Return the chunks that overlap a part of the tensor, with the overlaps."""
-        overlaps = ((chunk, chunk.part.overlap(part)) for chunk in self.chunks)
-        return [(chunk, common) for chunk, common in overlaps if common is not None]
+        at = part.starts[: self._depth]
+        near = self._at.get(at, []) if _ones(part) >= self._depth else self.chunks
+        return [(chunk, common) for chunk in near if (common := chunk.part.overlap(part))]
+
+
+def _ones(part: Slice) -> int:
+    """Count the leading axes of length 1; the last axis is none of them."""
+    leading = part.sizes[:-1]
+    return next((axis for axis, size in enumerate(leading) if size != 1), len(leading))
 
 
 class TorchDistReader:

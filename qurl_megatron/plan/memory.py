@@ -172,8 +172,13 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
     split = 2 * queries + 2 * keys
     if arch.qk_norm:
         split += queries + keys
-    split += 3 * arch.intermediate  # gate and up; their product
-    numbers = unsplit / passed.split + split / t
+    if arch.experts:
+        # Every token's copies for its experts, gathered on each tensor rank.
+        copies = arch.experts.top_k
+        gathered, split = copies * arch.hidden, split + copies * 3 * arch.experts.intermediate
+    else:
+        gathered, split = 0, split + 3 * arch.intermediate  # gate and up; their product
+    numbers = unsplit / passed.split + gathered + split / t
     return round(T * (passed.itemsize * numbers + 4 * arch.heads / t))
 
 

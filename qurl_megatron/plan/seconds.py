@@ -126,9 +126,14 @@ class Roofline:
 
 
 @cache
-def linear_parameters(arch: Arch) -> int:
-    """Numbers in the layers' linear weights."""
-    return sum(math.prod(shape) for name, shape in hf_shapes(arch).items() if is_quantized(name))
+def linear_parameters(arch: Arch) -> float:
+    """Numbers in the layers' linear weights that a token meets: of experts, the chosen ones."""
+    total = 0.0
+    for name, shape in hf_shapes(arch).items():
+        if is_quantized(name):
+            met = arch.routed.top_k / arch.routed.count if ".experts." in name else 1
+            total += shape[0] * shape[1] * met
+    return total
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,8 @@ def quantization_config(scheme: str, fmt: str, ignore: Sequence[str]) -> dict:
     """Return the entry ``quantization_config`` of config.json.
 
     Args:
-        ignore: linear modules that stay in high precision (``lm_head``), named as in the
-            checkpoint. SGLang's w8a8_fp8 reads no list, and skips just this.
+        ignore: linear modules that stay in high precision (``lm_head``, MoE routers), named as in
+            the checkpoint. SGLang's w8a8_fp8 reads no list, and skips just these.
     """
     want = layout(scheme, fmt)
     return {**copy.deepcopy(want.config), want.ignore_key: list(ignore)}

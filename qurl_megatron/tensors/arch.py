@@ -7,12 +7,14 @@ worst outcome.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,11 @@ class Family:
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    routed: bool = False  # every layer has experts in place of one MLP
+    activation: Activation = "silu"
+    zero_centred_norm: bool = False
+    scaled_embedding: bool = False  # by the square root of the hidden size
+    tied: bool = False  # unless the config says
     window: int | None = None  # sliding attention window, unless the config says
 
 
@@ -29,15 +36,27 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(window=4096),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, routed=True),
+    "gemma": Family(
+        activation="gelu_tanh", zero_centred_norm=True, scaled_embedding=True, tied=True
+    ),
 }
 
 FIXED: Mapping[str, Any] = {
     "mlp_bias": False,
     "use_sliding_window": False,
+    "use_bidirectional_attention": False,
     "partial_rotary_factor": 1.0,
-    "hidden_act": "silu",
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
 }
 """Keys of config.json that change what is computed, and the one value that each may have."""
+
+# Names of each activation in configs. Gemma's first ones say "gelu" and mean its tanh form.
+ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
+    "silu": ("silu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +79,21 @@ MEGATRON_LLAMA3_ROPE = Llama3Rope(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The router of a layer and the MLPs it chooses from."""
+
+    count: int
+    top_k: int
+    intermediate: int  # of one expert
+    norm_topk_prob: bool  # the chosen experts' probabilities are made to sum to one
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arch:
-    """Sizes and switches of one decoder."""
+    """Sizes and switches of one decoder.
+
+    Engines generate only with models that have the default.
+    """
 
     family: str
     num_layers: int
@@ -78,10 +110,41 @@ class Arch:
     tied: bool  # the output layer is the embedding
     qkv_bias: bool
     qk_norm: bool
+    experts: Experts | None = None  # every layer's, in place of its MLP
+    zero_centred_norm: bool = False  # norms store their gain minus one
+    activation: Activation = "silu"  # of the gate
+    embedding_scale: float = 1.0  # on the first layer's input; the output layer is not scaled
+
+    @property
+    def routed(self) -> Experts:
+        """The experts of a model that has them."""
+        assert self.experts is not None
+        return self.experts
 
     @property
     def queries_per_group(self) -> int:
         return self.heads // self.kv_heads
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Layers, and the experts of each: leading axes of tensors in a Megatron checkpoint."""
+        if self.experts is None:
+            return (self.num_layers,)
+        return self.num_layers, self.experts.count
+
+    def refuse_without_engine(self, key: str = "") -> None:
+        """Raise ``ConfigError`` where no engine generates with such a model.
+
+        Args:
+            key: name of the model, for the message.
+        """
+        switches = [field for field in fields(self) if field.default is not MISSING]
+        unserved = [each.name for each in switches if getattr(self, each.name) != each.default]
+        if unserved:
+            raise ConfigError(
+                f"{key}no engine generates with {self.family} models yet, which have "
+                f"{', '.join(unserved)}; take a Llama, Mistral, Qwen2 or Qwen3 model"
+            )
 
     def check_parallel(
         self,
@@ -97,11 +160,11 @@ class Arch:
         for key, value in zip(keys, (tensor, pipeline), strict=True):
             if value < 1:
                 raise ConfigError(f"{key} must be 1 or more, got {value}")
-        sizes = {
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "intermediate_size": self.intermediate,
-        }
+        sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+        if self.experts:
+            sizes["moe_intermediate_size"] = self.experts.intermediate
+        else:
+            sizes["intermediate_size"] = self.intermediate
         for size_name, size in sizes.items():
             if size % tensor:
                 raise ConfigError(
@@ -114,8 +177,17 @@ class Arch:
                 f"num_hidden_layers={self.num_layers}; use one of {_divisors(self.num_layers)}"
             )
 
-    def check_megatron(self) -> None:
-        """Raise ``ConfigError`` where Megatron does not compute the model so."""
+    def check_megatron(self, tensor: int, *, sequence: bool) -> None:
+        """Raise ``ConfigError`` where Megatron does not compute the model so.
+
+        Args:
+            sequence: sequence parallelism.
+        """
+        if self.experts and tensor > 1 and not sequence:
+            raise ConfigError(
+                "parallel.sequence=false is not supported for models with experts and "
+                f"parallel.tensor={tensor}: Megatron trains them with it only; set it to true"
+            )
         scaling = self.rope_scaling
         if scaling and replace(scaling, factor=8.0) != MEGATRON_LLAMA3_ROPE:
             raise ConfigError(
@@ -189,9 +261,13 @@ def _arch(config: dict[str, Any]) -> Arch:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_position=_count(config, "max_position_embeddings", 2048),
-        tied=_switch(config, "tie_word_embeddings", False),
+        tied=_switch(config, "tie_word_embeddings", family.tied),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        experts=_experts(config) if family.routed else None,
+        activation=family.activation,
+        zero_centred_norm=family.zero_centred_norm,
+        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
     )
     if arch.heads % arch.kv_heads:
         raise ConfigError(
@@ -222,6 +298,13 @@ def refuse_unknown_switches(config: dict[str, Any], family: Family) -> None:
             raise ConfigError(
                 f"config.json: {key}={json.dumps(found[key])[:80]} is not supported; it must be "
                 f"{json.dumps(value)}"
+            )
+    accepted = ACTIVATIONS[family.activation]
+    for key in ("hidden_act", "hidden_activation"):
+        if (config.get(key) or accepted[0]) not in accepted:
+            raise ConfigError(
+                f"config.json: {key} {config[key]!r} is not supported; "
+                f"a {config['model_type']} model needs {' or '.join(accepted)}"
             )
 
 
@@ -331,6 +414,16 @@ def facts_of(folder: str | Path) -> dict[str, Any]:
     for name in ("family", "max_position"):  # all else follows from the one; the other is a limit
         del sizes[name]
     return {**sizes, "eos_token_id": sorted(read_eos(folder))}
+
+
+def _experts(config: dict[str, Any]) -> Experts:
+    return Experts(
+        # transformers 5 writes the second name.
+        count=_count(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        top_k=_count(config, "num_experts_per_tok"),
+        intermediate=_count(config, "moe_intermediate_size"),
+        norm_topk_prob=_switch(config, "norm_topk_prob", False),
+    )
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Facts about each Hugging Face tensor, by its name: one row per kind, which all else reads.
 
-A name with 0 for its layer leads to its row: ``model.layers.3.mlp.up_proj.weight`` is the weight of
-a ``model.layers.0.mlp.up_proj``. From the row and the model's sizes follow the shape of its weight,
-bias and scale, how ranks split them, whether rollouts run them at 8 bits, and their part in UAQ.
+A name with 0 for its numbers leads to its row: ``model.layers.3.mlp.experts.7.up_proj.weight`` is
+the weight of a ``model.layers.0.mlp.experts.0.up_proj``. From the row and the model's sizes follow
+the shape of its weight, bias and scale, how ranks split them, whether rollouts run them at 8 bits,
+and their part in UAQ.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
@@ -31,7 +33,7 @@ class Units:
         return self.count * self.width
 
 
-Axis = Literal["hidden", "head", "queries", "keys", "inner", "vocabulary"]
+Axis = Literal["hidden", "head", "queries", "keys", "inner", "expert", "experts", "vocabulary"]
 
 AXES: Mapping[Axis, Callable[[Arch], Units]] = {
     "hidden": lambda arch: Units(arch.hidden, 1, "hidden_size"),
@@ -39,6 +41,8 @@ AXES: Mapping[Axis, Callable[[Arch], Units]] = {
     "queries": lambda arch: Units(arch.heads, arch.head_dim, "num_attention_heads"),
     "keys": lambda arch: Units(arch.kv_heads, arch.head_dim, "num_key_value_heads", repeats=True),
     "inner": lambda arch: Units(arch.intermediate, 1, "intermediate_size"),
+    "expert": lambda arch: Units(arch.routed.intermediate, 1, "moe_intermediate_size"),
+    "experts": lambda arch: Units(arch.routed.count, 1, "num_experts"),
     "vocabulary": lambda arch: Units(arch.vocab, 1, "vocab_size"),
 }
 
@@ -57,6 +61,7 @@ class TensorRow:
 _QUERIES = TensorRow("queries", "hidden", split=0, quantized=True, uaq="reader")
 _KEYS = TensorRow("keys", "hidden", split=0, quantized=True, uaq="reader")
 _GATE_UP = TensorRow("inner", "hidden", split=0, quantized=True, uaq="reader")
+_EXPERT_GATE_UP = TensorRow("expert", "hidden", split=0, quantized=True, uaq="reader")
 
 ROWS: Mapping[str, TensorRow] = {
     "model.embed_tokens": TensorRow("vocabulary", "hidden", split=0),
@@ -71,19 +76,25 @@ ROWS: Mapping[str, TensorRow] = {
     "model.layers.0.mlp.gate_proj": _GATE_UP,
     "model.layers.0.mlp.up_proj": _GATE_UP,
     "model.layers.0.mlp.down_proj": TensorRow("hidden", "inner", split=1, quantized=True),
+    "model.layers.0.mlp.gate": TensorRow("experts", "hidden", uaq="reader"),
+    "model.layers.0.mlp.experts.0.gate_proj": _EXPERT_GATE_UP,
+    "model.layers.0.mlp.experts.0.up_proj": _EXPERT_GATE_UP,
+    "model.layers.0.mlp.experts.0.down_proj": TensorRow(
+        "hidden", "expert", split=1, quantized=True
+    ),
     "model.norm": TensorRow("hidden"),
     "lm_head": TensorRow("vocabulary", "hidden", split=0),
 }
 
 
-@dataclass(frozen=True)
-class HfTensor:
+class HfTensor(NamedTuple):  # models have 100,000: a frozen dataclass takes longer to make
     """A tensor of one model."""
 
     name: str
     shape: tuple[int, ...]
     split_dim: int | None = None  # that tensor parallelism splits; None: every rank has it all
     units: Units | None = None  # of that dimension
+    zero_centred: bool = False  # a norm that stores its gain minus one
     quantized: bool = False  # see ``is_quantized``
     vocabulary: bool = False  # see ``is_vocabulary``
 
@@ -92,28 +103,39 @@ def hf_tensor(arch: Arch, name: str) -> HfTensor:
     """The tensor of this name in a model: a weight, a bias, or a ``weight_scale`` [rows, 1].
 
     Raises:
-        ConfigError: there is no row for it.
+        ConfigError: there is no row for it, or it is of experts and the model has none.
     """
-    owner, _, value = _NUMBER.sub(".0", name).rpartition(".")
+    facts = _facts(arch, _NUMBER.sub(".0", name))
+    if facts is None:
+        raise ConfigError(f"tensor {name} is not one whose split over ranks is known")
+    return HfTensor(name, *facts)
+
+
+@lru_cache(maxsize=1 << 10)  # by row and not by name: a model has up to 100,000 names
+def _facts(arch: Arch, key: str) -> tuple | None:
+    """The facts of an ``HfTensor`` beside its name; None: the model can have no such tensor."""
+    owner, _, value = key.rpartition(".")
     row = ROWS.get(owner)
     if row is None or value not in VALUES:
-        raise ConfigError(f"tensor {name} is not one whose split over ranks is known")
+        return None
+    if arch.experts is None and {row.rows, row.columns} & {"expert", "experts"}:
+        return None
     rows = AXES[row.rows](arch)
     shape: tuple[int, ...] = (rows.length, 1) if value == "weight_scale" else (rows.length,)
     if row.columns is None:
-        return HfTensor(name, shape)
+        return HfTensor(key, shape, zero_centred=arch.zero_centred_norm)[1:]
     if value != "weight":
         # They run along the output rows, of which every rank of split columns has all.
-        return HfTensor(name, shape, *((0, rows) if row.split == 0 else ()))
+        return HfTensor(key, shape, *((0, rows) if row.split == 0 else ()))[1:]
     columns = AXES[row.columns](arch)
     return HfTensor(
-        name,
+        key,
         (rows.length, columns.length),
         row.split,
         None if row.split is None else (rows, columns)[row.split],
         quantized=row.quantized,
         vocabulary=row.rows == "vocabulary",
-    )
+    )[1:]
 
 
 def is_quantized(name: str) -> bool:

@@ -110,7 +110,7 @@ def _owned(
             count = box.elements
             offset = first + begin - start
             begin += count
-            # Layers are a leading axis of the whole tensor that a parameter lacks.
+            # Layers and experts are leading axes of the whole tensor that a parameter lacks.
             leading = piece.prepend_axis_num
             origin = piece.global_offset
             sizes = (*(1 for _ in range(leading)), *box.sizes)

@@ -88,7 +88,7 @@ def engine_divides(arch: Arch, tensor: int) -> bool:
 def _check_megatron(config: RunConfig, arch: Arch) -> None:
     parallel = config.parallel
     arch.check_parallel(parallel.tensor, parallel.pipeline)
-    arch.check_megatron()
+    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
 
 
 def _find(key: str, model_path: str, given: Path | None) -> Path:

@@ -87,11 +87,11 @@ MEGATRON = [
     _mc("models.gpt.GPTModel.forward", "input_ids position_ids attention_mask packed_seq_params"),
     _mc(
         "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec",
-        "normalization qk_layernorm",
+        "num_experts moe_grouped_gemm normalization qk_layernorm",
     ),
     _mc(
         "models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec",
-        "qk_layernorm",
+        "num_experts moe_grouped_gemm qk_layernorm",
     ),
     _mc(
         "packed_seq_params.PackedSeqParams",
@@ -100,19 +100,23 @@ MEGATRON = [
     ),
     _mc("process_groups_config.ProcessGroupCollection.cp"),
     _mc("transformer.module.MegatronModule", "config"),
+    _mc("transformer.moe.router.TopKRouter.gating", "input"),
     _mc("transformer.spec_utils.ModuleSpec"),
     _mc("transformer.transformer_block.TransformerBlockSubmodules", "layer_specs layer_norm"),
     _mc(
         "transformer.TransformerConfig",
         "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size "
-        "normalization layernorm_epsilon activation_func gated_linear_unit add_bias_linear "
+        "normalization layernorm_epsilon layernorm_zero_centered_gamma activation_func "
+        "gated_linear_unit add_bias_linear "
         "add_qkv_bias qk_layernorm hidden_dropout attention_dropout tensor_model_parallel_size "
         "pipeline_model_parallel_size context_parallel_size sequence_parallel params_dtype "
         "pipeline_dtype bf16 recompute_granularity recompute_method recompute_num_layers "
         "perform_initialization use_cpu_initialization bias_activation_fusion bias_dropout_fusion "
         "apply_rope_fusion masked_softmax_fusion gradient_accumulation_fusion persist_layer_norm "
         "deallocate_pipeline_outputs no_sync_func grad_scale_func finalize_model_grads_func "
-        "variable_seq_lengths",
+        "variable_seq_lengths num_moe_experts moe_ffn_hidden_size moe_router_topk "
+        "moe_router_pre_softmax moe_router_load_balancing_type moe_aux_loss_coeff "
+        "moe_token_dispatcher_type moe_grouped_gemm",
     ),
     _mc("tensor_parallel.layers.ColumnParallelLinear.forward", "input_ weight"),  # logits in FP32
     # layers that compute with the engines' codes

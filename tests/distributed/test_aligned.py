@@ -19,7 +19,7 @@ from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.types import Prompt, Sample
 from tests.support.cases import all_but
 from tests.support.engine_models import decoding_by, engine_for, finish, sequence
-from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.models import as_stored, random_samples, tiny_checkpoint
 from tests.support.policies import (
     assert_same_weights,
     batches,
@@ -115,6 +115,12 @@ def test_layers_hold_the_published_codes_and_scales_bit_for_bit(layout, dtype, b
     )
 
 
+def test_experts_hold_theirs_and_routers_none(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    config = aligned_recipe(folder, dict(tensor=2), "weights", "int4")
+    run_on_ranks(check_codes, 2, backend, tmp_path, config, random_samples(16))
+
+
 # -- gradients ------------------------------------------------------------------------------------
 
 
@@ -155,7 +161,8 @@ def dense_gradients(folder, samples, chosen, config) -> dict[str, torch.Tensor]:
         log_probs = rows.gather(1, ids[0, start:, None])[torch.tensor(sample.written)]
         loss = loss + log_probs.mean() / len(chosen)
     loss.backward()
-    return {name.replace(".plain.", "."): p.grad.float() for name, p in model.named_parameters()}
+    found = {name.replace(".plain.", "."): p.grad.float() for name, p in model.named_parameters()}
+    return as_stored(found)
 
 
 def sharded_gradients(device, config, samples, out) -> None:
@@ -472,6 +479,16 @@ def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
     message = f"rollout.engine_tensor=2 does, and .* is {kind} with a tensor size of {size}"
     with pytest.raises(ConfigError, match=message) if refused else nullcontext():
         refuse_unlike(full, "sglang", engines)
+
+
+def test_experts_are_not_aligned_in_full(tmp_path):
+    from qurl_megatron.actor.aligned import Align
+    from qurl_megatron.actor.build import build_model
+    from qurl_megatron.checkpoints.source import open_checkpoint
+
+    arch = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen3_moe")).arch
+    with pytest.raises(ConfigError, match="train.align=full cannot compute experts"):
+        build_model(arch, None, None, align=Align("int8", activations=True))
 
 
 # -- tokens as an engine's ranks see them ---------------------------------------------------------

@@ -23,7 +23,7 @@ from tests.support.ranks import run_on_ranks
 IDS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("family", all_but(FAMILIES, nccl=["qwen3"]))
+@pytest.mark.parametrize("family", all_but(FAMILIES, nccl=["qwen3_moe"]))
 def test_megatron_core_loads_a_conversion_in_every_layout(family, backend, tmp_path):
     # 101 rows do not divide over two ranks: the vocabulary is padded.
     hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
@@ -60,7 +60,8 @@ def train_and_save(device, config, run_dir, weights) -> None:
 
 @pytest.mark.crossed
 @pytest.mark.parametrize(
-    "family, distributed", [("qwen2", True), ("qwen2", False), ("llama", True)]
+    "family, distributed",
+    [("qwen2", True), ("qwen2", False), ("qwen3_moe", True), ("gemma", True)],
 )
 @pytest.mark.parametrize(
     "layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2), dict()], ids=str
@@ -104,7 +105,9 @@ def check_start(device, a: dict, b: dict) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("family", all_but(["llama", "qwen2"], nccl=["qwen2"]))
+@pytest.mark.parametrize(
+    "family", all_but(["llama", "qwen2", "qwen3_moe", "gemma"], nccl=["qwen2"])
+)
 def test_training_starts_alike_from_hugging_face_and_from_its_conversion(family, backend, tmp_path):
     hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
     run(to_megatron(open_checkpoint(hf), tmp_path / "megatron", uaq_scale=1.5, tensor=2))

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.config import ModelConfig, ParallelConfig
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.support.cases import all_but
 from tests.support.logits import LAYOUTS, check_logits, hf_logits
@@ -78,6 +80,24 @@ def test_llama3_rope_scaling_equals_hugging_face(backend, tmp_path):
     )
 
 
+def test_probabilities_of_experts_sum_to_less_than_one_where_the_config_says_so(backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", norm_topk_prob=False)
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+    parallel = ParallelConfig(tensor=2)
+    run_on_ranks(
+        check_logits, 2, backend, tmp_path, folder, parallel, 1.0, ids, hf_logits(folder, ids)
+    )
+
+
+def test_experts_split_over_ranks_without_sequence_parallelism_are_refused(tmp_path):
+    from qurl_megatron.actor.build import transformer_config
+
+    arch = read_arch(read_config(tiny_checkpoint(tmp_path, "qwen3_moe")))
+    parallel = ParallelConfig(tensor=2, sequence=False)
+    with pytest.raises(ConfigError, match="parallel.sequence=false is not supported for models"):
+        transformer_config(arch, ModelConfig(path=str(tmp_path)), parallel)
+
+
 def check_checkpoint_keys(device, folder, expected) -> None:
     from qurl_megatron.actor.build import build_model, transformer_config
 
@@ -87,23 +107,65 @@ def check_checkpoint_keys(device, folder, expected) -> None:
         model = build_model(
             arch, transformer_config(arch, ModelConfig(path=str(folder)), parallel), ranks
         )
-        # One key for the tensors of all layers.
+        # One key for the tensors of all layers, and of all experts.
         state = model.sharded_state_dict(metadata={"singleton_local_shards": False})
         layer = "decoder.layers."
         keys = {tensor.key.removeprefix(layer) for tensor in state.values() if layer in tensor.key}
         assert {key for key in keys if not key.endswith("_extra_state")} == expected
 
 
-def test_checkpoints_use_the_keys_of_transformer_engine(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen3")
-    expected = {
+@pytest.mark.parametrize(
+    "family, mlp",
+    [
+        (
+            "gemma",
+            {
+                "mlp.linear_fc1.layer_norm_weight",
+                "mlp.linear_fc1.weight",
+                "mlp.linear_fc2.weight",
+            },
+        ),
+        (
+            "qwen3_moe",
+            {
+                "self_attention.q_layernorm.weight",
+                "self_attention.k_layernorm.weight",
+                "pre_mlp_layernorm.weight",
+                "mlp.router.weight",
+                "mlp.experts.experts.linear_fc1.weight",
+                "mlp.experts.experts.linear_fc2.weight",
+            },
+        ),
+    ],
+)
+def test_checkpoints_use_the_keys_of_transformer_engine(family, mlp, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    attention = {
         "self_attention.linear_qkv.layer_norm_weight",
         "self_attention.linear_qkv.weight",
         "self_attention.linear_proj.weight",
-        "self_attention.q_layernorm.weight",
-        "self_attention.k_layernorm.weight",
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
     }
-    run_on_ranks(check_checkpoint_keys, 1, backend, tmp_path, folder, expected)
+    run_on_ranks(check_checkpoint_keys, 1, backend, tmp_path, folder, attention | mlp)
+
+
+def check_embedding(device, folder, ids, expected_BSH) -> None:
+    from qurl_megatron.actor.build import build_model, load_weights, transformer_config
+
+    parallel = ParallelConfig()
+    with megatron_runtime(parallel) as ranks:
+        arch = read_arch(read_config(folder))
+        model_config = ModelConfig(path=str(folder), dtype="bfloat16")
+        model = build_model(arch, transformer_config(arch, model_config, parallel), ranks)
+        load_weights(model, arch, ranks, HfReader(folder), 1.0)
+        actual = model.embedding(input_ids=ids.to(device), position_ids=None).transpose(0, 1)
+        assert torch.equal(actual.cpu(), expected_BSH)
+
+
+def test_bf16_embeddings_are_scaled_by_the_factor_that_hugging_face_rounds(backend, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_checkpoint(tmp_path / "model", "gemma")
+    ids = torch.arange(128)[None]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = model.get_input_embeddings()(ids).detach()
+    run_on_ranks(check_embedding, 1, backend, tmp_path, folder, ids, expected)

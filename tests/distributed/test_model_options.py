@@ -51,7 +51,7 @@ def train_in_buckets(device, config, samples, out: Path) -> None:
 
 @pytest.mark.parametrize(
     "family, layout",
-    [("qwen2", dict(data=2)), ("llama", dict(pipeline=2, data=2))],
+    [("qwen2", dict(data=2)), ("qwen3_moe", dict(data=2)), ("llama", dict(pipeline=2, data=2))],
 )
 def test_gradients_added_up_along_the_way_are_those_added_up_afterwards(
     family, layout, backend, tmp_path

@@ -18,6 +18,7 @@ CASES = {
     "packed, TP2 x PP2": ("llama", dict(tensor=2, pipeline=2), PACKED),
     "packed, CP2": ("qwen2", dict(context=2), PACKED),
     "packed, TP2 x CP2": ("qwen3", dict(tensor=2, context=2), PACKED),
+    "packed experts, PP2": ("qwen3_moe", dict(pipeline=2), PACKED),
 }
 
 
@@ -27,7 +28,7 @@ CASES = {
         CASES,
         "dynamic",
         "packed, CP2",
-        nccl=["dynamic, DP2", "packed, TP2 x CP2"],
+        nccl=["dynamic, DP2", "packed, TP2 x CP2", "packed experts, PP2"],
     ),
 )
 def test_a_token_budget_trains_as_fixed_microbatches_do(backend, case, alone, tmp_path):

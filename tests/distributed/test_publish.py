@@ -53,11 +53,12 @@ def publish_by_chance(device, config, kind, out):
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("kind", ["stochastic", "dithered"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2)])
 def test_a_version_rounded_by_chance_is_the_same_from_every_layout_and_when_it_is_published_again(
-    kind, layout, backend, tmp_path
+    kind, family, layout, backend, tmp_path
 ):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2", vocab_size=131)
+    folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131)
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(publish_by_chance, 4, backend, tmp_path, config, kind, tmp_path)
     for place, version in (("first/0", 0), ("first/1", 1), ("resumed/1", 1)):

@@ -31,6 +31,12 @@ from tests.support.policies import (
 from tests.support.published import assert_published, publish
 from tests.support.ranks import run_on_ranks, run_with_stand_in
 
+ATTENTION = {
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+}
+
 
 def check_names(device, folder, expected) -> None:
     from qurl_megatron.actor.build import build_model, transformer_config
@@ -50,23 +56,43 @@ def check_names(device, folder, expected) -> None:
 
 
 @pytest.mark.thorough("nccl")
-def test_norms_are_parameters_of_the_layers_they_feed(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    expected = {
-        "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_qkv.bias",
-        "self_attention.linear_proj.weight",
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-    }
-    run_with_stand_in(check_names, 1, backend, tmp_path, folder, expected)
+@pytest.mark.parametrize(
+    "family, mlp",
+    [
+        (
+            "qwen2",
+            {
+                "self_attention.linear_qkv.bias",
+                "mlp.linear_fc1.layer_norm_weight",
+                "mlp.linear_fc1.weight",
+                "mlp.linear_fc2.weight",
+            },
+        ),
+        (
+            "qwen3_moe",
+            {
+                "self_attention.q_layernorm.weight",
+                "self_attention.k_layernorm.weight",
+                "pre_mlp_layernorm.weight",
+                "mlp.router.weight",
+                *(
+                    f"mlp.experts.local_experts.{expert}.linear_fc{part}.weight"
+                    for expert in range(4)
+                    for part in (1, 2)
+                ),
+            },
+        ),
+    ],
+)
+def test_norms_are_parameters_of_the_layers_they_feed(family, mlp, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    run_with_stand_in(check_names, 1, backend, tmp_path, folder, ATTENTION | mlp)
 
 
 @pytest.mark.thorough("nccl")
-def test_folding_uaq_leaves_the_function_as_it_was(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_folding_uaq_leaves_the_function_as_it_was(family, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
     ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = hf_logits(folder, ids)
     parallel = ParallelConfig(tensor=2)
@@ -96,7 +122,7 @@ def test_gradients_and_updates_equal_the_local_spec(layout, alone, backend, tmp_
 
 
 @pytest.mark.thorough("nccl")
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", all_but(["gemma", "qwen3", "qwen3_moe"], "gemma", "qwen3"))
 def test_those_of_other_families_too(family, alone, backend, tmp_path):
     folder, expected = alone(family, **ALGO)
     config = recipe(folder, dict(tensor=2, pipeline=2), **ALGO)
@@ -115,12 +141,13 @@ def test_sequences_that_lie_end_to_end_train_as_padded_ones_do(
 
 
 @pytest.mark.thorough("nccl")
-def test_masters_hold_the_exact_folded_checkpoint(backend, tmp_path):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_masters_hold_the_exact_folded_checkpoint(family, backend, tmp_path):
     from safetensors.torch import load_file
 
     from qurl_megatron.checkpoints.uaq import fold_uaq
 
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    folder = tiny_checkpoint(tmp_path / "model", family)
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
     config = recipe(folder, dict(tensor=2, data=2), dtype="bfloat16")
     run_with_stand_in(check_masters, 4, backend, tmp_path, config, expected)
@@ -187,7 +214,7 @@ def test_a_loaded_policy_takes_the_same_next_step(saver, loader, before, after, 
 
 @pytest.mark.thorough("nccl")
 def test_shards_join_into_the_quantized_whole_bit_for_bit(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen3", vocab_size=131)
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=131)
     config = recipe(folder, dict(tensor=2, pipeline=2), dtype="bfloat16")
     out = tmp_path / "out"
     run_with_stand_in(publish, 4, backend, tmp_path, config, "int8", out, 0)

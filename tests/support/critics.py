@@ -9,7 +9,7 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import CriticConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import merge, values
-from tests.support.models import random_samples
+from tests.support.models import as_stored, random_samples
 from tests.support.policies import gradient, joined
 
 SAMPLES = random_samples(16)
@@ -129,7 +129,11 @@ def expected_of(folder) -> tuple[dict, dict, float]:
     """The same by plain autograd in float64: transformers' hidden states, a product, the loss."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the others have no float64
+    )
     hidden = model.config.hidden_size
     weight, bias = (x.double() for x in a_head())
     weight = weight[:, :hidden].clone().requires_grad_()
@@ -148,5 +152,5 @@ def expected_of(folder) -> tuple[dict, dict, float]:
         loss = loss + (error / 2).mean() / 8
     loss.backward()
     gradients = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
-    gradients |= dict(zip(HEAD, (weight.grad, bias.grad), strict=True))
+    gradients = as_stored(gradients) | dict(zip(HEAD, (weight.grad, bias.grad), strict=True))
     return {i: v.detach() for i, v in found.items()}, gradients, loss.item()

@@ -1,14 +1,16 @@
 """Tiny random Hugging Face checkpoints of each family, and made-up samples to train on."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qurl_megatron.types import Prompt, Sample
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma")
 
 _SIZES = {
     "vocab_size": 128,
@@ -24,6 +26,19 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "gemma": {
+        "head_dim": 32,
+        "hidden_size": 48,  # its square root, by which embeddings are scaled, is no round number
+        "tie_word_embeddings": True,
+        "pad_token_id": None,  # transformers gives a padding token's embedding no gradient
+    },
 }
 
 
@@ -40,12 +55,35 @@ def tiny_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **sizes), dtype=torch.float32
     )
+    gain = 0.0 if family == "gemma" else 1.0  # Gemma's norms store it minus one
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.copy_(noise + (1.0 if parameter.ndim == 1 else 0.0))
+            parameter.copy_(noise + (gain if parameter.ndim == 1 else 0.0))
     model.save_pretrained(folder)
     return folder
+
+
+def as_stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of a transformers model as its checkpoint has them.
+
+    In memory a layer's experts are one tensor of gates on ups and one of downs; stored, each expert
+    has three tensors of its own.
+    """
+    stored = {}
+    for name, value in parameters.items():
+        block, experts, kind = name.partition("mlp.experts.")
+        if not experts:
+            stored[name] = value
+            continue
+        for index, expert in enumerate(value):
+            prefix = f"{block}{experts}{index}."
+            if kind == "gate_up_proj":
+                gate, up = expert.chunk(2)
+                stored |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+            else:
+                stored[f"{prefix}{kind}.weight"] = expert
+    return stored
 
 
 def random_samples(count: int, *, vocab: int = 128, seed: int = 0) -> list[Sample]:

@@ -219,15 +219,16 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     assert "x.jsonl line 1 has no prompt or problem or question" in capsys.readouterr().err
 
 
-SMALL = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 101},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+EXPERTS = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32},
+    **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
 }
 
 
 def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     recipe(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **SMALL}))
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     (tmp_path / "tokenizer.json").touch()
     mistaken = ["rollout.backend=sglang", "rollout.sglang_python=no", "reward.function=no.py:near"]
     given = ["show", str(tmp_path / "recipe.toml"), f"model.path={tmp_path}", *mistaken]
@@ -238,10 +239,11 @@ def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 2
-    assert [line.split(" ")[1].partition("=")[0] for line in lines[:3]] == [
-        "rollout.sglang_python", "reward.function", "data.path",
+    assert [line.split(" ")[1].partition("=")[0] for line in lines[:4]] == [
+        "model.path", "rollout.sglang_python", "reward.function", "data.path",
     ]  # fmt: skip
-    assert "qwen3, 0." in lines[3]
+    assert "no engine generates with qwen3_moe models yet, which have experts; take" in lines[0]
+    assert "qwen3_moe, 0." in lines[4]
 
 
 @pytest.mark.parametrize(
@@ -249,16 +251,16 @@ def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     [["train"], ["plan", "--gpus", "8", "--gpu", "h100"], ["show", "--dry-run"]],
     ids=lambda words: words[0],
 )
-def test_a_model_of_an_unknown_family_is_refused_before_anything_loads(
+def test_a_model_that_no_engine_serves_is_refused_before_anything_loads(
     command, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     recipe(tmp_path, text='[rollout]\nmax_new_tokens = 8\nbackend = "sglang"\n')
     monkeypatch.setattr(start, "refuse_not_installed", lambda config: None)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma", **SMALL}))
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     given = [f"model.path={tmp_path}", data_in(tmp_path), "train.run_dir=run"]
     assert main([*command, "recipe.toml", *given]) == 2
-    said = "config.json: model_type 'gemma' is not supported; known: llama, mistral, qwen2, qwen3"
+    said = f"model.path={tmp_path}: no engine generates with qwen3_moe models yet, which have exp"
     assert said in capsys.readouterr().err
 
 
@@ -318,9 +320,13 @@ FORMULA = {
 }
 
 
+SMALL = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 101},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
 OTHER_FAMILIES = {
-    "norms of queries": {"model_type": "qwen3", "head_dim": 16, **SMALL},
-    "tied": {"model_type": "llama", "tie_word_embeddings": True, **SMALL},
+    "experts": EXPERTS | {"vocab_size": 101},
+    "a scaled embedding": {"model_type": "gemma", "head_dim": 16, **SMALL},
 }
 
 
@@ -349,16 +355,25 @@ def test_so_is_that_of_other_families(family, tmp_path):
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps(OTHER_FAMILIES[family]))
     layout = ["parallel.tensor=2", "parallel.data=2", "parallel.pipeline=2"]
-    assert_as_built(recipe(tmp_path, *layout), shape, padding=1e-2)
+    assert_as_built(recipe(tmp_path, *layout), shape, padding=5e-3)
 
 
-def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(tmp_path):
-    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=4.0)
-    scaling["original_max_position_embeddings"] = 8192
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}, "with experts"),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "Megatron computes"),
+    ],
+)
+def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(changes, said, tmp_path):
+    sizes = SMALL | {"moe_intermediate_size": 32}
+    if "rope_scaling" in changes:
+        changes["rope_scaling"] |= dict(factor=8.0, high_freq_factor=4.0)
+        changes["rope_scaling"]["original_max_position_embeddings"] = 8192
     shape = tmp_path / "config.json"
-    shape.write_text(json.dumps({"model_type": "llama", "rope_scaling": scaling, **SMALL}))
-    config = recipe(tmp_path)
-    with pytest.raises(ConfigError, match="Megatron computes"):
+    shape.write_text(json.dumps({"model_type": "llama", **sizes, **changes}))
+    config = recipe(tmp_path, "parallel.tensor=2", "parallel.sequence=false")
+    with pytest.raises(ConfigError, match=said):
         footprint(config, find_models(config, shape))
 
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -7,17 +8,25 @@ from safetensors.torch import load_file, save_file
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_quantized
+from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import FORMATS
-from qurl_megatron.tensors.arch import facts_of, read_eos, read_stop_ids
+from qurl_megatron.tensors.arch import (
+    Arch,
+    facts_of,
+    read_arch,
+    read_eos,
+    read_stop_ids,
+)
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Message
 from qurl_megatron.wire.session import UpdateEnd
 from tests.support.engine_models import (
+    CPU,
     TINY,
     decoding_by,
     engine_for,
@@ -194,6 +203,42 @@ def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):
     for message, tensors in bad_sets.items():
         with pytest.raises(ConfigError, match=message):
             decoder.load(tensors)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+            },
+            "no engine generates with qwen3_moe models yet, which have experts; take",
+        ),
+        (
+            {"model_type": "gemma", "head_dim": 8},
+            "no engine generates with gemma models yet, which have zero_centred_norm, activation, "
+            "embedding_scale; take a Llama, Mistral, Qwen2 or Qwen3 model",
+        ),
+    ],
+)
+def test_a_model_the_engine_would_compute_wrongly_is_not_served(changes, message):
+    with pytest.raises(ConfigError) as error:
+        Decoder(read_arch({**TINY, **changes}), "int8", torch.float32, CPU)
+    assert message in str(error.value)
+
+
+def test_a_switch_that_the_engine_has_not_heard_of_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class NewerArch(Arch):
+        logit_cap: float = 0.0
+
+    same = NewerArch(**vars(read_arch(TINY)))
+    Decoder(same, "int8", torch.float32, CPU)
+    with pytest.raises(ConfigError, match="which have logit_cap;"):
+        Decoder(replace(same, logit_cap=30.0), "int8", torch.float32, CPU)
 
 
 def test_generation_config_says_what_ends_a_response(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from qurl_megatron.checkpoints.ops import stage_ops
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.shards import buckets, engine_part
-from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.tensors.arch import Arch, Experts
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from tests.support.archs import BASE
@@ -19,12 +19,19 @@ ARCHS = {
     "8 kv heads, qk-norm, odd vocabulary": replace(BASE, kv_heads=8, qk_norm=True, vocab=131),
     "vocabulary smaller than its padding": replace(BASE, kv_heads=8, vocab=61),
     "square o_proj": replace(BASE, kv_heads=8, hidden=32),
+    "experts": replace(
+        BASE,
+        num_layers=2,
+        kv_heads=8,
+        experts=Experts(count=3, top_k=2, intermediate=16, norm_topk_prob=True),
+    ),
 }
 
 
 def shapes_of(arch: Arch) -> dict[str, tuple[int, ...]]:
     """Whole shapes of everything a version holds."""
     rows = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
+    ffn = arch.experts.intermediate if arch.experts else arch.intermediate
 
     def shape(name: str) -> tuple[int, ...]:
         owner, kind = name.split(".")[-2:]
@@ -34,13 +41,15 @@ def shapes_of(arch: Arch) -> dict[str, tuple[int, ...]]:
             return (arch.head_dim,)
         if owner.endswith("norm"):
             return (arch.hidden,)
+        if owner == "gate":
+            return (arch.experts.count, arch.hidden)
         if owner[0] in rows:
             return (rows[owner[0]] * arch.head_dim, arch.hidden)[: 1 if kind == "bias" else 2]
         return {
             "o_proj": (arch.hidden, arch.heads * arch.head_dim),
-            "gate_proj": (arch.intermediate, arch.hidden),
-            "up_proj": (arch.intermediate, arch.hidden),
-            "down_proj": (arch.hidden, arch.intermediate),
+            "gate_proj": (ffn, arch.hidden),
+            "up_proj": (ffn, arch.hidden),
+            "down_proj": (arch.hidden, ffn),
         }[owner]
 
     shapes = {}

@@ -16,6 +16,7 @@ QUICK = ROOT / "launch/recipes/quickstart.toml"
 SIZES = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
 }
 ASK = """
 import contextlib, io, json, sys
@@ -80,8 +81,8 @@ def test_a_command_of_the_login_node_imports_neither_torch_nor_megatron(words, h
     assert called(here, *words) == "0"
 
 
-@pytest.mark.parametrize(("family", "code"), [("qwen3", "0"), ("gemma", "2")])
-def test_submit_knows_the_memory_of_a_critic_and_an_unknown_family_without_torch(
+@pytest.mark.parametrize(("family", "code"), [("qwen3", "0"), ("qwen3_moe", "2"), ("gemma", "2")])
+def test_submit_knows_the_memory_of_a_critic_and_what_no_engine_serves_without_torch(
     family, code, here
 ):
     model = described(here, family)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.arch import Experts
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.tensors.table import hf_tensor, uaq_role
 from tests.support.archs import BASE
@@ -58,7 +59,14 @@ def test_a_shard_is_cut_in_the_coordinates_of_the_whole():
     assert again.value.data_ptr() == whole.data_ptr() and (again.dim, again.start) == (None, 0)
 
 
-ARCH = replace(BASE, family="qwen3", num_layers=2, vocab=131, qk_norm=True)
+ARCH = replace(
+    BASE,
+    family="qwen3_moe",
+    num_layers=2,
+    vocab=131,
+    qk_norm=True,
+    experts=Experts(count=3, top_k=2, intermediate=16, norm_topk_prob=True),
+)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,9 @@ ARCH = replace(BASE, family="qwen3", num_layers=2, vocab=131, qk_norm=True)
         ("model.layers.1.self_attn.o_proj.weight", (24, 32), 1, "quantized"),
         ("model.layers.1.self_attn.o_proj.weight_scale", (24, 1), None, ""),
         ("model.layers.1.self_attn.k_norm.weight", (4,), None, ""),
-        ("model.layers.11.mlp.up_proj.weight", (64, 24), 0, "quantized reader"),
+        ("model.layers.1.mlp.gate.weight", (3, 24), None, "reader"),
+        ("model.layers.1.mlp.experts.2.up_proj.weight", (16, 24), 0, "quantized reader"),
+        ("model.layers.1.mlp.experts.12.down_proj.weight", (24, 16), 1, "quantized"),
         ("model.layers.1.mlp.down_proj.weight", (24, 64), 1, "quantized"),
         ("model.norm.weight", (24,), None, ""),
         ("lm_head.weight", (131, 24), 0, "vocabulary"),
@@ -93,7 +103,7 @@ def test_a_row_says_what_a_tensor_is(name, shape, split, roles):
         "model.layers.0.mlp.gate_up_proj.weight",
         "model.layers.self_attn.q_proj.weight",
         "model.layers.0.1.self_attn.q_proj.weight",
-        "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.layers.0.mlp.experts.up_proj.weight",
         "model.layers.0.self_attn.q_proj.banana",
         "model.layers.N.self_attn.q_proj.weight",
         "lm_head.0.weight",
@@ -103,6 +113,12 @@ def test_a_row_says_what_a_tensor_is(name, shape, split, roles):
 def test_a_tensor_without_a_row_is_refused_by_name(name):
     with pytest.raises(ConfigError, match=rf"{re.escape(name)} is not one whose split"):
         hf_tensor(ARCH, name)
+
+
+@pytest.mark.parametrize("owner", ["gate", "experts.0.up_proj", "experts.0.down_proj"])
+def test_experts_are_refused_in_a_model_without(owner):
+    with pytest.raises(ConfigError, match=rf"{re.escape(owner)}\.weight is not one whose split"):
+        hf_tensor(replace(ARCH, experts=None), f"model.layers.0.mlp.{owner}.weight")
 
 
 LOADER = ["engines.sglang.loader", "wire.files", "wire.group", "wire.shared_memory"]
