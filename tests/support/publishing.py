@@ -1,9 +1,9 @@
 """A new version for the engines of a fleet, from a test instead of a trainer."""
 
+import inspect
 import secrets
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +22,9 @@ from qurl_megatron.wire.lease import Names
 from qurl_megatron.wire.message import Blob, Receipt, message_in
 from tests.support.fake_engine import FakeEngine, token_at
 from tests.support.versions import read_version
+from tests.support.waiting import PATIENCE_S
+
+OF_FLEET = inspect.signature(Fleet).parameters.keys()
 
 
 def publish(
@@ -46,28 +49,26 @@ def publish(
         update.commit(receipts)
 
 
+def adopting(*engines, **options) -> Fleet:
+    """A fleet that is to adopt the engines, with options of ``rollout`` and of ``Fleet``."""
+    settings = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.1}
+    settings |= {"health_timeout_s": PATIENCE_S, "urls": tuple(engine.url for engine in engines)}
+    others = {"model_dir": "unused", "scheme": "none", "log_dir": "unused", "vocabulary": 96}
+    for name, value in options.items():
+        (others if name in OF_FLEET else settings)[name] = value
+    return Fleet(RolloutConfig(**settings), **others)
+
+
 @contextmanager
-def fleet_of(*engines: FakeEngine, clock: Callable[[], float] = time.monotonic, **options):
+def fleet_of(*engines: FakeEngine, **options):
     """A fleet that has adopted the engines, and published a version to them."""
-    options = {"samples_per_prompt": 2, "max_new_tokens": 6, "health_every_s": 0.2, **options}
-    config = RolloutConfig(**{"urls": tuple(engine.url for engine in engines), **options})
     with ExitStack() as stack:
         for engine in engines:
             stack.callback(engine.close)
         every = engines[0].stop_every
         ends = range(every, 51, every) if every else ()
         stops = frozenset(token_at(end - 1) for end in ends)
-        fleet = stack.enter_context(
-            Fleet(
-                config,
-                "unused",
-                scheme="none",
-                log_dir="unused",
-                vocabulary=96,
-                stops=StopIds(stops, stops),
-                clock=clock,
-            )
-        )
+        fleet = stack.enter_context(adopting(*engines, stops=StopIds(stops, stops), **options))
         publish(fleet, 7)
         fleet.drain()
         for engine in engines:

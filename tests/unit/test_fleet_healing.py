@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,17 +24,11 @@ from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.types import Prompt
 from tests.support.fake_engine import FakeEngine
-from tests.support.publishing import publish
+from tests.support.publishing import adopting, publish
 from tests.support.waiting import NEVER_S, PATIENCE_S, Clock, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
 SILENT_S = 2.5  # for tests of silence: soon over, and more than a healthy engine needs
-QUICK = {
-    "health_every_s": 0.1,
-    "health_timeout_s": PATIENCE_S,
-    "samples_per_prompt": 2,
-    "max_new_tokens": 5,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -46,21 +41,17 @@ def impatient(monkeypatch):
     monkeypatch.setattr(fleet_module, "GRACE_S", 1.0)
 
 
-def local_fleet(tmp_path, *options, clock=time.monotonic, **changes) -> Fleet:
+def local_fleet(tmp_path, *options, **changes) -> Fleet:
     """Two engines in processes of their own."""
     command = [sys.executable, "-m", "tests.support.fake_engine", *map(str, options)]
-    config = RolloutConfig(**{"engines": 2, **QUICK, **changes})
-    return fleet_of(config, log_dir=tmp_path, serve_command=command, clock=clock)
+    return adopting(**{"engines": 2, "log_dir": tmp_path, "serve_command": command, **changes})
 
 
-def adopted(*engines: FakeEngine, clock=time.monotonic, **changes) -> Fleet:
-    config = RolloutConfig(urls=tuple(e.url for e in engines), **{**QUICK, **changes})
-    return fleet_of(config, clock=clock)
-
-
-def fleet_of(config: RolloutConfig, **options) -> Fleet:
-    options = {"scheme": "none", "log_dir": "unused", "vocabulary": 96, **options}
-    return Fleet(config, "unused", **options)
+def offer(folder: Path, name: str, engine: FakeEngine, **more) -> Path:
+    """Its entry in the rendezvous."""
+    entry = folder / f"{name}.json"
+    entry.write_text(json.dumps({"url": engine.url, **more}))
+    return entry
 
 
 def look_after(fleet: Fleet) -> None:
@@ -87,7 +78,7 @@ def test_an_engine_whose_parameters_moved_serves_only_when_it_was_started_again(
 
 
 def test_an_engine_that_fails_while_another_commits_is_not_put_back(tmp_path):
-    with FakeEngine() as quick, FakeEngine() as slow, adopted(quick, slow) as fleet:
+    with FakeEngine() as quick, FakeEngine() as slow, adopting(quick, slow) as fleet:
         failing, other = fleet.serving()
 
         def committing(session: str) -> None:
@@ -178,7 +169,7 @@ def test_an_engine_is_overdue_by_its_log_and_in_the_end_by_the_clock(log_grew, n
 
 
 def test_restarts_are_forgotten_of_an_engine_that_has_served_three_versions_whole():
-    with FakeEngine() as engine, adopted(engine) as fleet:
+    with FakeEngine() as engine, adopting(engine) as fleet:
         [record] = fleet.engines()
         record.restarts = 1
         remaining = []
@@ -189,7 +180,7 @@ def test_restarts_are_forgotten_of_an_engine_that_has_served_three_versions_whol
 
 
 def test_an_engine_that_fails_in_every_second_version_never_gets_its_restarts_back():
-    with FakeEngine() as liar, adopted(liar) as fleet:
+    with FakeEngine() as liar, adopting(liar) as fleet:
         engine = fleet.engines()[0]
         engine.restarts = 1
         for version in range(1, 20):
@@ -220,7 +211,7 @@ def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp
 
 def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_go_on():
     hung, good = FakeEngine(), FakeEngine()
-    with hung, good, adopted(hung, good, update_timeout_s=2.0) as fleet:
+    with hung, good, adopting(hung, good, update_timeout_s=2.0) as fleet:
         publish(fleet, 1)
         hung.update_fault = "hang"
         start = time.monotonic()
@@ -236,7 +227,7 @@ def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_
 
 
 def test_an_engine_that_says_yes_but_serves_the_old_version_is_named_and_stays_paused():
-    with FakeEngine() as liar, adopted(liar) as fleet:
+    with FakeEngine() as liar, adopting(liar) as fleet:
         liar.update_fault = "lie"
         with pytest.raises(EngineError, match=f"{liar.url} serves version 'updating-2@"):
             publish(fleet, 2)
@@ -274,7 +265,7 @@ def test_nothing_is_restarted_while_a_publication_is_under_way(tmp_path):
 
 def test_silence_during_a_publication_is_not_held_against_an_engine():
     clock = Clock()
-    with FakeEngine() as engine, adopted(engine, clock=clock, health_timeout_s=NEVER_S) as fleet:
+    with FakeEngine() as engine, adopting(engine, clock=clock, health_timeout_s=NEVER_S) as fleet:
         [record] = fleet.engines()
         engine.deaf.set()  # as one that is busy loading weights
         wait_until(lambda: record.pulse.sent is not None)
@@ -288,49 +279,33 @@ def test_silence_during_a_publication_is_not_held_against_an_engine():
         assert "failed" not in [name for _, name in events(fleet)]
 
 
-def test_an_engine_that_samples_by_settings_of_its_own_is_refused():
-    with FakeEngine() as engine:
-        info = engine.server_info() | {"preferred_sampling_params": {"regex": "[0-9]+"}}
-        engine.server_info = lambda: info
-        refusal = f"{engine.url} samples from another distribution .*'regex': .*start it without"
-        with pytest.raises(ConfigError, match=refusal):
-            adopted(engine).__enter__()
+OLD, UNSAID = "qurl_megatron.rollout.sglang.loader.load", "unsaid"
 
 
 @pytest.mark.parametrize(
-    "embedded, said, start",
+    "embedded, said, refusal",
     [
-        (True, {}, "qurl serve"),
-        (False, {"custom_weight_loader": ["qurl_megatron.rollout.sglang.loader.load"]}, "python"),
-        (False, {"custom_weight_loader": None}, "python"),
+        (
+            False,
+            {"preferred_sampling_params": {"regex": "[0-9]+"}},
+            "samples from another distribution .*'regex': .*start it without",
+        ),
+        (True, {"custom_weight_loader": UNSAID}, "weight loader of this version.* with qurl serve"),
+        (False, {"custom_weight_loader": [OLD]}, "weight loader of this version.* with python"),
+        (False, {"custom_weight_loader": None}, "weight loader of this version.* with python"),
+        (True, {"scheme": "int4"}, "takes weights of scheme int4.*none"),
     ],
 )
-def test_an_engine_that_cannot_take_our_updates_is_refused_before_one(embedded, said, start):
+def test_an_engine_with_a_loader_scheme_or_settings_of_its_own_is_refused(embedded, said, refusal):
     with FakeEngine(embedded=embedded) as engine:
-        info = {k: v for k, v in engine.server_info().items() if k != "custom_weight_loader"} | said
-        engine.server_info = lambda: info
-        with pytest.raises(ConfigError, match=f"weight loader of this version.* with {start}"):
-            adopted(engine).__enter__()
+        info = engine.server_info()
+        engine.server_info = lambda: {k: v for k, v in (info | said).items() if v != UNSAID}
+        with pytest.raises(ConfigError, match=f"{engine.url} .*{refusal}"):
+            adopting(engine).__enter__()
         assert not engine.calls
-
-
-def test_an_engine_that_takes_weights_of_another_scheme_is_refused_before_one():
-    with FakeEngine(embedded=True) as engine:
-        info = engine.server_info() | {"scheme": "int4"}
-        engine.server_info = lambda: info
-        with pytest.raises(ConfigError, match=f"{engine.url} takes weights of scheme int4.*none"):
-            adopted(engine).__enter__()
-        assert not engine.calls
-        info["scheme"] = "none"
-        with adopted(engine) as fleet:
+        said = {"scheme": "none"}
+        with adopting(engine) as fleet:
             assert [one.url for one in fleet.serving()] == [engine.url]
-
-
-def test_a_mistake_of_ours_in_an_act_is_not_taken_for_a_failing_engine():
-    with FakeEngine() as engine, adopted(engine) as fleet:
-        with pytest.raises(ZeroDivisionError):
-            fleet.each(lambda e: 1 / 0, "dividing", fleet.serving())
-        assert len(fleet.serving()) == 1
 
 
 def test_a_fleet_without_engines_says_so_and_waits_if_asked(tmp_path):
@@ -346,24 +321,19 @@ def test_a_fleet_without_engines_says_so_and_waits_if_asked(tmp_path):
 
 def test_engines_come_and_go_with_the_rendezvous(tmp_path):
     with FakeEngine() as first, FakeEngine(api_key="secret") as second:
-        offered = tmp_path / "engines"
-        offered.mkdir()
-        (tmp_path / "engines" / "key").write_text("secret\n")
-        config = RolloutConfig(rendezvous=str(offered), **QUICK)
-        fleet = fleet_of(config)
-        (offered / "a.json").write_text(json.dumps({"url": first.url}))
-        with fleet:
+        (tmp_path / "key").write_text("secret\n")
+        entry = offer(tmp_path, "a", first)
+        with adopting(rendezvous=str(tmp_path)) as fleet:
             publish(fleet, 1)
-            (offered / "b.json").write_text('{"url": "http')  # a writer in the middle of it
+            (tmp_path / "b.json").write_text('{"url": "http')  # a writer in the middle of it
             wait_until(lambda: any("b.json is not" in e["message"] for e in fleet.drain()[0]))
             assert len(fleet.engines()) == 1
-            entry = {"url": second.url, "api_key_file": "key"}
-            (offered / "b.json").write_text(json.dumps(entry))
+            offer(tmp_path, "b", second, api_key_file="key")
             wait_until(lambda: len(fleet.engines()) == 2 and fleet.engines()[1].state == "ready")
             assert [e.url for e in fleet.serving()] == [first.url]
             publish(fleet, 2)
             assert [e.url for e in fleet.serving()] == [first.url, second.url]
-            (offered / "a.json").unlink()
+            entry.unlink()
             wait_until(lambda: len(fleet.engines()) == 1)
             assert len(greedy(fleet, PROMPTS, 2)) == 6
             assert not first.bodies("/generate")
@@ -375,7 +345,7 @@ def test_a_file_as_rendezvous_is_refused(tmp_path):
     file = tmp_path / "engines.jsonl"
     file.touch()
     with pytest.raises(ConfigError, match=f"{file} is a file; name a folder with one JSON file"):
-        fleet_of(RolloutConfig(rendezvous=str(file)))
+        adopting(rendezvous=str(file))
 
 
 @pytest.mark.parametrize("patience_s", [0.0, NEVER_S])
@@ -383,11 +353,9 @@ def test_an_engine_may_leave_and_return_or_seem_to_while_others_are_waited_for(
     patience_s, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(fleet_module, "ABSENT_S", patience_s)
-    config = RolloutConfig(rendezvous=str(tmp_path), engines=2, **QUICK)
     with FakeEngine() as first, FakeEngine() as second, ThreadPoolExecutor(1) as pool:
-        entry = tmp_path / "first.json"
-        entry.write_text(json.dumps({"url": first.url}))
-        fleet = fleet_of(config)
+        entry = offer(tmp_path, "first", first)
+        fleet = adopting(rendezvous=str(tmp_path), engines=2)
         pending = pool.submit(fleet.__enter__)
         try:
             wait_until(lambda: fleet.serving())
@@ -398,8 +366,8 @@ def test_an_engine_may_leave_and_return_or_seem_to_while_others_are_waited_for(
                 assert fleet.serving()
             else:
                 wait_until(lambda: not fleet.engines())
-            for name, engine in (("first", first), ("second", second)):
-                (tmp_path / f"{name}.json").write_text(json.dumps({"url": engine.url}))
+            offer(tmp_path, "first", first)
+            offer(tmp_path, "second", second)
             assert len(pending.result(PATIENCE_S).serving()) == 2
         finally:
             fleet.close()
@@ -416,13 +384,12 @@ def test_a_wrong_entry_of_the_rendezvous_keeps_nobody_from_coming_or_going(
     wrong, complaint, tmp_path
 ):
     with FakeEngine() as first, FakeEngine() as second:
-        (tmp_path / "first.json").write_text(json.dumps({"url": first.url}))
-        config = RolloutConfig(rendezvous=str(tmp_path), **QUICK)
-        with fleet_of(config) as fleet:
+        entry = offer(tmp_path, "first", first)
+        with adopting(rendezvous=str(tmp_path)) as fleet:
             (tmp_path / "wrong.json").write_text(json.dumps(wrong))
-            (tmp_path / "younger.json").write_text(json.dumps({"url": second.url}))
+            offer(tmp_path, "younger", second)
             wait_until(lambda: len(fleet.engines()) == 2)
-            (tmp_path / "first.json").unlink()
+            entry.unlink()
             wait_until(lambda: [engine.url for engine in fleet.engines()] == [second.url])
             told = [event["message"] for event in fleet.drain()[0]]
             assert sum(complaint in message for message in told) == 1
@@ -430,23 +397,26 @@ def test_a_wrong_entry_of_the_rendezvous_keeps_nobody_from_coming_or_going(
 
 def test_a_run_waits_for_the_engines_it_begins_with_and_says_how_many_came(tmp_path):
     with FakeEngine() as engine:
-        (tmp_path / "engine.json").write_text(json.dumps({"url": engine.url}))
-        config = RolloutConfig(
-            rendezvous=str(tmp_path), engines=2, start_timeout_s=NEVER_S, **QUICK
-        )
+        offer(tmp_path, "engine", engine)
 
         def clock() -> float:
             """Time is up once the one engine is there."""
             return time.monotonic() + (2 * NEVER_S if fleet.serving() else 0)
 
-        fleet = fleet_of(config, clock=clock)
+        waits = {"engines": 2, "start_timeout_s": NEVER_S, "clock": clock}
+        fleet = adopting(rendezvous=str(tmp_path), **waits)
         with pytest.raises(EngineError, match="offers 1 of 2 engines after 600 s"):
             fleet.__enter__()
 
 
-def test_a_run_says_once_whom_it_waits_for_and_how_long(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+@pytest.fixture
+def nobody() -> SimpleNamespace:
+    """An address at which no engine is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
+def test_a_run_says_once_whom_it_waits_for_and_how_long(nobody, capsys):
     skipped_s = 0
 
     def clock() -> float:
@@ -456,44 +426,28 @@ def test_a_run_says_once_whom_it_waits_for_and_how_long(capsys):
             skipped_s += 60
         return time.monotonic() + skipped_s
 
-    fleet = fleet_of(RolloutConfig(urls=(url,), start_timeout_s=3000, **QUICK), clock=clock)
+    fleet = adopting(nobody, start_timeout_s=3000, clock=clock)
     with pytest.raises(EngineError, match="did not answer within 3000 s"):
         fleet.__enter__()
     (told,) = capsys.readouterr().out.splitlines()
     limit = r"for 3000 s at most \(rollout\.start_timeout_s\)"
-    assert re.match(rf"waiting for {url} {limit}: .*refused", told), told
+    assert re.match(rf"waiting for {nobody.url} {limit}: .*refused", told), told
 
 
-def test_a_stop_is_heard_while_the_first_engines_are_waited_for():
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    config = RolloutConfig(urls=(url,), start_timeout_s=PATIENCE_S, **QUICK)
+def test_a_stop_is_heard_while_the_first_engines_are_waited_for(nobody):
     looks = iter([False] * 3 + [True])
-    fleet = Fleet(
-        config,
-        "unused",
-        scheme="none",
-        log_dir="unused",
-        vocabulary=96,
-        stop=lambda: next(looks),
-    )
     with pytest.raises(Interrupted, match="stopped while engines were waited for"):
-        fleet.__enter__()
+        adopting(nobody, stop=lambda: next(looks)).__enter__()
 
 
-def test_an_adopted_engine_wants_its_key_at_once(monkeypatch):
-    with FakeEngine(api_key="secret") as engine:
-        start = time.monotonic()
-        with pytest.raises(ConfigError, match="answered 401.*QURL_API_KEY"), adopted(engine):
-            pass
-        assert time.monotonic() - start < PATIENCE_S
-        monkeypatch.setenv("QURL_API_KEY", "secret")
-        with adopted(engine) as fleet:
-            assert len(fleet.serving()) == 1
+def test_an_adopted_engine_gets_the_key_of_the_environment(monkeypatch):
+    monkeypatch.setenv("QURL_API_KEY", "secret")
+    with FakeEngine(api_key="secret") as engine, adopting(engine) as fleet:
+        assert len(fleet.serving()) == 1
 
 
 def test_memory_goes_to_the_trainer_and_back_and_nothing_starts_meanwhile(tmp_path):
-    with FakeEngine() as engine, adopted(engine) as fleet:
+    with FakeEngine() as engine, adopting(engine) as fleet:
         fleet.release()
         assert fleet.released
         fleet.resume()
@@ -533,7 +487,7 @@ def test_engines_that_all_die_while_their_memory_is_lent_come_back_for_the_next_
 
 def test_an_engine_that_was_silent_when_memory_came_back_has_its_own_before_it_gets_weights():
     away, other = FakeEngine(), FakeEngine()
-    with away, other, adopted(away, other, health_timeout_s=SILENT_S) as fleet:
+    with away, other, adopting(away, other, health_timeout_s=SILENT_S) as fleet:
         publish(fleet, 1)
         fleet.release()
         away.deaf.set()
@@ -564,6 +518,8 @@ def test_what_an_engine_does_too_late_changes_nothing():
     going.set()
     threads[0].join()
     assert results == {} and "was not done within" in str(errors[late])
+    with pytest.raises(ZeroDivisionError):  # a mistake of ours is no engine's failure
+        in_parallel(lambda one: 1 / 0, [late], PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet import tenancy
 from qurl_megatron.fleet.client import EngineClient, EngineError
@@ -24,7 +23,7 @@ from qurl_megatron.wire import lease
 from qurl_megatron.wire.lease import OWNER, Lease, LeaseVerdict, Owner
 from tests.support.engine_models import write_model
 from tests.support.fake_engine import FakeEngine
-from tests.support.publishing import publish
+from tests.support.publishing import adopting, publish
 from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5, 6), "", "") for i in range(4)]
@@ -38,17 +37,12 @@ def impatient(monkeypatch):
     monkeypatch.setattr(tenancy, "RENEW_S", 0.1)
 
 
-KNOWN = {"scheme": "none", "log_dir": "unused", "vocabulary": 96}
-
-
-def fleet_of(*engines: FakeEngine, owner: Owner, take_over: bool = False, **options) -> Fleet:
-    urls = tuple(engine.url for engine in engines)
-    config = RolloutConfig(urls=urls, samples_per_prompt=1, max_new_tokens=4, take_over=take_over)
-    return Fleet(config, "unused", owner=owner, **KNOWN, **options)
+def fleet_of(*engines: FakeEngine, owner: Owner = ONE, **options) -> Fleet:
+    return adopting(*engines, owner=owner, samples_per_prompt=1, max_new_tokens=4, **options)
 
 
 def test_an_engine_of_a_run_that_lives_is_refused_in_a_sentence_that_names_it():
-    with FakeEngine() as engine, fleet_of(engine, owner=ONE) as first:
+    with FakeEngine() as engine, fleet_of(engine) as first:
         publish(first, 1)
         with (
             pytest.raises(
@@ -71,15 +65,15 @@ def test_an_engine_that_computes_another_model_is_refused_by_what_differs(tmp_pa
     with FakeEngine() as same, FakeEngine() as other:
         same.lease = Lease(json.loads(json.dumps(facts)))
         other.lease = Lease(json.loads(json.dumps(facts | change)))
-        with fleet_of(same, owner=ONE, facts=facts):
+        with fleet_of(same, facts=facts):
             pass
-        with fleet_of(other, owner=ONE):  # a run that knows no facts compares none
+        with fleet_of(other):  # a run that knows no facts compares none
             pass
         (name,) = change
         refusal = rf"{other.url} computes another model .*: {name} is .* there and .* here; start"
         with (
             pytest.raises(ConfigError, match=refusal) as error,
-            fleet_of(same, other, owner=ONE, facts=facts),
+            fleet_of(same, other, facts=facts),
         ):
             pass
         assert str(error.value).count(" here") == 1
@@ -99,7 +93,7 @@ def test_a_run_gets_engines_at_once_that_are_free_or_its_own(ended):
         else:
             EngineClient(engine.url).lease(ONE, NEVER_S, timeout_s=PATIENCE_S)
         start = time.monotonic()
-        with fleet_of(engine, owner=ONE) as fleet:
+        with fleet_of(engine) as fleet:
             publish(fleet, 1)
         assert time.monotonic() - start < PATIENCE_S
 
@@ -167,8 +161,7 @@ def test_an_engine_that_leaves_the_fleet_is_free_at_once(monkeypatch, tmp_path):
     with FakeEngine() as engine, FakeEngine() as other:
         for name, one in (("engine", engine), ("other", other)):
             (tmp_path / f"{name}.json").write_text(json.dumps({"url": one.url}))
-        config = RolloutConfig(rendezvous=str(tmp_path), engines=2)
-        with Fleet(config, "unused", owner=ONE, **KNOWN) as fleet:
+        with fleet_of(rendezvous=str(tmp_path), engines=2) as fleet:
             one, two = (EngineClient(made.url) for made in (engine, other))
             assert not one.lease(OTHER, NEVER_S, timeout_s=PATIENCE_S).granted
             (tmp_path / "engine.json").unlink()
@@ -197,7 +190,7 @@ def test_an_engine_that_leaves_and_returns_is_not_given_back_late(leases):
 
 
 def test_an_engine_that_is_taken_over_is_lost_to_the_run_that_had_it_and_to_nothing_else():
-    with FakeEngine() as shared, FakeEngine() as own, fleet_of(shared, own, owner=ONE) as first:
+    with FakeEngine() as shared, FakeEngine() as own, fleet_of(shared, own) as first:
         publish(first, 1)
         with fleet_of(shared, owner=OTHER, take_over=True) as second:
             publish(second, 1)
@@ -210,7 +203,7 @@ def test_an_engine_that_is_taken_over_is_lost_to_the_run_that_had_it_and_to_noth
 
 
 def test_tokens_of_another_runs_weights_are_refused_and_generated_elsewhere():
-    with FakeEngine() as shared, FakeEngine() as own, fleet_of(shared, own, owner=ONE) as fleet:
+    with FakeEngine() as shared, FakeEngine() as own, fleet_of(shared, own) as fleet:
         publish(fleet, 1)
         shared.version = "1@bb"
         samples = collect(fleet, PROMPTS, fleet.config, seed=0, step=0)
@@ -220,7 +213,7 @@ def test_tokens_of_another_runs_weights_are_refused_and_generated_elsewhere():
 
 
 def test_whoever_only_asks_takes_no_lease_and_needs_none():
-    with FakeEngine() as engine, fleet_of(engine, owner=ONE) as first:
+    with FakeEngine() as engine, fleet_of(engine) as first:
         publish(first, 3)
         with fleet_of(engine, owner=OTHER, fixed=True) as looking:
             samples = collect(looking, PROMPTS, looking.config, seed=0, step=0)
@@ -233,7 +226,7 @@ def test_an_engine_that_keeps_no_leases_is_adopted_all_the_same():
         engine.post = lambda path, body: (
             (404, {}) if path == lease.ENDPOINT else FakeEngine.post(engine, path, body)
         )
-        with fleet_of(engine, owner=ONE) as fleet:
+        with fleet_of(engine) as fleet:
             publish(fleet, 1)
             assert len(fleet.serving()) == 1
 

@@ -1,6 +1,5 @@
 """Samples from scripted engines that fail in the middle of everything."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,7 +11,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.types import Prompt
 from tests.support.fake_engine import FakeEngine, token_at
 from tests.support.publishing import fleet_of
-from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(10 + i, tuple(range(2, 4 + i)), "", "") for i in range(12)]
 
@@ -138,25 +137,6 @@ def test_each_prompt_is_told_of_once_when_it_is_whole_whatever_fails(embedded):
     assert [len(group) for group in told] == [2] * len(PROMPTS)
 
 
-def test_an_engine_that_goes_silent_loses_its_requests_to_another():
-    deaf, good = FakeEngine(), FakeEngine()
-    with fleet_of(deaf, good, health_timeout_s=NEVER_S) as fleet, ThreadPoolExecutor(1) as pool:
-        record = fleet.engines()[0]
-        deaf.faults = ["hang"] * 20
-        deaf.deaf.set()
-        pending = pool.submit(gather, fleet)
-        wait_until(lambda: record.in_flight)
-
-        def overdue() -> bool:
-            record.pulse.silent_since = time.monotonic() - 2 * NEVER_S
-            return record.state == "stale"
-
-        wait_until(overdue)
-        check_whole(pending.result(PATIENCE_S))
-        assert "no health check was answered" in fleet.why_not()
-        assert [e.url for e in fleet.serving()] == [good.url]
-
-
 def test_with_no_engine_left_the_error_says_what_happened_to_each():
     a, b = FakeEngine(), FakeEngine()
     with fleet_of(a, b) as fleet:
@@ -213,15 +193,6 @@ def test_several_threads_may_collect_at_once():
         for samples in pool.map(lambda _: gather(fleet), range(4)):
             check_whole(samples)
         assert all(e.in_flight == e.tokens_in_flight == 0 for e in fleet.engines())
-
-
-def test_weights_older_than_an_engine_confirmed_are_an_error_and_never_a_sample():
-    back, good = FakeEngine(), FakeEngine()
-    with fleet_of(back, good) as fleet:
-        back.version = "default"  # restarted by somebody else, between two requests
-        check_whole(samples := gather(fleet))
-        assert {v for s in samples for v in s.token_versions} == {7}
-        assert "weights of version -1, where it had confirmed 7" in fleet.why_not()
 
 
 def test_a_response_that_an_engine_has_no_room_for_is_cut_and_the_engine_stays():
