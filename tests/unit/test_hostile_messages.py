@@ -7,6 +7,7 @@ import copy
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,8 +20,9 @@ from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.publish.publisher import _blobs_for
 from qurl_megatron.wire.group import Hello, LinkError, read_hello
-from qurl_megatron.wire.message import Blob, Message, Piece, Receipt
+from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, encoded
 from qurl_megatron.wire.transport import received
 
 QUICK = settings(max_examples=300, derandomize=True, deadline=None, database=None)
@@ -83,6 +85,29 @@ MESSAGE = Message(
 )
 RECEIPT = Receipt("v7-engine-0-01", 0, None, 100, 0.5, "ab")
 HELLO = Hello("link", "refusal")
+
+
+def test_a_message_says_the_same_whether_its_blobs_were_json_already():
+    encoded_before = msgspec.structs.replace(MESSAGE, blobs=encoded(MESSAGE.blobs))
+    assert encoded_before.to_json() == MESSAGE.to_json()
+    assert Message.from_json(MESSAGE.to_json()) == MESSAGE
+
+
+def test_blobs_are_described_once_for_all_engines_of_a_size_and_empty_ones_left_out():
+    first, second, nothing = (Blob({"slot": i}, 96, (PIECE,) * (i < 2)) for i in range(3))
+    whole = _blobs_for([{None: first}, {None: nothing}, {None: second}])
+    by_rank = _blobs_for([{(1, 0): first, (2, 1): first, (2, 0): nothing}, {(2, 1): second}])
+    for blobs_for, tp, rank, expected in [
+        (whole, 1, 0, (first, second)),
+        (whole, 2, 1, (first, second)),
+        (by_rank, 1, 0, (first,)),
+        (by_rank, 2, 0, ()),
+        (by_rank, 2, 1, (first, second)),
+    ]:
+        blobs = blobs_for(SimpleNamespace(tp=tp), rank)
+        assert blobs is blobs_for(SimpleNamespace(tp=tp), rank)
+        message = msgspec.structs.replace(MESSAGE, blobs=blobs)
+        assert Message.from_json(message.to_json()).blobs == expected
 
 
 def one_line(error: Exception) -> None:

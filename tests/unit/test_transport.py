@@ -70,25 +70,6 @@ def over_the_wire(sender, blob):
     return Message.from_json(message.to_json())
 
 
-def test_what_is_made_in_its_room_is_sent_from_there(tmp_path):
-    sender, sent = make_sender("memory", tmp_path), parts(0)
-    assert sender.room(0) is None
-    sender.put(0, sent)
-    room = Room(sender.room(0))
-    made = []
-    for part in sent:
-        place = room.place(part.value.shape, part.value.dtype)
-        made.append(dataclasses.replace(part, value=place.copy_(part.value)))
-    addresses = [part.value.data_ptr() for part in made]
-    blob = sender.put(0, made)
-    receiver = open_receiver(sender.describe("http://a:1", 1), 0)
-    check(receiver.fetch(blob), blob, sent)
-    memory = sender.room(0)
-    assert [piece_of(memory, piece).data_ptr() for piece in blob.pieces] == addresses
-    receiver.close()
-    sender.close()
-
-
 @pytest.mark.parametrize("kept", [(0, 2, 3), (1, 3, 5)])
 def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kept, tmp_path):
     sender, drawn = make_sender("memory", tmp_path), parts(0)
