@@ -35,6 +35,7 @@ REMOVED = {
     "reward.mix": "have reward.function add up what it likes, ours among them (docs/rewards.md)",
     "rollout.straggler_s": "health checks find an engine that hangs; leave the key out",
     "train.share_prefix": "each response is computed with its prompt; leave the key out",
+    "sync.receipt_wait_s": "it was longer than any network filesystem needs; leave the key out",
     "sync.keep": "files of a version are deleted once all engines have it; leave the key out",
     "warmstart.untidy": "half of its answers end with a full stop, as ever; leave the key out",
 }

@@ -747,12 +747,8 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     from them, and from nowhere else. Empty: 127.0.0.1 on one machine, else MASTER_ADDR."""
 
     dir: str = ""
-    """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty
-    takes memory-backed storage where everything is on one machine, else train.run_dir/versions."""
-
-    receipt_wait_s: float = key(90.0, positive())
-    """Seconds until the trainer sees, on the shared folder of files, that an engine has loaded a
-    version: more than a network filesystem remembers a folder (NFS: up to 60)."""
+    """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty:
+    train.run_dir/versions. On one machine, a folder in /dev/shm is faster."""
 
     @property
     def on_one_machine(self) -> str:

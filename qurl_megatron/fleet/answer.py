@@ -259,7 +259,7 @@ def _cut_by_an_update(meta: _Meta, rules: Rules) -> bool:
     That names the moment, and says nothing of the tokens, which are older.
     """
     alone = isinstance(meta.weight_versions, UnsetType)
-    return alone and rules.names.number(meta.weight_version) is MIXED
+    return alone and rules.names.number(meta.weight_version) == MIXED
 
 
 def _ids(output_ids: list[int], vocabulary: int) -> np.ndarray:
@@ -307,7 +307,7 @@ def _versions(meta: _Meta, count: int, rules: Rules) -> Versions:
 def _number(name: Any, rules: Rules) -> int:
     """Return a version's number, where this engine may have that version."""
     number, confirmed, newest = rules.names.number(name), rules.confirmed, rules.newest
-    if number is MIXED:
+    if number == MIXED:
         raise Malformed(f"tokens from mixed weights, in the middle of an update ({name})")
     if number is None:
         raise Malformed(f"weights {shortened(name)}: another run publishes to this engine")

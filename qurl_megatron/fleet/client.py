@@ -90,17 +90,14 @@ def in_parallel(
 
     Daemon threads, because one whose engine hangs must not keep the interpreter from ending.
     """
-    results: dict[Item, Result] = {}
-    errors: dict[Item, BaseException] = {}
+    outcomes: dict[Item, Result | BaseException] = {}
 
     def run(item: Item) -> None:
         try:
             with deadline(timeout_s):
-                outcome = act(item)
+                outcomes[item] = act(item)
         except BaseException as error:  # raised below, unless it is an EngineError
-            errors[item] = error
-        else:
-            results[item] = outcome
+            outcomes[item] = error
 
     threads = [threading.Thread(target=run, args=(item,), daemon=True) for item in items]
     for thread in threads:
@@ -108,14 +105,17 @@ def in_parallel(
     end = time.monotonic() + timeout_s + 1.0  # a request that ran into the deadline names itself
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    done, failed = dict(results), {}  # latecomers write to the others
-    for item in [item for item in items if item not in done]:
+    results, errors = {}, {}
+    for item in items:
         late = EngineError(f"{item} was not done within {timeout_s:.0f} s")
-        error = errors.get(item, late)
-        if not isinstance(error, EngineError):
-            raise error
-        failed[item] = error
-    return {item: done[item] for item in items if item in done}, failed
+        match outcomes.get(item, late):
+            case EngineError() as error:
+                errors[item] = error
+            case BaseException() as error:
+                raise error
+            case result:
+                results[item] = result
+    return results, errors
 
 
 class EngineClient:
@@ -336,20 +336,17 @@ class EngineClient:
                         raise EngineError(
                             f"{where} answered with more than {limit} bytes", faulty=True
                         )
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise self._silent(endpoint, error, timeout_s) from error
+        except TimeoutError as error:
+            limit_s = round(timeout_s, 1)
+            raise EngineError(f"{where} did not answer within {limit_s:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise EngineError(f"{where} did not answer: {shortened(_why(error))}") from error
         answer, status = b"".join(chunks), response.status_code
         if status != 200:
             raise EngineError(
                 f"{where} answered {status}: {shortened(_message(answer))}", status=status
             )
         return answer
-
-    def _silent(self, endpoint: str, error: Exception, timeout_s: float) -> EngineError:
-        if isinstance(error, TimeoutError):
-            limit = f"{timeout_s:.0f}" if timeout_s >= 10 else f"{timeout_s:.2g}"
-            return EngineError(f"{self.url}{endpoint} did not answer within {limit} s")
-        return EngineError(f"{self.url}{endpoint} did not answer: {shortened(_why(error))}")
 
 
 class Session:

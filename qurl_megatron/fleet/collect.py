@@ -122,7 +122,6 @@ class _Flight:
     engine: EngineRecord
     failures: int  # of the engine when it took off: more now means that it crashed
     version: int | None  # that the engine had confirmed then: it cannot answer from an older one
-    received: int  # tokens of the items then
 
     @property
     def lost(self) -> bool:
@@ -187,17 +186,14 @@ class _Collection:
         """Send waiting items to engines that have room."""
         while self.waiting:
             items, engine = self.waiting[0]
-            if engine is not None and engine.state == "serving":
-                self.fleet.occupy(engine, _tokens(items), len(items))
-            else:
-                engine = self.fleet.take(_tokens(items), len(items), limit=self.limit)
+            size = _tokens(items), len(items)
+            engine = self.fleet.take(*size, limit=self.limit, wanted=engine)
             if engine is None:
                 if not self.fleet.serving():
                     raise EngineError(f"no engine is serving: {self.fleet.why_not()}")
                 return  # all are full
             self.waiting.popleft()
-            received = sum(item.received for item in items)
-            flight = _Flight(items, engine, engine.failures, engine.version, received)
+            flight = _Flight(items, engine, engine.failures, engine.version)
             client = engine.api
             if client not in self.sessions:  # a restarted engine has a new one
                 self.sessions[client] = await self.stack.enter_async_context(client.session())
@@ -285,8 +281,7 @@ class _Collection:
         """Free the engine of a flight's items, and see each of them to its next station."""
         flight = self.flights.pop(task)
         items, engine = flight.items, flight.engine
-        received = sum(item.received for item in items) - flight.received
-        self.fleet.vacate(engine, _tokens(items), len(items), received=received)
+        self.fleet.vacate(engine, _tokens(items), len(items))
         self._tell(items)
         ended = [item for item in items if item.ended]
         if engine.kind.repeats and not flight.lost:

@@ -100,7 +100,6 @@ class EngineRecord:
 
     in_flight: int = 0  # responses asked of it
     tokens_in_flight: int = 0  # prompt tokens, and at most that many new ones
-    tokens: int = 0  # received from it
     failures: int = 0  # grows whenever its requests are given up
     failed_updates: int = 0  # in a row
     condemned: bool = False  # ours, and it gave an impossible answer: to be restarted
@@ -358,10 +357,19 @@ class Fleet:
 
     # Their traffic.
 
-    def take(self, tokens: int, requests: int, *, limit: int | None = None) -> EngineRecord | None:
-        """Occupy the least loaded serving engine with room for so many responses.
+    def take(
+        self,
+        tokens: int,
+        requests: int,
+        *,
+        limit: int | None = None,
+        wanted: EngineRecord | None = None,
+    ) -> EngineRecord | None:
+        """Occupy the wanted engine where it serves, or the least loaded one with room.
 
         Args:
+            tokens: prompt tokens, and at most that many new ones.
+            requests: responses.
             limit: responses in flight per engine; an idle engine takes any number.
 
         Returns:
@@ -372,23 +380,17 @@ class Fleet:
             for engine in self.serving():
                 if limit is None or not engine.in_flight or engine.in_flight + requests <= limit:
                     free.append(engine)
-            if not free:
-                return None
-            chosen = min(free, key=lambda engine: (engine.load, engine.in_flight))
-            self.occupy(chosen, tokens, requests)
+            chosen = min(free, key=lambda engine: (engine.load, engine.in_flight), default=None)
+            if wanted is not None and wanted.state == "serving":
+                chosen = wanted
+            if chosen is not None:
+                self.vacate(chosen, -tokens, -requests)
             return chosen
 
-    def occupy(self, engine: EngineRecord, tokens: int, requests: int) -> None:
+    def vacate(self, engine: EngineRecord, tokens: int, requests: int) -> None:
         with self.lock:
-            engine.in_flight += requests
-            engine.tokens_in_flight += tokens
-
-    def vacate(
-        self, engine: EngineRecord, tokens: int, requests: int, *, received: int = 0
-    ) -> None:
-        with self.lock:
-            self.occupy(engine, -tokens, -requests)
-            engine.tokens += received
+            engine.in_flight -= requests
+            engine.tokens_in_flight -= tokens
 
     # Their events.
 
@@ -580,18 +582,18 @@ class Fleet:
             if self._stop():
                 raise Interrupted("stopped while engines were waited for")
             self._look()
-            engines, time_s = self.engines(), self.clock()
+            with self.lock:  # all at one moment: an engine may leave at any
+                engines, time_s = self.engines(), self.clock()
+                waiting = [engine for engine in engines if engine.state == "starting"]
+                reasons = [e.reason for e in self._engines if e.departure == "gave up"]
             for engine in engines:
                 if engine.process and (death := engine.process.exited()):
                     if stop_comes(self._stop):
                         raise Interrupted("stopped while engines were waited for")
                     raise EngineError(f"{engine.name} {death}")
-            with self.lock:
-                reasons = [e.reason for e in self._engines if e.departure == "gave up"]
             if reasons:
                 raise ConfigError("; ".join(reasons))
             self._refuse_locked_out()
-            waiting = [engine for engine in engines if engine.state == "starting"]
             if not waiting and len(engines) >= wanted:
                 return
             late = [e for e in waiting if e.overdue(e.started_at, limit_s, time_s)]
@@ -640,21 +642,18 @@ class Fleet:
         self._leases.renew()
         if self._rendezvous is not None:
             self._meet(self._rendezvous)
+        host = self.config.engine_host
+        if ":" in host:  # IPv6
+            host = f"[{host}]"
         for engine in self.engines():
             if engine.process is not None:
                 engine.process.heard()
-                if engine.client is None and engine.start_at is None:
-                    self._locate(engine, engine.process.port())
+                starts = engine.client is None and engine.start_at is None
+                if starts and (port := engine.process.port()):
+                    with self.lock:
+                        engine.client = self._client(f"http://{host}:{port}", self.run_key)
             if engine.client is not None:
                 self._ask(engine, engine.client)
-
-    def _locate(self, engine: EngineRecord, port: int | None) -> None:
-        """Connect to a started engine, once it has said where it listens."""
-        host = self.config.engine_host
-        if port is not None:
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            with self.lock:
-                engine.client = self._client(url, self.run_key)
 
     def _ask(self, engine: EngineRecord, client: EngineClient) -> None:
         """Send a health check where one is due; one that is out for too long is a silence."""
@@ -783,7 +782,8 @@ class Fleet:
                 self.leave(engine, f"after {how_many(engine.restarts, 'restart')}; it {death}")
                 return
             reason = engine.reason if engine.condemned else death  # it was killed for the former
-            self.fail(engine, reason, start_at=self.clock() + back_off(engine.restarts))
+            pause_s = min(BACK_OFF_S * 2**engine.restarts, LONGEST_BACK_OFF_S)
+            self.fail(engine, reason, start_at=self.clock() + pause_s)
 
     def _restart(self, engine: EngineRecord) -> None:
         """Start a process of an engine in the place of one that has ended."""
@@ -822,18 +822,10 @@ class Fleet:
             elif self.clock() >= engine.absent_since + ABSENT_S:
                 # Not before: a file that is being rewritten is empty for a moment.
                 self.leave(engine, "it is gone from the rendezvous", "left")
-        self._complain(wrong)
-
-    def _complain(self, wrong: Iterable[Exception]) -> None:
         before, self._complaints = self._complaints, [str(error) for error in wrong]
         for complaint in self._complaints:
             if complaint not in before:
                 self.note("failed", None, complaint)
-
-
-def back_off(restarts: int) -> float:
-    """Return the seconds before the next restart."""
-    return min(BACK_OFF_S * 2**restarts, LONGEST_BACK_OFF_S)
 
 
 def overdue(sign_of_life: float, since: float, limit_s: float, now: float) -> bool:

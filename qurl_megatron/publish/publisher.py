@@ -30,7 +30,7 @@ from qurl_megatron.publish.shards import RankShards
 from qurl_megatron.publish.update import BlobsFor, Update
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.lease import Owner
-from qurl_megatron.wire.message import Blob, encoded
+from qurl_megatron.wire.message import Blob
 from qurl_megatron.wire.session import TRANSPORTS
 from qurl_megatron.wire.transport import Failures, Rank, Sender, Site
 
@@ -69,11 +69,9 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
             run_dir=run_dir,
             token=shared(token),
             one_machine=one_machine,
-            bytes=4 * parameters * ranks.tensor.size * ranks.pipeline.size,
             share=shared,
             shared=sync.dir,
             host=sync.host,
-            receipt_wait_s=sync.receipt_wait_s,
             timeout_s=rollout.update_timeout_s,
         )
     )
@@ -298,12 +296,11 @@ def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -
 
 
 def _blobs_for(parts: Sequence[Blobs]) -> BlobsFor:
-    """Return all training ranks' blobs by engine rank, made JSON once for all engines."""
+    """Return all training ranks' blobs by engine rank."""
     by_place: dict[Rank | None, list[Blob]] = {}
     for blobs in parts:
         for to, blob in blobs.items():
             of_place = by_place.setdefault(to, [])
             if blob.pieces:
                 of_place.append(blob)
-    as_json = {to: encoded(blobs) for to, blobs in by_place.items()}
-    return lambda engine, rank: as_json[None if None in as_json else (engine.tp, rank)]
+    return lambda engine, rank: by_place[None if None in by_place else (engine.tp, rank)]

@@ -19,10 +19,10 @@ from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.observe.metrics import Max, Metric, Sum
-from qurl_megatron.wire.message import LOADER, Action, Blob, Encoded, Message, Receipt, payload
+from qurl_megatron.wire.message import LOADER, Action, Blob, Message, Receipt, payload
 from qurl_megatron.wire.transport import Failures
 
-BlobsFor = Callable[[EngineRecord, int], Encoded | tuple[Blob, ...]]
+BlobsFor = Callable[[EngineRecord, int], Sequence[Blob]]
 """(engine, its rank) -> the training ranks' blobs for it in one bucket."""
 
 
@@ -182,14 +182,12 @@ class Update:
         self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
-        parts = [() if blobs is None else blobs(engine, rank) for rank in range(engine.tp)]
-        payloads: dict[int, str] = {}  # ranks that get the same blobs share one
-        for part in parts:
-            if id(part) not in payloads:
-                message = Message(action, session, self.version, index, transport, part)
-                payloads[id(part)] = payload(message)
-        by_rank = [payloads[id(part)] for part in parts]
-        engine.api.update_weights_from_tensor(by_rank, LOADER)
+        payloads = []
+        for rank in range(engine.tp):
+            mine = tuple(blobs(engine, rank)) if blobs else ()
+            message = Message(action, session, self.version, index, transport, mine)
+            payloads.append(payload(message))
+        engine.api.update_weights_from_tensor(payloads, LOADER)
 
     def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:
         """Raise EngineError unless every rank has everything where it always was."""

@@ -37,7 +37,7 @@ refusing = functools.partial(filesystem.refusing, key="sync.dir")
 class FolderSender(Sender):
     """Engines leave their receipts in a folder, which they see under the same path."""
 
-    def __init__(self, folder: Path, *, leads: bool, receipt_wait_s: float) -> None:
+    def __init__(self, folder: Path, *, leads: bool) -> None:
         """
         Args:
             leads: this rank deletes the folder at the end.
@@ -45,7 +45,7 @@ class FolderSender(Sender):
         Raises:
             ConfigError: the folder cannot be made.
         """
-        self.folder, self.leads, self.receipt_wait_s = folder.absolute(), leads, receipt_wait_s
+        self.folder, self.leads = folder.absolute(), leads
         with refusing(self.folder, size=0):
             (self.folder / RECEIPTS).mkdir(parents=True, exist_ok=True)
         if leads:
@@ -66,17 +66,17 @@ class FolderSender(Sender):
 class FilesSender(FolderSender):
     kind = "files"
     lasting = True
+    receipt_wait_s = 90.0  # network filesystems remember a folder for up to a minute
 
-    def __init__(self, root: Path, rank: str, *, leads: bool, receipt_wait_s: float = 90.0) -> None:
+    def __init__(self, root: Path, rank: str, *, leads: bool) -> None:
         """
         Args:
             rank: part of the names of this rank's files; no other training rank's may be the same.
-            receipt_wait_s: how long a network filesystem may take to show an engine's receipt.
 
         Raises:
             ConfigError: the folder cannot be made.
         """
-        super().__init__(root, leads=leads, receipt_wait_s=receipt_wait_s)
+        super().__init__(root, leads=leads)
         self.rank = rank
         self._version = 0
         self._files: list[Path] = []
@@ -85,11 +85,13 @@ class FilesSender(FolderSender):
     def open(cls, site: Site) -> "FilesSender":
         root = None
         if site.leads:
-            root = versions_root(site)
+            root = site.run_dir / "versions"
+            if site.shared:
+                root = Path(site.shared) / f"qurl-{site.token}-versions"
             shutil.rmtree(root, ignore_errors=True)  # files of a killed run
             private_folder(root)
         root = site.share(root)
-        return cls(root, site.name, leads=site.leads, receipt_wait_s=site.receipt_wait_s)
+        return cls(root, site.name, leads=site.leads)
 
     def begin(self, version: int) -> None:
         self.finish()
@@ -130,19 +132,6 @@ def private_folder(path: Path) -> None:
 def must_be_ours(path: Path, found: os.stat_result, is_kind) -> None:
     if not is_kind(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError(f"{path} is not what this user's trainer makes there; remove it")
-
-
-def versions_root(site: Site) -> Path:
-    """Return the recipe's folder, else one in memory if a version fits, else the run's."""
-    name = f"qurl-{site.token}-versions"
-    if site.shared:
-        return Path(site.shared) / name
-    memory = Path("/dev/shm")
-    if site.one_machine and memory.is_dir() and os.access(memory, os.W_OK):
-        shutil.rmtree(memory / name, ignore_errors=True)
-        if shutil.disk_usage(memory).free > site.bytes:
-            return memory / name
-    return site.run_dir / "versions"
 
 
 class FolderReceiver:

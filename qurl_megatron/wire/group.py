@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -116,7 +116,6 @@ class GroupSender(Sender):
         device: torch.device | str = "cpu",
         timeout_s: float = 300.0,
         connect_timeout_s: float | None = None,
-        receipt_wait_s: float = 2.0,
     ) -> None:
         """
         Args:
@@ -131,7 +130,6 @@ class GroupSender(Sender):
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s or CONNECT_S[self.device.type]
-        self.receipt_wait_s = receipt_wait_s
         self._facts = own_facts()
         self._run = secrets.token_hex(4)  # sent to engines by the leading rank alone
         self._updates = 0  # begun; all ranks count alike, so it makes names that all know
@@ -522,7 +520,7 @@ class Link:
             self.group.abort()
             return
         try:
-            within(ABORT_S, self.group.abort)
+            within(ABORT_S, self.group.abort, late=lambda: None)
         except LinkError:  # NCCL hangs in the abort: leave it to the thread and carry on
             return
 
@@ -577,7 +575,7 @@ def _greet(link: Link, rank: int, senders: int, deadline: float) -> None:
         link.finish(work, deadline)
 
 
-def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any] | None = None) -> Any:
+def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any]) -> Any:
     """Run ``act`` in a thread and return its result: NCCL's calls take no deadline.
 
     Args:
@@ -587,7 +585,6 @@ def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any] | Non
         LinkError: it took longer. The thread stays until ``act`` returns.
     """
     done: Future = Future()
-    given_up = threading.Event()
 
     def run() -> None:
         try:
@@ -596,14 +593,10 @@ def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any] | Non
             done.set_exception(error)
         else:
             done.set_result(outcome)
-        if given_up.is_set() and late is not None:
-            late()
 
-    thread = threading.Thread(target=run, name="link", daemon=True)
-    thread.start()
-    thread.join(max(seconds, 0.0))
-    if thread.is_alive():
-        given_up.set()
+    threading.Thread(target=run, name="link", daemon=True).start()
+    if wait([done], max(seconds, 0.0)).not_done:
+        done.add_done_callback(lambda _: late())
         raise LinkError(f"not done within {seconds:.1f} s")
     return done.result()
 

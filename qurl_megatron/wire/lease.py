@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,15 +37,7 @@ from qurl_megatron.kit.record import Malformed, Record, Seconds, convert, shorte
 ENDPOINT = "/qurl_lease"
 OWNER = ".owner"  # in a run's folder: source of its token
 UNKNOWN_VERSION = -1  # weights that an engine started with, under a name that no run gave
-
-
-class Mixed(Enum):
-    """Weights in the middle of an update."""
-
-    MIXED = "mixed"
-
-
-MIXED = Mixed.MIXED
+MIXED = -2  # weights in the middle of an update
 _NAME = re.compile(r"(updating-)?([0-9]{1,15})(?:@([0-9a-f]{1,64}))?")
 
 
@@ -157,8 +148,11 @@ class Names:
         """Return the name while weights are of two versions."""
         return f"updating-{self.of(version)}"
 
-    def number(self, name: object) -> int | Mixed | None:
-        """Return a name's version, UNKNOWN_VERSION if no run gave it, None if another run did."""
+    def number(self, name: object) -> int | None:
+        """Return a name's version, UNKNOWN_VERSION if no run gave it, None if another run did.
+
+        MIXED: it is the name of an update under way.
+        """
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             return UNKNOWN_VERSION

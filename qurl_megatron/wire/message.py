@@ -87,14 +87,6 @@ class Blob(Record, frozen=True):
                 raise ValueError(f"{piece.name} ends behind the end of its blob")
 
 
-Encoded = msgspec.Raw
-"""Blobs as JSON already: a bucket's go to many engines, and are encoded once."""
-
-
-def encoded(blobs: Sequence[Blob]) -> Encoded:
-    return Encoded(msgspec.json.encode(blobs))
-
-
 class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
     """One call of the loader on one engine rank.
 
@@ -107,7 +99,7 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
     version: Count
     index: Count = 0  # of a bucket; of ``check``: how many there were
     transport: dict[str, Any] = {}  # {"kind": "files" | "memory" | ...}
-    blobs: tuple[Blob, ...] | Encoded = ()
+    blobs: tuple[Blob, ...] = ()
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

@@ -254,7 +254,6 @@ class UpdateEnd:
         if message.index in session.buckets:
             session.fail(f"bucket {message.index} came twice")
         session.buckets.add(message.index)
-        assert isinstance(message.blobs, tuple), "a message that came is decoded"
         for blob in message.blobs:
             data = self._fetch(session, blob)
             if data is None:

@@ -51,7 +51,6 @@ class MemorySender(FolderSender):
         leads: bool,
         device: torch.device | str = "cpu",
         root: Path = Path("/dev/shm"),
-        receipt_wait_s: float = 2.0,
     ) -> None:
         """
         Args:
@@ -64,7 +63,7 @@ class MemorySender(FolderSender):
         """
         folder = memory_folder(token, root)
         private_folder(folder)
-        super().__init__(folder, leads=leads, receipt_wait_s=receipt_wait_s)
+        super().__init__(folder, leads=leads)
         self._facts = own_facts()
         device = torch.device(device)
         if device.type == "cuda" and (setting := expandable_segments(os.environ)):

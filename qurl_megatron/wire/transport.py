@@ -76,13 +76,11 @@ class Site:
     run_dir: Path
     token: str  # prefix of names shared with the engines; unique to the run
     one_machine: bool  # all ranks, and engines that the run starts itself
-    bytes: int  # upper bound on all versions that are kept, together
     share: Callable[[Any], Any]
     """Return the leading rank's value on every rank; all call it together."""
 
     shared: str  # sync.dir
     host: str  # sync.host
-    receipt_wait_s: float  # sync.receipt_wait_s
     timeout_s: float  # rollout.update_timeout_s
 
 
@@ -98,7 +96,7 @@ class Sender:
     cut: ClassVar[bool] = False  # each engine rank gets blobs of its own, cut to its part
     lasting: ClassVar[bool] = False  # blobs stay until the version is finished
     one_machine: ClassVar[bool] = False  # it reaches no further
-    receipt_wait_s: float  # how long a receipt may take to be seen
+    receipt_wait_s: ClassVar[float] = 2.0  # how long a receipt may take to be seen
 
     @classmethod
     def open(cls, site: Site) -> "Sender":

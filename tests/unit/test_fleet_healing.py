@@ -147,13 +147,6 @@ def test_restarts_end_after_their_number_and_leave_the_other_engine(tmp_path):
         assert fleet.serving() == [other]
 
 
-def test_restarts_wait_twice_as_long_each_time_up_to_a_minute(monkeypatch):
-    monkeypatch.setattr(fleet_module, "BACK_OFF_S", 1.0)
-    assert [fleet_module.back_off(restarts) for restarts in (0, 1, 2, 5, 6, 50)] == [
-        *(1, 2, 4, 32, 60, 60)
-    ]
-
-
 @pytest.mark.parametrize(
     "log_grew, now, expected",
     [

@@ -76,7 +76,6 @@ def test_sglang_engines_get_a_request_per_prompt_no_more_than_they_hold_the_idle
         assert slow.most == quick.most == 4
         assert all(len(body["input_ids"]) == 2 for body in slow.bodies("/generate"))
         assert all(e.in_flight == e.tokens_in_flight == 0 for e in fleet.engines())
-        assert sum(e.tokens for e in fleet.engines()) == 12 * 2 * 6
 
 
 def test_more_requests_wait_at_an_engine_than_http_libraries_usually_connect():
@@ -95,8 +94,8 @@ def test_the_next_request_goes_where_the_fewest_tokens_per_device_are_in_flight(
     with fleet_of(FakeEngine(), FakeEngine(tp=4)) as fleet:
         one, four = fleet.serving()
         assert (one.tp, four.tp) == (1, 4)
-        fleet.occupy(four, 300, 3)
-        fleet.occupy(one, 100, 1)
+        fleet.take(300, 3, wanted=four)
+        fleet.take(100, 1, wanted=one)
         assert fleet.take(200, 2) is four
         assert fleet.take(10, 1) is one
         assert fleet.take(10, 8, limit=8) is None

@@ -199,14 +199,14 @@ def test_what_the_model_cannot_read_of_an_environment_is_said_once_and_is_no_mes
 
 
 def test_a_stop_waits_for_no_environment(folder):
+    talker, stopped = engine(), []
     with (
         talking(folder, "Slow") as turns,
-        fleet_of(engine()) as fleet,
+        fleet_of(talker) as fleet,
         ThreadPoolExecutor(1) as one,
     ):
-        stopped = []
         pending = one.submit(gather, fleet, turns, stop=lambda: bool(stopped))
-        wait_until(lambda: len(fleet.engines()) and fleet.engines()[0].tokens >= 3)
+        wait_until(lambda: talker.generated >= 3)
         stopped.append(True)
         with pytest.raises(Interrupted):
             pending.result(PATIENCE_S)

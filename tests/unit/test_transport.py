@@ -48,8 +48,11 @@ def sender(request, tmp_path):
 
 def make_sender(kind: str, root: Path):
     if kind == "files":
-        return FilesSender(root / "versions", "pp0-tp0", leads=True, receipt_wait_s=0.2)
-    return MemorySender("test", 0, leads=True, root=root, receipt_wait_s=0.2)
+        made = FilesSender(root / "versions", "pp0-tp0", leads=True)
+    else:
+        made = MemorySender("test", 0, leads=True, root=root)
+    made.receipt_wait_s = 0.2
+    return made
 
 
 def check(memory: torch.Tensor, blob, sent: list) -> None:

@@ -62,7 +62,6 @@ class Trainer:
             device=device,
             timeout_s=TIMEOUT_S,
             connect_timeout_s=20.0,
-            receipt_wait_s=1.0,
         )
         self.rank = rank
 
@@ -433,9 +432,9 @@ def test_an_address_of_another_machine_is_a_mistake_in_sync_host_on_every_rank(h
     shared = []
     site = Site(
         **{"rank": 0, "size": 2, "leads": True, "device": torch.device("cpu"), "name": ""},
-        **{"run_dir": tmp_path, "token": "t", "one_machine": True, "bytes": 0, "shared": ""},
+        **{"run_dir": tmp_path, "token": "t", "one_machine": True, "shared": ""},
         **{"share": lambda said: shared.append(said) or said, "host": host},
-        **{"receipt_wait_s": 1.0, "timeout_s": TIMEOUT_S},
+        timeout_s=TIMEOUT_S,
     )
     other = replace(site, rank=1, leads=False, share=lambda _: shared[0])
     for rank in (site, other):
@@ -528,7 +527,7 @@ def test_a_call_without_a_deadline_gets_one_and_is_undone_when_it_comes_back_lat
     assert undone.wait(PATIENCE_S)
     assert within(PATIENCE_S, lambda: 7, late=undone.set) == 7
     with pytest.raises(KeyError):
-        within(PATIENCE_S, lambda: {}["none"])
+        within(PATIENCE_S, lambda: {}["none"], late=undone.set)
 
 
 @pytest.mark.parametrize("before", [None, "1"])
