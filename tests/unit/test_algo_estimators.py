@@ -5,12 +5,9 @@ import math
 import pytest
 import torch
 
-from qurl_megatron.algo import objective
 from qurl_megatron.algo.advantages import ADVANTAGES, group_advantages
 from qurl_megatron.algo.aggregate import AGGREGATIONS, token_weights
 from qurl_megatron.algo.kl import ESTIMATORS, k1, k2, k3
-
-AVERAGES = ["response_mean", "token_mean"]  # the weights of all tokens sum to one
 
 
 def test_kl_estimators_by_hand():
@@ -20,26 +17,11 @@ def test_kl_estimators_by_hand():
     assert k3(sampler, other).item() == pytest.approx(0.5 - 1 + math.log(2), rel=1e-5)
 
 
-def test_kl_estimators_average_to_the_divergence():
-    p, q = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.3, 0.4]], dtype=torch.float64).log()
-    divergence = (p.exp() * (p - q)).sum()
-    for estimate in (k1, k3):
-        torch.testing.assert_close((p.exp() * estimate(p, q)).sum(), divergence)
-
-
 def test_k3_is_never_negative_and_exact_for_tiny_differences():
     gap = torch.tensor([1e-6, -1e-6, 1e-4, -3e-3])
     base = torch.zeros(4)
     torch.testing.assert_close(k3(base, gap), gap**2 / 2, rtol=2e-2, atol=1e-13)
     assert (k3(torch.zeros(61), torch.linspace(-30, 30, 61)) >= 0).all()
-
-
-def test_k3_pulls_towards_the_reference():
-    current = torch.tensor([-1.0, -3.0, -2.0], requires_grad=True)
-    k3(current, torch.full((3,), -2.0)).sum().backward()
-    # d/dc [exp(r - c) - (r - c) - 1] = 1 - exp(r - c)
-    expected = torch.tensor([1 - math.exp(-1), 1 - math.exp(1), 0.0])
-    torch.testing.assert_close(current.grad, expected)
 
 
 def test_gradient_of_each_estimator_as_a_loss():
@@ -105,19 +87,6 @@ def test_token_weights_by_hand():
     torch.testing.assert_close(constant, torch.tensor([1 / 16, 1 / 16]))
 
 
-def test_the_constant_must_be_given():
-    with pytest.raises(AssertionError, match="constant aggregation needs one"):
-        token_weights([1, 4], "constant")
-
-
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_weights_of_all_tokens_sum_to_one(kind):
-    lengths = torch.tensor([3, 0, 7, 1, 0, 12])
-    weights = token_weights(lengths, kind)
-    assert (weights * lengths).sum().item() == pytest.approx(1)
-    assert weights[[1, 4]].tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("kind", sorted(AGGREGATIONS))
 def test_empty_responses_change_nothing_and_none_at_all_is_zero(kind):
     padded = token_weights([3, 0, 7, 0], kind, constant=16)
@@ -125,34 +94,3 @@ def test_empty_responses_change_nothing_and_none_at_all_is_zero(kind):
     torch.testing.assert_close(padded[[0, 2]], alone, rtol=0, atol=0)
     assert token_weights([0, 0], kind, constant=16).tolist() == [0, 0]
     assert token_weights([], kind, constant=16).shape == (0,)
-
-
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_microbatches_and_ranks_add_up_to_the_whole_batch(kind):
-    generator = torch.Generator().manual_seed(0)
-    lengths = [5, 1, 9, 3, 0, 7]
-    responses = [torch.randn(4, n, generator=generator, dtype=torch.float64) for n in lengths]
-    weights = token_weights(lengths, kind).double()
-    policy = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
-
-    def loss(members):
-        rows = torch.cat([responses[i] for i in members], dim=1)
-        weight = torch.cat([weights[i].expand(lengths[i]) for i in members])
-        current, proximal, behaviour, advantages = rows
-        return -(weight * objective(current * policy, proximal, behaviour, advantages)).sum()
-
-    (whole,) = torch.autograd.grad(loss(range(6)), policy)
-    for split in ([[0], [1], [2], [3], [4], [5]], [[0, 3], [5, 1, 4], [2]], [[4], [0, 1, 2, 3, 5]]):
-        policy.grad = None
-        for members in split:
-            loss(members).backward()  # gradients accumulate by plain addition
-        torch.testing.assert_close(policy.grad, whole)
-
-    # And the whole is the textbook average.
-    means = [objective(*(r * 1 for r in x)) for x in responses if x.shape[1]]
-    flat = torch.cat(means)
-    expected = (
-        torch.stack([m.mean() for m in means]).mean() if kind == "response_mean" else flat.mean()
-    )
-    ours = sum((w * objective(*x)).sum() for w, x in zip(weights, responses, strict=True))
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)

@@ -63,12 +63,6 @@ def test_bfloat16_gradient_is_the_exact_one_rounded_once():
     torch.testing.assert_close(ours.double(), expected, atol=1e-6, rtol=2**-8)
 
 
-def test_two_equal_logits_by_hand():
-    log_prob, entropy = token_log_probs(torch.tensor([[3.0, 3.0]]), torch.tensor([1]))
-    torch.testing.assert_close(log_prob, torch.tensor([0.5]).log())
-    torch.testing.assert_close(entropy, torch.tensor([2.0]).log())
-
-
 def test_padding_columns_take_no_part_and_get_no_gradient():
     logits, targets = batch()
     padded = torch.cat([logits, torch.full((7, 3), 100.0)], dim=1)

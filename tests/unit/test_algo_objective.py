@@ -37,25 +37,6 @@ def random_tokens(count=400, spread=1.0):
 
 
 @pytest.mark.parametrize(
-    "kind, expected",
-    [
-        # R = 1.1, rho = 4, A = 2; clip range [0.8, 1.2], C = 2.
-        ("naive", 1.2 * 2),  # the ratio to behaviour is 4.4: clipped
-        ("proximal", 1.1 * 2),
-        ("decoupled", 4 * 1.1 * 2),
-        ("tis", 2 * 1.1 * 2),
-        ("acr", 2 * 1.1 * 2),
-        ("icepop", 4 * 1.1 * 2),  # 4 is within [0.5, 5]
-    ],
-)
-def test_inside_the_clip_range_by_hand(kind, expected):
-    value, gradient = value_and_gradient(kind, (1.1, 4.0, 2.0))
-    assert value.item() == pytest.approx(expected)
-    # d/d(log pi) of w * R * A is the value itself; a clipped token has none.
-    assert gradient.item() == pytest.approx(0 if kind == "naive" else expected)
-
-
-@pytest.mark.parametrize(
     "kind, expected, flows",
     [
         # R = 1.5, rho = 4, A = 2: above 1.2, below (1 + 0.2) / r = 2.4.
@@ -82,36 +63,12 @@ def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient():
     assert current.grad.tolist() == [1.0, -1.0]
 
 
-def test_negative_advantage_is_clipped_below_and_never_above():
-    value, gradient = value_and_gradient("proximal", (0.5, 1.0, -1.0), (3.0, 1.0, -1.0))
-    torch.testing.assert_close(value, torch.tensor([-0.8, -3.0], dtype=torch.float64))
-    torch.testing.assert_close(gradient, torch.tensor([0.0, -3.0], dtype=torch.float64))
-
-
-def test_clip_low_and_high_are_separate():
-    rows = ((0.5, 1.0, -1.0), (2.0, 1.0, 1.0))
-    value, _ = value_and_gradient("tis", *rows, clip_low=0.3, clip_high=0.28)
-    torch.testing.assert_close(value, torch.tensor([-0.7, 1.28], dtype=torch.float64))
-
-
-def same(a, b, where=slice(None)):
-    (value_a, grad_a), (value_b, grad_b) = a, b
-    assert torch.equal(value_a[where], value_b[where]) and torch.equal(grad_a[where], grad_b[where])
-
-
 def evaluate(kind, inputs, **options):
     current, *others = inputs
     current = current.detach().requires_grad_()
     value = terms_of(current, *others, kind=kind, **options).value
     value.sum().backward()
     return value.detach(), current.grad
-
-
-def test_all_kinds_agree_when_rollouts_are_not_quantized():
-    current, proximal, _, advantages = random_tokens()
-    inputs = (current, proximal, proximal, advantages)
-    for kind in KINDS:
-        same(evaluate(kind, inputs), evaluate("proximal", inputs))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,17 +99,6 @@ def test_terms_say_what_happened_to_each_token():
     assert (tis.clipped & ~acr.clipped).tolist() == acr.acr_rescued.tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_clipped_tokens_are_exactly_those_without_gradient(kind):
-    current, *others = random_tokens()
-    terms = terms_of(current, *others, kind=kind)
-    terms.value.sum().backward()
-    assert torch.equal(current.grad == 0, terms.clipped | terms.banded)
-    assert terms.banded.any() == (kind == "icepop")
-    for name in ("ratio", "rho", "weight"):
-        assert not getattr(terms, name).requires_grad
-
-
 def test_every_number_is_a_setting_of_its_name_and_default():
     algo = AlgoConfig(clip_low=0.1, clip_high=0.3, cap=3.0, dual_clip=4.0)
     correction = CorrectionConfig(band_low=0.25, band_high=4.0)
@@ -172,14 +118,6 @@ def test_any_shape_and_none():
     zero = torch.zeros(2, 3)
     assert objective(zero, zero, zero, zero).shape == (2, 3)
     assert objective(zero[:0], zero[:0], zero[:0], zero[:0]).shape == (0, 3)
-
-
-def test_weight_of_the_decoupled_objective_is_not_truncated():
-    value, _ = value_and_gradient("decoupled", (1.0, 1e5, 1.0))
-    assert value.item() == pytest.approx(1e5)
-    assert objective(
-        *(torch.tensor(x) for x in (0.0, 0.0, -50.0, 1.0)), kind="decoupled"
-    ).item() == pytest.approx(math.exp(20))
 
 
 def test_icepop_keeps_rho_within_the_band_and_drops_the_token_outside():
@@ -208,29 +146,6 @@ def test_dual_clip_ends_what_a_likely_bad_token_costs():
     assert not off.dual_clipped.any() and off.value[0].item() == pytest.approx(-8)
 
 
-def test_dual_clip_comes_before_the_importance_weight():
-    value, _ = value_and_gradient("tis", (4.0, 1.5, -2.0), dual_clip=3.0)
-    assert value.item() == pytest.approx(1.5 * 3 * -2)
-
-
-def test_dual_clip_does_not_touch_what_acr_rescues():
-    inputs = random_tokens()
-    up = inputs[3] > 0
-    same(evaluate("acr", inputs, dual_clip=1.5), evaluate("acr", inputs), up)
-    assert not torch.equal(evaluate("acr", inputs, dual_clip=1.5)[0], evaluate("acr", inputs)[0])
-
-
-def test_cispo_bounds_the_factor_on_both_sides_and_stops_no_gradient():
-    # Clip range [0.8, 1.2]; log current = -1.5 + log R; d/d(log current) is the factor times A.
-    rows = [(1.5, 1.0, 2.0), (1.5, 1.0, -2.0), (0.5, 1.0, 2.0), (0.5, 1.0, -2.0), (1.1, 1.0, 2.0)]
-    value, gradient = value_and_gradient("proximal", *rows, surrogate="cispo")
-    factor = torch.tensor([1.2, -1.2, 0.8, -0.8, 1.1]).double() * 2
-    torch.testing.assert_close(gradient, factor)
-    torch.testing.assert_close(value, factor * tokens(*rows)[0].detach())
-    terms = terms_of(*tokens(*rows), kind="proximal", surrogate="cispo")
-    assert terms.clipped.tolist() == [True, True, True, True, False]
-
-
 def test_cispo_with_acr_has_the_raised_bound_for_good_tokens_alone():
     # rho = 4, C = 2: w = 2, and the factor may reach 1.2 * 2 = 2.4 where A > 0, else 1.2.
     rows = [(2.0, 4.0, 1.0), (2.0, 4.0, -1.0), (3.0, 4.0, 1.0)]
@@ -240,13 +155,6 @@ def test_cispo_with_acr_has_the_raised_bound_for_good_tokens_alone():
     assert terms.acr_active.tolist() == [True, False, True]
     assert terms.acr_rescued.tolist() == [True, False, False]
     assert terms.clipped.tolist() == [False, True, True]
-
-
-def test_a_bad_token_far_off_costs_no_more_with_acr_than_with_tis():
-    # rho = R = 1e4, A = -1: the factor ends at 5 and the weight at 2, not at 1e4 * 2.
-    for kind in ("tis", "acr"):
-        _, gradient = value_and_gradient(kind, (1e4, 1e4, -1.0), clip_high=4.0, surrogate="cispo")
-        assert gradient.item() == pytest.approx(-10.0)
 
 
 @pytest.mark.parametrize("surrogate", ["clip", "cispo"])
@@ -303,20 +211,3 @@ def test_value_and_gradient_are_those_of_the_written_formula(kind, surrogate, du
     (gradient,) = torch.autograd.grad(actual.sum(), current)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradient, expected_gradient)
-
-
-@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_extremes_stay_finite_with_every_option_on(kind, surrogate):
-    gaps = torch.tensor([-1e4, -21.0, 0.0, 21.0, 1e4])
-    grid = torch.cartesian_prod(gaps, gaps, torch.tensor([-3.0, 0.0, 3.0]))
-    current = grid[:, 0].clone().requires_grad_()
-    terms = terms_of(
-        *(current, torch.zeros(len(grid)), -grid[:, 1], grid[:, 2]),
-        kind=kind,
-        surrogate=surrogate,
-        dual_clip=3.0,
-        keep=torch.arange(len(grid)) % 2 == 0,
-    )
-    terms.value.sum().backward()
-    assert terms.value.isfinite().all() and current.grad.isfinite().all()

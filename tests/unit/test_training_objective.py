@@ -57,15 +57,6 @@ def test_the_kl_of_a_token_and_its_bound(log_ratio, settings, kl, gradient):
     assert metrics["reference/kl"].total == pytest.approx(kl, rel=1e-5)
 
 
-def test_the_naive_loss_does_not_read_the_proximal_policy():
-    tokens = batch([0.0, 0.0], behaviour=torch.tensor([-1.0, -0.5]), advantages=torch.ones(2))
-    found = [
-        loss_and_gradient([-0.9, -0.6], replace(tokens, proximal=p), objective="naive")[:2]
-        for p in (torch.tensor([-3.0, -2.0]), tokens.behaviour)
-    ]
-    assert found[0] == found[1]
-
-
 def masked(told: list[float]) -> TokenBatch:
     """One response of two turns, with two tokens of a tool between them."""
     made = Sample(

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from qurl_megatron.config import DataConfig, WarmstartConfig
-from qurl_megatron.data.questions import held_out_questions, training_questions
+from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.data.rows import Question
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_eos
@@ -62,23 +62,6 @@ def test_the_accuracy_is_that_of_the_saved_model_on_held_out_questions(made):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert accuracy(model, tokenizer, held_out_questions(DATA, 256), limit=5) == reported
-
-
-def test_accuracy_agrees_with_generate(made):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder, _, _ = made
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    own = []
-    for question in held_out_questions(DATA, 24):
-        prompt = tokenizer(question.text, return_tensors="pt")["input_ids"]
-        ids = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
-        text = tokenizer.decode(ids, skip_special_tokens=True).removesuffix(".")
-        if tokenizer.eos_token_id in ids:
-            own.append(Question(question.text, text))
-    # What the model says is right by definition here, so the accuracy must be 1.
-    assert own and accuracy(model, tokenizer, own, limit=6) == 1.0
 
 
 def test_a_share_of_the_answers_it_learns_from_is_untidy(monkeypatch, tmp_path):
@@ -160,13 +143,6 @@ def test_a_file_without_one_for_held_out_prompts_lends_its_last_rows(monkeypatch
     warmstart(tmp_path / "model", DataConfig(path=str(path)), replace(TINY, steps=1), str)
     fitted, held_out = [[question.answer for question in some] for some in asked]
     assert fitted == [str(i) for i in range(100, 138)] and held_out == ["138", "139"]
-
-
-def test_what_all_questions_begin_with_is_one_token():
-    tokenizer = build_tokenizer(training_questions(replace(DATA, task_size=200)))
-    text = "State the final answer to the following arithmetic problem: 48 - 5 ="
-    words = tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
-    assert words == [text.partition(" 48")[0], " 4", "8", " -", " 5", " ="]
 
 
 def test_regular_expression_characters_in_the_questions_are_only_characters():
