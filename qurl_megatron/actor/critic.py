@@ -17,8 +17,6 @@ from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.trained import Trained, with_optimizer
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.config import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import Arch
 
 
 class Critic(Trained):
@@ -32,7 +30,7 @@ class Critic(Trained):
         optimizer: OptimizerConfig,
         ranks: Ranks,
     ) -> "Critic":
-        """Load the body of ``critic.path``, or of ``model.path``, under a head of zeros.
+        """Load the body of ``model.path`` under a head of zeros.
 
         No engine ever runs it, so no UAQ factor is folded in, and one that a checkpoint has is
         taken out.
@@ -41,13 +39,10 @@ class Critic(Trained):
             optimizer: the policy's; learning rate and warm-up are replaced by the critic's own.
 
         Raises:
-            ConfigError: the checkpoint is unusable, reads other tokens than the policy, or does not
-                divide over the ranks.
+            ConfigError: the checkpoint is unusable, or does not divide over the ranks.
         """
-        source = open_checkpoint(critic.path or model.path)
+        source = open_checkpoint(model.path)
         arch = replace(source.arch, tied=False)  # there is no output layer to tie
-        if critic.path:
-            _check_body(arch, critic.path, model.path, parallel)
         config = transformer_config(arch, model, parallel)
         gpt = build_model(arch, config, ranks)
         if ranks.last_stage:
@@ -100,16 +95,3 @@ class ValueHead(nn.Module):
                 values, tensor_parallel_output_grad=False, group=self.group
             )
         return values, None
-
-
-def _check_body(arch: Arch, path: str, policy_path: str, parallel: ParallelConfig) -> None:
-    vocab = open_checkpoint(policy_path).arch.vocab
-    if arch.vocab != vocab:
-        raise ConfigError(
-            f"critic.path={path} has a vocabulary of {arch.vocab} tokens where the policy's, "
-            f"{policy_path}, has {vocab}; the critic must read the same tokens"
-        )
-    try:
-        arch.check_parallel(parallel.tensor, parallel.pipeline)
-    except ConfigError as error:
-        raise ConfigError(f"critic.path={path}: {error}") from None

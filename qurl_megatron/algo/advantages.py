@@ -12,16 +12,12 @@ responses of this rank; N = tokens of these one response after the other, L = to
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.algo.segments import padded, unpadded
-
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
-GroupKind = Literal["grpo", "dr_grpo", "rloo"]
 
 # Keeps the division defined; small against any spread of rewards that means something.
 STD_EPSILON = 1e-6
@@ -32,7 +28,7 @@ VARIANCE_EPSILON = 1e-8
 def token_advantages(
     rewards: Tensor,
     lengths: Sequence[int] | Tensor,
-    kind: AdvantageKind = "grpo",
+    kind: str = "grpo",
     *,
     group_size: int,
     indices: Sequence[int] | Tensor | None = None,
@@ -69,7 +65,7 @@ def token_advantages(
     return ESTIMATES[kind](facts)
 
 
-def group_advantages(rewards: Tensor, kind: GroupKind = "grpo") -> Tensor:
+def group_advantages(rewards: Tensor, kind: str = "grpo") -> Tensor:
     """Advantage of every response over its group, [P, G] -> [P, G].
 
     A group whose rewards are all equal (a group of one, too) says nothing about which response is
@@ -196,15 +192,12 @@ def _accumulated(rows_RL: Tensor, factor: float) -> Tensor:
     return columns_LR.T
 
 
-def whitened(
-    values: Tensor, *, group: dist.ProcessGroup | None = None, centre: bool = True
-) -> Tensor:
+def whitened(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """Values with mean 0 and deviation 1 over all tokens of all ranks, [N] -> [N], detached.
 
     Args:
         values: this rank's tokens; N may differ between ranks, and be 0.
         group: over which mean and variance are taken, in one all-reduce; None: these values alone.
-        centre: False leaves the mean where it was.
 
     The variance is the unbiased one. A single token becomes 0, as do tokens all alike.
     """
@@ -215,8 +208,7 @@ def whitened(
     count, total, squares = sums
     mean = total / count.clamp(min=1)
     variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
-    scaled = (x - mean) / (variance + VARIANCE_EPSILON).sqrt()
-    return (scaled if centre else scaled + mean).to(values.dtype)
+    return ((x - mean) / (variance + VARIANCE_EPSILON).sqrt()).to(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -251,7 +243,7 @@ class BatchFacts:
         return whitened(to_come_N, group=self.group)
 
 
-def over_group(kind: GroupKind, known: BatchFacts) -> tuple[Tensor, None]:
+def over_group(kind: str, known: BatchFacts) -> tuple[Tensor, None]:
     """Each response against the others to its prompt; all its tokens alike."""
     groups_PG = known.penalised().view(-1, known.group_size)
     worth_R = group_advantages(groups_PG, kind).flatten()

@@ -18,14 +18,11 @@ charges a token with the divergence that follows from it.)
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.algo.ratios import MAX_LOG_RATIO
-
-EstimatorKind = Literal["k1", "k2", "k3"]
 
 
 def k1(sampler: Tensor, other: Tensor) -> Tensor:
@@ -48,9 +45,7 @@ def k3(sampler: Tensor, other: Tensor) -> Tensor:
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def kl_penalty(
-    current: Tensor, reference: Tensor, kind: EstimatorKind, *, highest: float = 0.0
-) -> Tensor:
+def kl_penalty(current: Tensor, reference: Tensor, kind: str, *, highest: float = 0.0) -> Tensor:
     """Return each token's penalty for its distance from the reference, to be averaged.
 
     Args:

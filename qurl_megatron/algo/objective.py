@@ -16,15 +16,12 @@ Shapes: N = response tokens of a microbatch, R = its responses.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo.ratios import RATIOS, RatioKind, RhoLevel, bounded_exp, importance_ratio
-
-ObjectiveKind = Literal["naive", "proximal", "decoupled", "tis", "acr", "icepop"]
-SurrogateKind = Literal["clip", "cispo"]
+from qurl_megatron.algo.ratios import RATIOS, bounded_exp, importance_ratio
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def objective(
     behaviour: Tensor,
     advantages: Tensor,
     *,
-    kind: ObjectiveKind = "acr",
+    kind: str = "acr",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     cap: float = 2.0,
@@ -110,13 +107,13 @@ def objective_terms(
     behaviour: Tensor,
     advantages: Tensor,
     *,
-    kind: ObjectiveKind = "acr",
+    kind: str = "acr",
     limits: Limits = DEFAULT,
-    level: RhoLevel = "token",
-    ratio: RatioKind = "token",
+    level: str = "token",
+    ratio: str = "token",
     owners: Tensor | None = None,
     responses: int | None = None,
-    surrogate: SurrogateKind = "clip",
+    surrogate: str = "clip",
     keep: Tensor | None = None,
 ) -> ObjectiveTerms:
     """The objective, and the facts per token that the trainer logs as fractions.

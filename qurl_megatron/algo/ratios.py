@@ -14,14 +14,11 @@ a token belongs to. Where only single tokens are compared, any shape will do.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from qurl_megatron.algo.segments import mean_per_response, sum_per_response
-
-RhoLevel = Literal["token", "sequence", "geometric"]
-RatioKind = Literal["token", "sequence"]
 
 # exp(20) = 5e8: far outside every clip range, far inside float32.
 MAX_LOG_RATIO = 20.0
@@ -36,7 +33,7 @@ def importance_ratio(
     proximal: Tensor,
     behaviour: Tensor,
     *,
-    level: RhoLevel = "token",
+    level: str = "token",
     owners: Tensor | None = None,
     responses: int | None = None,
 ) -> Tensor:
@@ -98,7 +95,7 @@ class Ratio:
     """The ratio that the surrogate clips."""
 
     log_ratio: Callable[[Tensor, Tensor, Any, Any], Tensor]  # owners and R, or None
-    level: RhoLevel  # of the rho on the same scale
+    level: str  # of the rho on the same scale
 
 
 RATIOS: dict[str, Ratio] = {

@@ -16,17 +16,14 @@ TAKERS = ("overrides", "words")  # arguments that take settings of the recipe
 
 
 class Parser(argparse.ArgumentParser):
-    """Exit with status 2 and one sentence that names the likely word.
-
-    Options may be written with underscores for dashes, as torchrun's may.
-    """
+    """Exit with status 2 and one sentence that names the likely word."""
 
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else list(args)
         end = args.index("--") if "--" in args else len(args)
-        self._given = args[:end] = [self._with_dashes(word) for word in args[:end]]
+        self._given = args[:end]
         parsed, unparsed = super().parse_known_args(args, namespace)
         for word in unparsed:
             if word.startswith("-"):
@@ -51,11 +48,6 @@ class Parser(argparse.ArgumentParser):
                 if self._is_unknown(word):  # the missing one, misspelt
                     message = self._unknown(word)
         self.exit(2, printable(f"{self.prog}: {message}\n"))
-
-    def _with_dashes(self, word: str) -> str:
-        name, equals, value = word.partition("=")
-        dashed = name.replace("_", "-")
-        return f"{dashed}{equals}{value}" if dashed in self._option_string_actions else word
 
     def _is_unknown(self, word: str) -> bool:
         name = word.partition("=")[0]

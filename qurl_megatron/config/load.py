@@ -30,6 +30,7 @@ REMOVED = {
     "correction.normalise": "correction.level=geometric keeps weights near 1; leave the key out",
     "job.retries": "a run is tried again as long as attempts save checkpoints; leave the key out",
     "node.interfaces": "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in [site.environment]",
+    "critic.path": "its body is model.path's; leave the key out",
     "reward.batched": "a function gets one response a call; leave the key out, or score many at "
     "once behind reward.url",
     "reward.mix": "have reward.function add up what it likes, ours among them (docs/rewards.md)",

@@ -293,12 +293,8 @@ class CorrectionConfig(Section, name="correction", on_resume="fork"):
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(Section, name="critic", on_resume="fork"):
-    """The value model of algo.advantage=gae: the policy's shape with one output, its own
+    """The value model of algo.advantage=gae: model.path's body, a new head with one output, its own
     optimizer."""
-
-    path: str = ""
-    """Checkpoint for the critic's body (from a run folder, its policy); empty: model.path. The head
-    is always new."""
 
     lr: float = key(1e-5, at_least(0), on_resume="change")
     warmup_steps: int = key(0, at_least(0), on_resume="change")

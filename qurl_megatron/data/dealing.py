@@ -42,15 +42,22 @@ def deal(
     Args:
         lengths: of prompt and response, for each response, as they will be laid out.
         ranks: data-parallel ones.
-        micro_batch, budget, packed: as in ``into_microbatches``.
+        micro_batch: responses per forward/backward pass, where there is no budget.
+        budget: positions per pass; 0: none. Passes are then ``plan_passes``'.
+        packed: responses lie end to end.
     """
-    return [
-        [
-            into_microbatches(share, lengths, micro_batch, budget=budget, packed=packed)
-            for share in over_ranks(minibatch, lengths, ranks, evenly=budget > 0)
-        ]
-        for minibatch in minibatches
-    ]
+
+    def passes_of(share: Sequence[int]) -> list[list[int]]:
+        if not budget:
+            return _chunks(share, micro_batch)
+        passes = plan_passes([lengths[i] for i in share], budget, packed=packed)
+        return [[share[k] for k in together] for together in passes]
+
+    dealt = []
+    for minibatch in minibatches:
+        shares = over_ranks(minibatch, lengths, ranks, evenly=budget > 0)
+        dealt.append([passes_of(share) for share in shares])
+    return dealt
 
 
 def over_ranks(
@@ -69,22 +76,6 @@ def over_ranks(
     for i, share in zip(longest_first, cycle([*shares, *reversed(shares)]), strict=False):
         share.append(i)
     return shares
-
-
-def into_microbatches(
-    share: Sequence[int], lengths: Sequence[int], micro_batch: int, *, budget: int, packed: bool
-) -> list[list[int]]:
-    """The responses of each forward/backward pass of a rank.
-
-    Args:
-        micro_batch: responses per pass, where there is no budget.
-        budget: positions per pass; 0: none. Passes are then ``plan_passes``'.
-        packed: responses lie end to end.
-    """
-    if not budget:
-        return _chunks(share, micro_batch)
-    passes = plan_passes([lengths[i] for i in share], budget, packed=packed)
-    return [[share[k] for k in together] for together in passes]
 
 
 def plan_passes(lengths: Sequence[int], budget: int, *, packed: bool) -> list[list[int]]:

@@ -32,8 +32,6 @@ def _seconds(says: str) -> Known:
 
 
 METRICS: dict[str, Known] = {
-    "data/too_long": Known("training prompts that are too long"),
-    "data/held_out_too_long": Known("held-out prompts that are too long"),
     "reward/mean": Known("mean reward of the responses that are learnt from"),
     "reward/std": Known("its spread over these responses"),
     "reward/mean_generated": Known("the mean with the groups that dynamic sampling dropped"),

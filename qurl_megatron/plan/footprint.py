@@ -148,7 +148,7 @@ def footprint(config: RunConfig, models: Models | None = None, *, gpu_gib: float
         ConfigError: no model is found, or it does not divide over the ranks or engines.
     """
     models = models or find_models(config)
-    check_division(config, models)
+    check_division(config, models.policy)
     passed = _pass(config)
     stages = [_stage(config, models, passed, index) for index in range(config.parallel.pipeline)]
     gpu = int(gpu_gib * GIB)

@@ -178,6 +178,4 @@ def sources(config: RunConfig, *, resumed: bool) -> dict[str, str]:
         paths["model.path"] = config.model.path
     if reference and config.algo.reference:
         paths["algo.reference"] = config.algo.reference
-    if not resumed and config.algo.advantage == "gae" and config.critic.path:
-        paths["critic.path"] = config.critic.path
     return paths

@@ -21,7 +21,7 @@ from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import Interrupted
 from qurl_megatron.kit.stop import stop_comes
-from qurl_megatron.observe.metrics import Max, Metric, Timer
+from qurl_megatron.observe.metrics import Metric, Timer
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import Span
 from qurl_megatron.rewards import RewardPool
@@ -263,9 +263,6 @@ class Lead:
         if self._turns:
             metrics |= conversation_metrics(samples)
         metrics |= draft.graded.metrics()
-        metrics["data/too_long"] = Max(len(self.prompts.too_long))
-        if config.train.eval_prompts:
-            metrics["data/held_out_too_long"] = Max(self.prompts.held_out_too_long)
         if reward.overlong_fraction > 0:
             penalty = mean_overlong_penalty(samples, rollout.max_new_tokens, reward)
             metrics["reward/overlong_penalty"] = penalty

@@ -37,47 +37,26 @@ def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
         from qurl_megatron.training.warmstart import shape_of  # it needs torch
 
         path = Path(config.model.path) / "config.json"
-        policy = critic = read_arch(shape_of(config.data, config.warmstart))
+        policy = read_arch(shape_of(config.data, config.warmstart))
     else:
-        path = _find("model.path", config.model.path, model_config)
-        policy = critic = read_arch(read_json(path))
+        path = _find(config.model.path, model_config)
+        policy = read_arch(read_json(path))
     if config.algo.advantage != "gae":
         return Models(path, policy, None)
-    if config.critic.path:
-        critic = read_arch(read_json(_find("critic.path", config.critic.path, None)))
-    return Models(path, policy, replace(critic, tied=False))
+    return Models(path, policy, replace(policy, tied=False))
 
 
-def check_division(config: RunConfig, models: Models) -> None:
-    """Refuse a layout that the models do not divide over.
-
-    Raises:
-        ConfigError: policy or critic do not divide over the ranks, or Megatron does not compute
-            them so.
-    """
-    _check_megatron(config, models.policy)
-    if not engine_divides(models.policy, config.engine_tensor):
+def check_division(config: RunConfig, arch: Arch) -> None:
+    """Raise ``ConfigError`` where the model does not divide over the ranks of trainer or engines,
+    or Megatron does not compute it so."""
+    parallel = config.parallel
+    arch.check_parallel(parallel.tensor, parallel.pipeline)
+    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
+    if not engine_divides(arch, config.engine_tensor):
         raise ConfigError(
             f"rollout.engine_tensor={config.engine_tensor} does not divide the model's "
-            f"num_attention_heads={models.policy.heads} and "
-            f"num_key_value_heads={models.policy.kv_heads}"
+            f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
         )
-    if models.critic:
-        try:
-            _check_megatron(config, models.critic)
-        except ConfigError as error:
-            raise ConfigError(f"critic.path={config.critic.path}: {error}") from None
-
-
-def check_layout(config: RunConfig) -> None:
-    """``check_division``, as far as it takes a moment: of models whose sizes are known.
-
-    Raises:
-        ConfigError: as ``check_division``; a config.json that is there cannot be read.
-    """
-    path = Path(config.model.path)
-    if path.exists() or _shipped(path).is_file():
-        check_division(config, find_models(config))
 
 
 def engine_divides(arch: Arch, tensor: int) -> bool:
@@ -85,14 +64,8 @@ def engine_divides(arch: Arch, tensor: int) -> bool:
     return not (arch.heads % tensor or (arch.kv_heads % tensor and tensor % arch.kv_heads))
 
 
-def _check_megatron(config: RunConfig, arch: Arch) -> None:
-    parallel = config.parallel
-    arch.check_parallel(parallel.tensor, parallel.pipeline)
-    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
-
-
-def _find(key: str, model_path: str, given: Path | None) -> Path:
-    """The config.json of the checkpoint that ``key`` names."""
+def _find(model_path: str, given: Path | None) -> Path:
+    """The config.json of ``model.path``."""
     if given is not None:
         path = given / "config.json" if given.is_dir() else given
         if not path.is_file():
@@ -103,16 +76,11 @@ def _find(key: str, model_path: str, given: Path | None) -> Path:
         folder = description_of(folder)
         arch_of(folder)  # raises the fault of a broken folder
         return folder / "config.json"
-    shipped = _shipped(folder)
+    shipped = SHAPES / folder.name / "config.json"
     if not shipped.is_file():
         shapes = ", ".join(sorted(p.name for p in SHAPES.glob("*/")))
         raise ConfigError(
-            f"{key}={model_path} does not exist, and launch/models has no {folder.name} "
+            f"model.path={model_path} does not exist, and launch/models has no {folder.name} "
             f"(but {shapes}); name the model's config.json with --config"
         )
     return shipped
-
-
-def _shipped(model_path: Path) -> Path:
-    """The config.json that ships for a model of that name, where one does."""
-    return SHAPES / model_path.name / "config.json"

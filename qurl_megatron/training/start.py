@@ -68,7 +68,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     if not path.exists() and (placed or not config.warmstart.steps):
         raise ConfigError(_missing(config))
     models = find_models(config)
-    check_division(config, models)
+    check_division(config, models.policy)
     for check in _model_checks(config, models.policy):
         check()
     if placed:

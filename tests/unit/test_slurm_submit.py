@@ -159,7 +159,6 @@ def test_the_script_is_printed_without_any_check(here, slurm, capsys, monkeypatc
     [
         (["model.path=nowhere"], "`qurl train RECIPE train.steps=0`, called here once, makes it"),
         (["model.path=nowhere", "warmstart.steps=0"], "set it to a checkpoint that is there"),
-        (["algo.advantage=gae", "critic.path=Qwen2.5-14B"], "critic.path=Qwen2.5-14B does not exi"),
         (['data.task=""', "data.path=x.jsonl"], "data.path=x.jsonl: x.jsonl cannot be read (No"),
         (["train.run_dir=/elsewhere/run"], "which lies in none of site.shared="),
         (["parallel.data=6", "train.micro_batch=8", "data.prompts_per_step=60"], "12 ranks"),
@@ -173,9 +172,7 @@ def test_what_would_fail_in_the_first_minute_is_said_at_once(
     assert slurm.called == []
 
 
-CRITIC = ("algo.advantage=gae", "critic.path={}")
-REFERENCE = ("algo.kl_coef=0.1", "algo.reference={}")
-CHECKPOINTS = [("model.path={}",), CRITIC, REFERENCE]
+CHECKPOINTS = [("model.path={}",), ("algo.kl_coef=0.1", "algo.reference={}")]
 
 
 def elsewhere(model: Path, here: Path, words: tuple[str, ...]) -> tuple[Path, list[str]]:
@@ -230,10 +227,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_must_be_readable(here, slurm, mo
     newest = megatron_checkpoint(model, here / "run/checkpoints/step_000003")
     (newest / "state.json").write_text('{"step": 3}')
     (newest / "__0_0.distcp").write_text("weig")  # ranks set it aside, and take an older one
-    # It has a critic of its own, and does not read the recipe's.
-    copy, named = elsewhere(model, here, CRITIC)
-    (copy / "model.safetensors").unlink()
-    assert submit(model, *named, "--dry-run") == 0
+    assert submit(model, "--dry-run") == 0
     (newest / "__0_0.distcp").unlink()
     (newest / "__0_0.distcp").symlink_to("/proc/self/mem")
     error = refused(capsys, model)
@@ -244,7 +238,6 @@ def test_the_checkpoint_that_a_run_goes_on_from_must_be_readable(here, slurm, mo
     "words",
     [
         ("model.path={}/other",),
-        ("algo.advantage=gae", "critic.path={}/other"),
         ("algo.kl_coef=0.1", "algo.reference={}/other"),
         ('data.task=""', "data.path={}/prompts.jsonl"),
         ("data.eval_path={}/prompts.jsonl",),
@@ -269,7 +262,7 @@ def test_what_the_recipe_names_must_lie_where_all_nodes_see_it(
     assert "which lies in none of site.shared=" in error
 
 
-@pytest.mark.parametrize("words", [("sync.dir=/dev/shm",), ("critic.path=/nowhere",)])
+@pytest.mark.parametrize("words", [("sync.dir=/dev/shm",), ("algo.name=ppo",)])
 def test_what_no_other_node_or_no_rank_reads_may_lie_anywhere(words, here, slurm, model):
     shares(here, here, model)
     assert submit(model, *words, "--dry-run") == 0

@@ -155,11 +155,6 @@ def test_a_newest_checkpoint_without_a_readable_state_does_not_pass_for_the_last
             {"model.path": "m", "algo.reference": "r"},
             {"algo.reference": "r"},
         ),
-        (
-            ["algo.advantage=gae", "critic.path=c"],
-            {"model.path": "m", "critic.path": "c"},
-            {},
-        ),
     ],
 )
 def test_a_resumed_run_needs_no_checkpoint_but_its_own_and_the_references(
