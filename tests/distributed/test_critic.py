@@ -5,14 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qurl_megatron.actor.megatron import Axis, megatron_runtime
+from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import CriticConfig, OptimizerConfig, TrainConfig
-from qurl_megatron.data.responses import Responses
-from qurl_megatron.observe.metrics import values
 from tests.support.cases import all_but
 from tests.support.critics import (
     HEAD,
-    SAMPLES,
     build,
     expected_of,
     learn,
@@ -150,43 +147,3 @@ def test_a_body_is_exact_in_fp32_and_not_folded(family, backend, tmp_path):
     config = recipe(body, {}, dtype="bfloat16")
     expected = {name: value for name, value in plain.items() if name != "lm_head.weight"}
     run_on_ranks(check_masters, 1, backend, tmp_path, config, expected)
-
-
-def check_reading(device) -> None:
-    from qurl_megatron.data.pack import pad_samples
-    from qurl_megatron.training.losses import ValueLoss
-
-    context = Axis(None, 0, 1)
-    sample = next(s for s in SAMPLES if len(s.response_ids) >= 2)
-    sample = replace(
-        sample,
-        response_ids=sample.response_ids[:2],
-        behaviour_log_probs=(0.0, 0.0),
-        written=None,
-        versions=((0, 2),),
-    )
-    start = len(sample.prompt.input_ids)
-    batch = pad_samples(Responses.of([sample]), [0], [0.5], length=12)
-    batch = replace(batch, values=torch.tensor([0.0, 1.0]), returns=torch.tensor([1.0, 0.0]))
-    output = torch.zeros(1, 12, 1)
-    output[0, start - 1], output[0, start] = 0.5, 0.5
-    output.requires_grad_()
-    loss, metrics = ValueLoss(context, clip=0.2)(output, batch)
-    # Both have moved by 0.5 towards their returns, where 0.2 counts: (0.2 - 1)^2 and (0.8 - 0)^2.
-    assert loss.item() == pytest.approx(0.5 * 0.64 / 2 + 0.5 * 0.64 / 2)
-    loss.backward()
-    assert not output.grad.any()
-    free, _ = ValueLoss(context, clip=0)(output, batch)
-    free.backward()
-    expected = torch.zeros(1, 12, 1)
-    expected[0, start - 1], expected[0, start] = 0.5 * (0.5 - 1.0), 0.5 * (0.5 - 0.0)
-    torch.testing.assert_close(output.grad, expected)
-    seen = values(metrics)
-    assert (seen["critic/value_mean"], seen["critic/return_mean"]) == (0.5, 0.5)
-    assert seen["critic/clip_fraction"] == 1.0
-    # Errors 1 and -1 vary four times as much as the returns 1 and 0.
-    assert seen["critic/explained_variance"] == pytest.approx(-3.0)
-
-
-def test_a_value_is_read_where_the_token_before_is_and_the_clip_holds_it_back(backend, tmp_path):
-    run_on_ranks(check_reading, 1, backend, tmp_path)

@@ -74,13 +74,6 @@ def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted
     assert left.returncode == 1, left.stdout
 
 
-def test_started_again_a_finished_run_says_so(recipe, uninterrupted):
-    command = ("train", recipe, "parallel.tensor=2", f"train.run_dir={uninterrupted}")
-    again = qurl(*command, "optimizer.lr=1e-3")
-    assert again.returncode == 0 and "has all 4 steps" in again.stdout
-    assert "not used, as no step was left to do: optimizer.lr 0.0001 -> 0.001" in again.stdout
-
-
 def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(
     recipe, uninterrupted
 ):
@@ -356,15 +349,6 @@ def test_variants_run(recipe, uninterrupted, overrides):
     assert unknown(run_dir) == set()
 
 
-def test_a_run_directory_is_not_shared_by_two_recipes(recipe, uninterrupted):
-    done = qurl(
-        "train", recipe, "quant.scheme=fp8", "train.steps=9", f"train.run_dir={uninterrupted}"
-    )
-    assert done.returncode == 2
-    assert "holds another run (quant.scheme int8 -> fp8); undo that" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_fork_goes_on_from_the_checkpoint_with_what_may_not_change_and_tells_of_it(
     recipe, uninterrupted
 ):
@@ -391,30 +375,6 @@ def test_a_fork_goes_on_from_the_checkpoint_with_what_may_not_change_and_tells_o
     assert len(set(asked)) == len(asked) >= 8
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["quant.shceme=int8"], "unknown key quant.shceme; did you mean quant.scheme?"),
-        (
-            ["parallel.tensor=3"],
-            "parallel.tensor=3 does not divide the model's num_attention_heads=4",
-        ),
-        (["model.path=/nowhere", "warmstart.steps=0"], "model.path=/nowhere does not exist"),
-        (["data.prompts_per_step=7"], "responses must be a multiple of"),
-        (["rollout.max_new_tokens=100000"], "rollout.max_new_tokens=100000 leaves no room"),
-        (["data.task=chain_sun"], "chain_sum"),
-        (["data.task=''", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
-    ],
-)
-def test_mistakes_are_one_sentence_and_exit_code_2(
-    recipe, uninterrupted, arguments, message, tmp_path
-):
-    done = qurl("train", recipe, *arguments, f"train.run_dir={tmp_path / 'run'}")
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("qurl: ") and done.stderr.count("\n") == 1, done.stderr
-    assert message in done.stderr
-
-
 def test_a_host_of_another_machine_is_a_mistake_before_models_and_engines(
     recipe, uninterrupted, tmp_path
 ):
@@ -425,38 +385,6 @@ def test_a_host_of_another_machine_is_a_mistake_before_models_and_engines(
     assert "loading" not in done.stdout and "starting 2 embedded" not in done.stdout, done.stdout
 
 
-def test_a_mistake_that_only_one_later_rank_meets_is_told_too(recipe, uninterrupted, tmp_path):
-    """The output layer is loaded by the last pipeline stage alone."""
-    from safetensors.torch import load_file, save_file
-
-    broken = tmp_path / "model"
-    shutil.copytree(recipe.parent / "model", broken)
-    tensors = load_file(broken / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, broken / "model.safetensors")
-    done = qurl(
-        "train",
-        recipe,
-        f"model.path={broken}",
-        "parallel.pipeline=2",
-        f"train.run_dir={tmp_path / 'run'}",
-    )
-    assert done.returncode == 2, done.stderr
-    assert "tensor lm_head.weight is not in the checkpoint" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_run_directory_in_use_is_refused(recipe, uninterrupted):
-    import fcntl
-
-    with (uninterrupted / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = qurl(
-            "train", recipe, "parallel.tensor=2", "train.steps=9", f"train.run_dir={uninterrupted}"
-        )
-    assert done.returncode == 2 and "is in use by a run that has not ended" in done.stderr
-
-
 def test_help_is_quick_and_show_prints_the_recipe(recipe):
     imported = qurl("--help", PYTHONPROFILEIMPORTTIME="1").stderr
     assert "argparse" in imported and "torch" not in imported
@@ -464,8 +392,3 @@ def test_help_is_quick_and_show_prints_the_recipe(recipe):
     assert shown.returncode == 0 and 'scheme = "fp8"' in shown.stdout
     environment = qurl("show", "--env")
     assert environment.returncode == 0 and "megatron-core" in environment.stdout
-
-
-def test_a_report_of_nothing_is_one_sentence(tmp_path):
-    done = qurl("report", tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1

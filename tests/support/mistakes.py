@@ -50,10 +50,6 @@ MISTAKES = [
     Mistake("blanks around =", f"{TRAIN} train.steps = 3", "'train.steps'", "section.key=value"),
     Mistake("no section", f"{TRAIN} steps=3", "'steps=3'", "did you mean train.steps=3?"),
     Mistake("a setting with dashes", f"{TRAIN} --steps 3", "--steps", ": train.steps=3"),
-    Mistake("the wrong case", f"{TRAIN} quant.scheme=INT8", "'INT8'", "did you mean 'int8'?"),
-    Mistake("a word for a number", f"{TRAIN} train.steps=ten", "train.steps", "of type int"),
-    Mistake("an endless number", f"{TRAIN} optimizer.lr=inf", "optimizer.lr", "of at most"),
-    Mistake("greedy rollouts", f"{TRAIN} rollout.temperature=0", "temperature", "0.001 or more"),
     # Data.
     Mistake(
         "no such file", f"{TRAIN} data.path=train.jsonl", "data.path=train.jsonl", "so that is"
@@ -65,24 +61,6 @@ MISTAKES = [
         f"{TRAIN} data.prompt_key=question",
         "line 1 has no question",
         "it has prompt, answer, price: name the right one in data.prompt_key",
-    ),
-    Mistake(
-        "no column of prompts",
-        f"{TRAIN} data.path=mine/text.jsonl",
-        "mine/text.jsonl line 1 has no prompt",
-        "name the right one in data.prompt_key",
-    ),
-    Mistake(
-        "half a line",
-        f"{TRAIN} data.path=mine/half.jsonl",
-        "mine/half.jsonl line 2 is not valid JSON",
-        "write each object on one line",
-    ),
-    Mistake(
-        "a list of answers",
-        f"{TRAIN} data.path=mine/answers.jsonl",
-        "mine/answers.jsonl line 1",
-        "must be text or a number",
     ),
     Mistake(
         "chats for a model without a template",
@@ -156,7 +134,6 @@ MISTAKES = [
         "rollout.sglang_python = mine/python does not exist",
         "make sglang",
     ),
-    Mistake("another engine", f"{TRAIN} rollout.backend=vllm", "'vllm'", "one of embedded, sglang"),
     # The model.
     Mistake(
         "no such model",
@@ -249,9 +226,6 @@ DATA = {
     "held_out.jsonl": ROW.replace("9", "8").replace("2", "1"),
     "a.csv": "prompt,answer\n",
     "empty.jsonl": "",
-    "text.jsonl": ROW.replace("prompt", "text"),
-    "half.jsonl": ROW + ROW[:20],
-    "answers.jsonl": ROW.replace("2", "[2]"),
     "chats.jsonl": ROW.replace('"paid 9 for 7:"', '[{"role": "user", "content": "paid 9"}]'),
     "raises.py": "raise RuntimeError('no licence')\n",
     "syntax.py": "def change(:\n",

@@ -42,14 +42,6 @@ def test_a_minibatch_of_whole_groups_holds_all_responses_to_its_prompts(seed):
     assert {len(minibatch) for minibatch in minibatches} == {512}
 
 
-@pytest.mark.parametrize("evenly", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_rank_gets_as_many_responses(ranks, evenly):
-    shares = over_ranks(range(16), LENGTHS, ranks, evenly=evenly)
-    assert sorted(i for share in shares for i in share) == list(range(16))
-    assert {len(share) for share in shares} == {16 // ranks}
-
-
 def test_data_ranks_get_like_loads_and_as_many_responses():
     lengths = [1, 2, 3, 4, 50, 60, 70, 100]
     shares = over_ranks(range(8), lengths, 2, evenly=True)

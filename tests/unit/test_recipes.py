@@ -160,15 +160,6 @@ def test_the_papers_rl_on_quantized_rollouts_is_its_eq_1(name):
     assert "algo.objective=proximal" in overrides.partition("(")[0]
 
 
-@pytest.mark.parametrize("name", [name for name in ON_GPUS if not name.startswith("gsm8k")])
-def test_a_comment_on_the_prompts_of_a_minibatch_is_true(name):
-    text = (ROOT / "launch/recipes" / f"{name}.toml").read_text(encoding="utf-8")
-    (prompts,) = re.findall(r"^minibatches = .* of (\d+) prompts", text, re.MULTILINE)
-    config = recipe(name)
-    assert config.algo.deal == "groups"
-    assert config.data.prompts_per_step == int(prompts) * config.algo.minibatches
-
-
 def test_each_deepscaler_stage_begins_where_the_one_before_ends():
     for n in (1, 2):
         before = recipe(f"deepscaler_1.5b_stage{n}")

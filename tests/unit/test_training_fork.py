@@ -108,15 +108,6 @@ def test_prompts_begin_anew_where_they_are_others(source, recipe, override, kept
     assert (state.cursor is not None) == kept and state.accuracy is state.accuracy_before is None
 
 
-def test_a_fork_is_to_evaluate_what_it_begins_with_where_its_recipe_evaluates(source, recipe):
-    evaluates = "train.eval_prompts=8"
-    (source / "config.toml").unlink()
-    claim(source, recipe(f"train.run_dir={source}", evaluates)).close()
-    fork(source, recipe(evaluates))
-    begun = TrainState(step=3, cursor={"epoch": 1}, unevaluated=True, begun=3)
-    assert TrainState.read(latest(source.parent / "new")) == begun
-
-
 def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_path):
     """A run refuses to go on then, and a fork of it begins; held-out prompts may be the same."""
     path, held_out = tmp_path / "data.jsonl", tmp_path / "eval.jsonl"

@@ -17,7 +17,6 @@ from qurl_megatron.training.lead import Lead
 from qurl_megatron.training.state import TrainState
 from tests.support.descriptions import RECIPE_TEXT
 from tests.support.fake_engine import FakeEngine, token_at
-from tests.support.waiting import wait_until
 
 NEW = 3  # tokens of each response
 FRESH = TrainState()
@@ -181,17 +180,6 @@ def test_a_journal_that_is_full_ends_the_run_before_the_next_rollout(make):
     with pytest.raises(ConfigError, match="the disk is full"):
         made.take(1)
     assert not made.engine.bodies("/generate")
-
-
-def test_batches_may_begin_a_version_early_and_tell_how_old_they_are(make):
-    made = make(FRESH, "rollout.max_staleness=1")
-    made.publish(0)  # which is as good for step 2 as for step 1
-    made.take(1)
-    wait_until(lambda: all(batch.future.done() for batch in made.source._ahead._pending))
-    made.publish(1)
-    _, rollout = made.take(2)
-    measured = values(rollout.metrics)
-    assert (measured["sync/version"], measured["sync/staleness"]) == (1, 1)
 
 
 @pytest.mark.parametrize("each", [1, 3])

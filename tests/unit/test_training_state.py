@@ -1,6 +1,5 @@
 """A run's folder: claimed in one piece, and what is wrong with it said in one sentence."""
 
-import json
 import shutil
 import subprocess
 from dataclasses import replace
@@ -16,7 +15,6 @@ from qurl_megatron.training.inputs import sources
 from qurl_megatron.training.loop import with_advice
 from qurl_megatron.training.start import (
     _already_done,
-    start,
 )
 from qurl_megatron.training.state import (
     RECIPE,
@@ -182,19 +180,10 @@ def test_the_refusal_names_the_keys_and_both_ways_out(begun, tmp_path):
     assert f"train.run_dir={run} --fork NEW_RUN_DIR" in message
 
 
-def test_a_layout_that_no_model_can_have_is_refused_before_a_model_is_made(tmp_path, begun):
-    shape = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=128)
-    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
-    shape |= dict(model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu")
-    there, to_be_made = tmp_path / "model", tmp_path / "none"
-    there.mkdir()
-    (there / "config.json").write_text(json.dumps(shape))
-    beside = f"train.run_dir={begun.parent}--parallel.tensor-3"
-    for path in (there, to_be_made):
-        more = ["parallel.tensor=3", "warmstart.steps=5", f"model.path={path}", beside]
-        with pytest.raises(ConfigError, match="tensor=3 does not divide the model's num_attention"):
-            start(load(tmp_path / "recipe.toml", more))
-    assert not to_be_made.exists()
+def test_a_run_directory_in_use_is_refused(config, tmp_path):
+    message = "run is in use by a run that has not ended"
+    with claim(tmp_path / "run", config), pytest.raises(ConfigError, match=message):
+        claim(tmp_path / "run", config)
 
 
 def test_changes_are_told_again_until_they_are_kept(config, begun, tmp_path):
