@@ -14,7 +14,6 @@ from tests.slurm.runs import (
     OPTIONS,
     STEPS,
     decisions,
-    ended_attempts,
     measured,
     steps_done,
 )
@@ -78,18 +77,3 @@ def test_a_bad_node_is_excluded_and_the_job_goes_on_elsewhere(user: User, hide_t
     assert user.slurm.facts(job)["NodeList"] == "roll2,train1"
     assert {*bad_nodes(run_dir)} <= {"roll1", "train2"}
     assert steps_done(run_dir) == 6
-
-
-def test_a_bad_node_without_another_in_its_place_ends_the_job_with_a_sentence(
-    user: User, hide_torch
-):
-    hide_torch("train1")
-    user.describe(examine_s=EXAMINE_S, extra=["--nodelist=train1"])
-    job, run_dir = user.submit("stuck", *FEW)
-    assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
-    assert user.slurm.facts(job)["ExitCode"] == "7:0"
-    log = (run_dir / "slurm/job.log").read_text()
-    assert f"node train1 is bad: {WHY}" in log
-    assert "train1 cannot be excluded (sbatch --test-only refused" in log
-    (only,) = ended_attempts(run_dir)
-    assert (only.decision, only.code) == ("stop", 7)

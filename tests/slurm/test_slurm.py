@@ -6,9 +6,7 @@ from shutil import which
 
 import pytest
 
-from qurl_megatron.checkpoints.integrity import refuse_damaged
 from qurl_megatron.cluster import folder
-from qurl_megatron.training.state import TrainState, latest
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import ROOT, User
 from tests.slurm.runs import (
@@ -32,15 +30,6 @@ from tests.support.slurm_scripts import FOLDER, READY
 def test_slurm_would_take_the_scripts_that_ship(name: str, slurm: Cluster):
     done = slurm.call("sbatch", "--test-only", FOLDER / name)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_slurm_would_refuse_is_said_before_anything_is_written(user: User):
-    user.describe(partition="nowhere")
-    run_dir = user.folder / "run"
-    done = user.slurms("submit", *_words(user, run_dir), "--cluster", user.cluster_file)
-    assert done.returncode == 2
-    assert "sbatch --test-only refused (1): invalid partition specified: nowhere" in done.stderr
-    assert not run_dir.exists()
 
 
 def test_slurms_signal_before_the_time_limit_has_the_run_save_and_go_on(user: User):
@@ -116,22 +105,6 @@ def test_engines_on_a_node_of_their_own_meet_the_trainer_before_and_after_a_requ
     assert re.search(r"engine-0 listens at http://[\d.]+:\d+", said_there)
     user.assert_key_is_kept(job, run_dir, meeting)
     assert user.footprint.left(run_dir) == []
-
-
-def test_a_run_that_scancel_ends_at_once_leaves_a_checkpoint_to_go_on_from(user: User):
-    endless = ("train.steps=100000", "checkpoint.every=1")  # it may be in the midst of a save
-    job, run_dir = user.submit("killed", *endless, ONE_RANK)
-    reaches(user, run_dir, 3)
-    user.footprint.look()
-    assert user.slurm.call("scancel", job).returncode == 0
-    assert user.slurm.ended(job) == "CANCELLED"
-    refuse_damaged(latest(run_dir))
-    step = TrainState.read(latest(run_dir)).step
-    assert 2 <= step <= steps_done(run_dir)
-    assert user.footprint.left(run_dir) == []
-    job, _ = user.submit("killed", f"train.steps={step + 1}", "checkpoint.every=1", ONE_RANK)
-    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
-    assert sorted(measured(run_dir)) == list(range(step + 2))
 
 
 def _words(user: User, run_dir: Path) -> list[str]:

@@ -16,7 +16,7 @@ from qurl_megatron.cluster.cluster import (
     JobConfig,
     load_cluster,
 )
-from qurl_megatron.config import load
+from qurl_megatron.config import RunConfig, load
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.models import tiny_checkpoint
 from tests.support.programs import Programs
@@ -76,13 +76,6 @@ def test_a_submitted_run_leaves_all_that_its_job_will_read(here, slurm, model, c
     printed = capsys.readouterr().out
     assert "job 41; run folder run" in printed
     assert "tail -F run/slurm/job.log run/slurm/latest/train-0.log" in printed
-
-
-def test_a_time_limit_that_the_partition_does_not_have_is_refused():
-    facts = {"PartitionName": "short", "MaxTime": "04:00:00"}
-    expected = "job.time_limit=24:00:00 is more than MaxTime=04:00:00 of partition short.*lower it"
-    with pytest.raises(ConfigError, match=expected):
-        checks.check_limits(JobConfig(time_limit="24:00:00"), facts)
 
 
 def test_a_dry_run_writes_and_submits_nothing(here, slurm, model, capsys):
@@ -160,6 +153,7 @@ def test_the_script_is_printed_without_any_check(here, slurm, capsys, monkeypatc
         (["model.path=nowhere"], "`qurl train RECIPE train.steps=0`, called here once, makes it"),
         (["model.path=nowhere", "warmstart.steps=0"], "set it to a checkpoint that is there"),
         (['data.task=""', "data.path=x.jsonl"], "data.path=x.jsonl: x.jsonl cannot be read (No"),
+        (["reward.kind=", "reward.function=own.py:score"], "own.py cannot be read (No such"),
         (["train.run_dir=/elsewhere/run"], "which lies in none of site.shared="),
         (["parallel.data=6", "train.micro_batch=8", "data.prompts_per_step=60"], "12 ranks"),
         (["parallel.tensor=8"], "parallel.tensor=8"),
@@ -183,27 +177,25 @@ def elsewhere(model: Path, here: Path, words: tuple[str, ...]) -> tuple[Path, li
 
 
 @pytest.mark.parametrize("words", CHECKPOINTS, ids=lambda w: w[-1])
-def test_every_checkpoint_of_the_recipe_must_have_all_its_weights(
+def test_every_checkpoint_of_the_recipe_must_be_known_readable_and_whole(
     words, here, slurm, model, capsys
 ):
     copy, named = elsewhere(model, here, words)
     assert submit(model, *named, "--dry-run") == 0
+    for file in ("model.safetensors", "config.json"):
+        (copy / file).rename(copy / "aside")
+        (copy / file).symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+        assert f"{named[-1]}: {copy}/{file} cannot be read (Input/" in refused(
+            capsys, model, *named
+        )
+        (copy / "aside").replace(copy / file)
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     (copy / "model.safetensors").rename(copy / "model-1.safetensors")
     error = refused(capsys, model, *named)
     assert f"{named[-1]}: {copy}/model.safetensors.index.json names model-2" in error
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-@pytest.mark.parametrize("words", CHECKPOINTS, ids=lambda w: w[-1])
-def test_a_file_of_a_checkpoint_that_cannot_be_read_is_named(
-    words, file, here, slurm, model, capsys
-):
-    copy, named = elsewhere(model, here, words)
-    (copy / file).unlink()
-    (copy / file).symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
-    assert f"{named[-1]}: {copy}/{file} cannot be read (Input/" in refused(capsys, model, *named)
+    (copy / "config.json").write_text('{"model_type": "mamba"}')
+    assert "mamba" in refused(capsys, model, *named)
 
 
 def megatron_checkpoint(model: Path, folder: Path) -> Path:
@@ -268,21 +260,6 @@ def test_what_no_other_node_or_no_rank_reads_may_lie_anywhere(words, here, slurm
     assert submit(model, *words, "--dry-run") == 0
 
 
-def test_a_reward_of_ones_own_is_looked_for_before_the_queue_and_found_by_the_job(
-    here, slurm, model, capsys
-):
-    recipe = here / "recipe.toml"
-    recipe.write_text(QUICK.read_text())
-    reward = ["train.run_dir=run", "reward.kind=", "reward.function=own.py:score"]
-    words = [str(recipe), f"model.path={model}", *reward, "--cluster", "cluster.toml"]
-    assert main(["slurm", "submit", *words]) == 2
-    assert f"reward.function={here}/own.py: {here}/own.py cannot be read" in capsys.readouterr().err
-    (here / "own.py").write_text("def score(**fields): return 1.0")
-    assert main(["slurm", "submit", *words]) == 0
-    # The job reads a copy of the recipe, which lies elsewhere.
-    assert folder.recipe(here / "run").reward.function == f"{here}/own.py:score"
-
-
 def test_a_working_folder_that_is_not_shared_is_told_of(
     here, slurm, model, monkeypatch, tmp_path_factory, capsys
 ):
@@ -291,12 +268,6 @@ def test_a_working_folder_that_is_not_shared_is_told_of(
     monkeypatch.chdir(away)
     assert submit(model, f"train.run_dir={here}/run", "--dry-run") == 0
     assert f"the working folder, {away}, lies in none of site.shared" in capsys.readouterr().out
-
-
-def test_a_model_of_an_unknown_family_is_named(here, slurm, model, capsys):
-    (here / "strange").mkdir()
-    (here / "strange/config.json").write_text('{"model_type": "mamba"}')
-    assert "mamba" in refused(capsys, here / "strange")
 
 
 def test_a_recipe_that_fits_one_gpu_is_refused_on_a_smaller_one():
@@ -319,28 +290,40 @@ def test_room_for_the_checkpoints_to_come(tmp_path, monkeypatch, model):
         checks.check_disk(config, arch)
 
 
-@pytest.mark.parametrize("image", ["/images/qurl.sqsh", "qurl.sif"])
-def test_a_container_that_is_not_there_is_named(image):
-    container = ContainerConfig(kind="apptainer", image=image)
-    with pytest.raises(ConfigError, match=f"container.image={image} does not exist"):
-        checks.check_container(ClusterConfig(container=container))
+def contained(image: str) -> ClusterConfig:
+    return ClusterConfig(container=ContainerConfig(kind="apptainer", image=image))
 
 
-def test_a_cluster_file_must_say_which_folders_are_shared(tmp_path):
-    with pytest.raises(ConfigError, match="site.shared is missing in the cluster file"):
-        checks.check_shared("train.run_dir", tmp_path, ClusterConfig())
+def quick(model: Path, *words: str) -> RunConfig:
+    return load(QUICK, [f"model.path={model}", "train.run_dir=run", *words])
 
 
-def test_engines_of_others_are_not_cleared_away(model):
-    config = load(QUICK, [f"model.path={model}", "train.run_dir=run", "rollout.rendezvous=shared"])
-    with pytest.raises(ConfigError, match="is not in train.run_dir=run, .*=run/engines"):
-        checks.check_engines(config)
-    inside = replace(config, rollout=replace(config.rollout, rendezvous="run/engines"))
-    checks.check_engines(inside)
+SHORT = {"PartitionName": "short", "MaxTime": "04:00:00"}
+REFUSED = {
+    "container.image=/images/qurl.sqsh does not exist": lambda _: checks.check_container(
+        contained("/images/qurl.sqsh")
+    ),
+    "container.image=qurl.sif does not exist": lambda _: checks.check_container(
+        contained("qurl.sif")
+    ),
+    "site.shared is missing in the cluster file": lambda model: checks.check_shared(
+        "train.run_dir", model, ClusterConfig()
+    ),
+    "job.time_limit=24:00:00 is more than MaxTime=04:00:00 of partition short.*lower it": (
+        lambda _: checks.check_limits(JobConfig(time_limit="24:00:00"), SHORT)
+    ),
+    "is not in train.run_dir=run, .*=run/engines": lambda model: checks.check_engines(
+        quick(model, "rollout.rendezvous=shared")
+    ),
+    "unset it here, and have site.prolog read it": lambda model: checks.check_engines(
+        quick(model, 'rollout.urls=["http://a:1"]')
+    ),
+}
 
 
-def test_a_key_of_this_shell_does_not_reach_adopted_engines(monkeypatch, model):
-    monkeypatch.setenv("QURL_API_KEY", "secret")
-    config = load(QUICK, [f"model.path={model}", 'rollout.urls=["http://a:1"]'])
-    with pytest.raises(ConfigError, match="unset it here, and have site.prolog read it"):
-        checks.check_engines(config)
+@pytest.mark.parametrize(("sentence", "check"), REFUSED.items(), ids=REFUSED)
+def test_each_check_says_what_stands_in_the_way(sentence, check, model, monkeypatch):
+    monkeypatch.setenv("QURL_API_KEY", "secret")  # of this shell, and no job inherits it
+    with pytest.raises(ConfigError, match=sentence):
+        check(model)
+    checks.check_engines(quick(model, "rollout.rendezvous=run/engines"))
