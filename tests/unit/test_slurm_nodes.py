@@ -26,63 +26,50 @@ def report(node: str, **changed) -> Report:
     return replace(sound, **changed)
 
 
-def judged(**changed) -> dict[str, str]:
-    """The verdict on three nodes, of which the last reports something else."""
+def of_devices(count: int) -> Report:
+    return Report("", [], count, count, [1.5] * count, reduce_ms=0.25 * count)
+
+
+ILL = {"faults": ["GPU 1 is ill"]}
+ONE_GPU = {"gpus": 1, "devices": 1, "product_ms": [1.5]}
+NO_DEVICE = {"devices": 0, "product_ms": [], "reduce_ms": None}
+VERDICTS = {
+    "sound": ({}, ""),
+    "slower by a few per cent": ({"product_ms": [1.5, 1.7], "reduce_ms": 1.2}, ""),
+    "ill": (ILL, "GPU 1 is ill"),
+    "ill and hung": ({**ILL, "reduce_ms": INFINITE}, "GPU 1 is ill; an all-reduce among"),
+    "a GPU is missing": (ONE_GPU, "2 GPUs were granted, the driver shows 1 and torch can use 1"),
+    "no GPU for torch": (NO_DEVICE, "2 GPUs were granted, the driver shows 2 and torch can use 0"),
+    "a slow GPU": (
+        *({"product_ms": [1.5, 2.4]}, "a matrix product on GPU 1 takes 2.4 ms, 1.5 on the job's"),
+    ),
+    "a slow link": (
+        *({"reduce_ms": 2.0}, "an all-reduce among its own devices takes 2 ms, 0.9 on the job's"),
+    ),
+    "hung": (
+        *({"reduce_ms": INFINITE}, "an all-reduce among its own devices fails, or does not end"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("changed", "sentence"), VERDICTS.values(), ids=VERDICTS)
+def test_a_node_is_bad_for_what_it_says_alone_or_beside_the_others(changed, sentence):
     names = ("a1", "a2", "a3")
-    reports = {name: report(name) for name in names} | {"a3": report("a3", **changed)}
-    return judge(reports, names, 2)
-
-
-@pytest.mark.parametrize("changed", [{}, {"product_ms": [1.5, 1.7], "reduce_ms": 1.2}])
-def test_sound_nodes_are_not_bad(changed):
-    assert judged(**changed) == {}
+    bad = judge({name: report(name) for name in names} | {"a3": report("a3", **changed)}, names, 2)
+    assert list(bad) == ["a3"] * bool(sentence) and bad.get("a3", "").startswith(sentence)
 
 
 @pytest.mark.parametrize(
-    ("changed", "sentence"),
+    ("reports", "gpus", "bad"),
     [
-        ({"faults": ["GPU 1 is ill"]}, "GPU 1 is ill"),
-        ({"faults": ["GPU 1 is ill"], "reduce_ms": INFINITE}, "GPU 1 is ill; an all-reduce among"),
-        (
-            {"gpus": 1, "devices": 1, "product_ms": [1.5]},
-            "2 GPUs were granted, the driver shows 1 and torch can use 1",
-        ),
-        (
-            {"gpus": 2, "devices": 0, "product_ms": [], "reduce_ms": None},
-            "2 GPUs were granted, the driver shows 2 and torch can use 0",
-        ),
-        (
-            {"product_ms": [1.5, 2.4]},
-            "a matrix product on GPU 1 takes 2.4 ms, 1.5 on the job's others",
-        ),
-        (
-            {"reduce_ms": 2.0},
-            "an all-reduce among its own devices takes 2 ms, 0.9 on the job's others",
-        ),
-        ({"reduce_ms": INFINITE}, "an all-reduce among its own devices fails, or does not end"),
+        ({"a1": report("a1"), "a2": None}, 2, {"a2": "it did not answer within job.examine_s"}),
+        ({"a1": Report("a1", []), "a2": Report("a2", [])}, 8, {}),
+        ({"t1": of_devices(8), "r1": of_devices(2), "r2": of_devices(2)}, 2, {}),
     ],
+    ids=["no answer", "no driver anywhere", "an all-reduce among other numbers of devices"],
 )
-def test_a_node_is_bad_for_what_it_says_alone_or_beside_the_others(changed, sentence):
-    bad = judged(**changed)
-    assert list(bad) == ["a3"] and bad["a3"].startswith(sentence)
-
-
-def test_a_node_that_does_not_answer_is_bad():
-    bad = judge({"a1": report("a1")}, ["a1", "a2"], 2)
-    assert bad == {"a2": "it did not answer within job.examine_s"}
-
-
-def test_where_no_node_has_a_driver_gpus_are_not_asked_for():
-    assert judge({"a1": Report("a1", []), "a2": Report("a2", [])}, ["a1", "a2"], 8) == {}
-
-
-def test_an_all_reduce_is_compared_among_nodes_with_as_many_devices():
-    counts = {"t1": 8, "r1": 2, "r2": 2}
-    reports = {
-        node: Report(node, [], count, count, [1.5] * count, reduce_ms=0.25 * count)
-        for node, count in counts.items()
-    }
-    assert judge(reports, [*counts], 2) == {}
+def test_nodes_are_compared_with_those_alike(reports, gpus, bad):
+    assert judge({node: own for node, own in reports.items() if own}, [*reports], gpus) == bad
 
 
 # -- a node's report -------------------------------------------------------------------------------
