@@ -11,21 +11,17 @@ from qurl_megatron.kit.errors import ConfigError
 from tests.support.waiting import PATIENCE_S
 
 
-def test_where_trainer_and_engines_meet_only_the_user_can_read(tmp_path):
+def test_where_engines_are_met_only_the_user_can_read_and_a_new_attempt_keeps_the_key(tmp_path):
     meeting = tmp_path / "run/engines"
     prepare(meeting)
+    key = (meeting / "key").read_text()
+    assert len(key) > 30
     assert meeting.stat().st_mode & 0o777 == 0o700
     assert (meeting / "key").stat().st_mode & 0o777 == 0o600
-    assert len((meeting / "key").read_text()) > 30
-
-
-def test_a_new_attempt_keeps_the_key_and_forgets_the_engines_of_the_last(tmp_path):
-    prepare(tmp_path)
-    key = (tmp_path / "key").read_text()
-    (tmp_path / "node-engine-0.json").write_text('{"url": "http://gone:1"}')
-    prepare(tmp_path)
-    assert (tmp_path / "key").read_text() == key
-    assert offers(tmp_path) == {}
+    (meeting / "node-engine-0.json").write_text('{"url": "http://gone:1"}')
+    prepare(meeting)
+    assert (meeting / "key").read_text() == key
+    assert offers(meeting) == {}
 
 
 def offers(folder: Path) -> dict[str, Member]:

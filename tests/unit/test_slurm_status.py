@@ -51,52 +51,50 @@ def test_a_running_job_says_how_far_it_is_and_how_long_it_has(facts):
     assert "step 20 of 200, the last 5.00 s ago, reward 0.500\n" in text
 
 
-@pytest.mark.parametrize(
-    ("queued", "what"),
-    [
-        (
-            Queued("PENDING", "Priority", "", NOW + 90),
-            "waiting, job 7 (Priority), expected to start in 1m30s",
-        ),
-        (Queued("PENDING", "", ""), "waiting, job 7"),
-    ],
-)
-def test_a_waiting_job_says_why_and_until_when(queued, what, facts):
-    waits = replace(facts, queued=queued, attempts=(), records=(), checkpoint=None)
-    text = render(waits, NOW)
-    assert text.startswith(f"{facts.run_dir}: {what}\n") and "this job" not in text
-    assert "squeue --start --jobs=7" in text
+def ended(decision: str) -> dict:
+    return {"queued": None, "attempts": [replace(ENDED, decision=decision, reason="it ended so")]}
 
 
-@pytest.mark.parametrize(
-    ("decision", "next"), [("done", "report.html"), ("stop", "logs"), ("again", "goes on")]
-)
-def test_an_ended_run_says_how_and_what_to_do(decision, next, facts):
-    attempts = [replace(ENDED, decision=decision, reason="it ended so")]
-    first, *_, last = render(replace(facts, queued=None, attempts=attempts), NOW).splitlines()
-    assert first.endswith(": ended, job 7, attempt 1: it ended so")
-    assert next in last
+WAITS = {"attempts": (), "records": (), "checkpoint": None}
+AWAY = {"queued": None, "queue_error": "squeue was not found"}
+STATES = {
+    "waiting": (
+        {"queued": Queued("PENDING", "Priority", "", NOW + 90), **WAITS},
+        *("waiting, job 7 (Priority), expected to start in 1m30s", "squeue --start --jobs=7"),
+    ),
+    "waiting, and not known why": (
+        *({"queued": Queued("PENDING", "", ""), **WAITS}, "waiting, job 7", "--jobs=7"),
+    ),
+    "done": (ended("done"), "ended, job 7, attempt 1: it ended so", "report.html"),
+    "stopped": (ended("stop"), "ended, job 7, attempt 1: it ended so", "slurm logs"),
+    "to go on": (ended("again"), "ended, job 7, attempt 1: it ended so", "goes on"),
+    "gone without a word": (
+        {"queued": None},
+        *("job 7 has left the queue, attempt 1, without a last word", "slurm logs"),
+    ),
+    "never begun": (
+        {"queued": None, **WAITS},
+        "job 7 has left the queue without an attempt",
+        "/slurm/job.log, or `sacct -j 7`, says why",
+    ),
+    "without Slurm at hand": (
+        AWAY,
+        "the queue cannot be asked (squeue was not found), attempt 1 of this folder has not ended",
+        "on a login node of the cluster",
+    ),
+    "without Slurm at hand, but it has ended": (
+        *({**AWAY, "attempts": [ENDED]}, "ended, job 7, attempt 1: ", "report.html"),
+    ),
+}
 
 
-def test_a_job_that_left_the_queue_without_a_word_is_not_said_to_run(facts):
-    text = render(replace(facts, queued=None), NOW)
-    assert "job 7 has left the queue, attempt 1, without a last word\n" in text
-    assert "slurm logs" in text
-
-
-def test_of_a_job_that_never_began_it_is_said_who_remembers_it(facts):
-    gone = replace(facts, queued=None, attempts=(), records=())
-    text = render(gone, NOW)
-    assert "left the queue without an attempt" in text
-    assert f"{facts.run_dir}/slurm/job.log, or `sacct -j 7`, says why" in text
-
-
-def test_without_slurm_at_hand_the_folder_tells_what_it_knows(facts):
-    away = replace(facts, queued=None, queue_error="squeue was not found")
-    text = render(away, NOW)
-    assert "the queue cannot be asked (squeue was not found), attempt 1" in text
-    assert "step 20 of" in text and "of step 16" in text
-    assert ": ended, job 7" in render(replace(away, attempts=[ENDED]), NOW)
+@pytest.mark.parametrize(("changed", "sentence", "what_next"), STATES.values(), ids=STATES)
+def test_each_state_is_a_sentence_and_the_next_thing_to_do(changed, sentence, what_next, facts):
+    changed = replace(facts, **changed)
+    first, *rows = render(changed, NOW).splitlines()
+    assert first == f"{facts.run_dir}: {sentence}" and "this job" not in " ".join(rows)
+    assert what_next in rows[-1]
+    assert rows[0].startswith("  progress    step 20 of 200") == bool(changed.records)
 
 
 # ---- the command
