@@ -79,9 +79,9 @@ def measure_node() -> int:
 
 
 def _measure(name: str) -> Report:
-    nvml = _nvml()
-    indices = gpu_indices(nvml, os.environ) if nvml else []
-    faults = []
+    nvml, indices, faults = _nvml(), [], []
+    if nvml:
+        indices = gpu_indices(nvml, os.environ)
     for index in indices:  # before torch takes memory of its own
         faults += [f"GPU {index} {fault}" for fault in gpu_faults(nvml, index)]
     import torch
@@ -114,7 +114,9 @@ def gpu_indices(nvml: Any, env: Mapping[str, str]) -> list[int]:
     count = nvml.nvmlDeviceGetCount()
     parts = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     visible = [int(part) for part in parts if part.isdecimal()]
-    return visible if visible and len(visible) < count else list(range(count))
+    if 0 < len(visible) < count:
+        return visible
+    return list(range(count))
 
 
 def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
@@ -167,7 +169,7 @@ def _reduce_ms(devices: list) -> float | None:
     thread = threading.Thread(target=measure, daemon=True)
     thread.start()
     thread.join(REDUCE_S)
-    return times[0] if times else float("inf")
+    return min(times, default=float("inf"))
 
 
 def _shortest_ms(body: Callable[[], None]) -> float:
@@ -301,5 +303,7 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
 def excluding(job: int, names: Sequence[str]) -> list[str]:
     """Return these nodes and those that a job was kept off before."""
     before = commands.job_facts(job).get("ExcNodeList", "(null)")
-    excluded = [] if before == "(null)" else commands.hostnames(before)
-    return sorted({*excluded, *names})
+    excluded = set(names)
+    if before != "(null)":
+        excluded.update(commands.hostnames(before))
+    return sorted(excluded)

@@ -233,7 +233,9 @@ def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
             continue
         message = line.removeprefix("qurl: ")
         if message.startswith("no new step for"):
-            source = f"rank {', '.join(silent_ranks)}" if silent_ranks else "the supervisor"
+            source = "the supervisor"
+            if silent_ranks:
+                source = f"rank {', '.join(silent_ranks)}"
             yield Event(KILLED, source, message)
         elif kind_of(line) is FULL:  # then ranks can keep nothing
             yield Event(REASON, "the supervisor", message)
@@ -259,7 +261,9 @@ def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
         elif gone := re.search(r"Node failure on (\S+)", line):
             yield Event(weight, f"node {gone[1]}", message)
         elif re.search(SLURMS, line):
-            source = f"{task} {', '.join(tasks)}" if tasks else "srun"
+            source = "srun"
+            if tasks:
+                source = f"{task} {', '.join(tasks)}"
             yield Event(weight, source, message, node=node)
 
 
@@ -347,7 +351,8 @@ def logs(run_dir: Path, number: int | None) -> int:
         job = folder.job(run_dir)
         raise ConfigError(f"{run_dir} has no attempt yet; `squeue --jobs={job}` says why it waits")
     last = len(attempts)
-    number = last if number is None else number
+    if number is None:
+        number = last
     if not 1 <= number <= last:
         raise ConfigError(f"--attempt {number}: {run_dir} has attempts 1 to {last}")
     attempt = attempts[number - 1]
@@ -425,9 +430,10 @@ def _cause(attempt: Attempt, first: Event, *followed: Event) -> Iterator[str]:
     yield f"  {first.message}"
     yield f"What to do: {first.kind.advice}"
     if attempt.ended:
-        goes_on = attempt.decision in GOES_ON
-        again = "`qurl slurm submit`, as before, goes on from the newest checkpoint"
-        yield f"  {'the run goes on by itself' if goes_on else again}"
+        if attempt.decision in GOES_ON:
+            yield "  the run goes on by itself"
+        else:
+            yield "  `qurl slurm submit`, as before, goes on from the newest checkpoint"
     if first.traceback.strip():
         yield from ("", first.traceback.rstrip())
     if followed:
@@ -440,12 +446,16 @@ def _cause(attempt: Attempt, first: Event, *followed: Event) -> Iterator[str]:
 def _title(attempt: Attempt) -> str:
     if not attempt.ended:
         return "Failed so far"
-    # Told by Slurm to end, the run goes on: engines that Slurm has ended before the ranks, say.
-    again = attempt.decision == Decision.AGAIN
-    return "Failed while it ended" if again else "First cause"
+    if attempt.decision == Decision.AGAIN:  # Slurm may have ended engines before the ranks
+        return "Failed while it ended"
+    return "First cause"
 
 
 def _place(event: Event) -> str:
     """Return who failed, on which node, in which phase, step and version."""
-    source = f"{event.source} on {event.node}" if event.node else event.source
-    return f"{source}, {event.place}" if event.place else source
+    place = event.source
+    if event.node:
+        place += f" on {event.node}"
+    if event.place:
+        place += f", {event.place}"
+    return place

@@ -78,13 +78,14 @@ def render(facts: Facts, at: float) -> str:
     running = facts.queued is not None and facts.queued.state != "PENDING"
     lines = [f"{facts.run_dir}: {sentence}"]
     steps = [record for record in facts.records if "time/step" in record.metrics]
-    progress = [f"step {steps[-1].step if steps else 0} of {facts.config.train.steps}"]
-    if steps and running:
-        progress.append(f"the last {duration(at - steps[-1].time)} ago")
-    if steps:
-        progress.append(f"reward {steps[-1].metrics['reward/mean']:.3f}")
-    lines.append(_row("progress", ", ".join(progress)))
-    if steps:
+    progress = f"of {facts.config.train.steps}"
+    if not steps:
+        lines.append(_row("progress", f"step 0 {progress}"))
+    else:
+        if running:
+            progress += f", the last {duration(at - steps[-1].time)} ago"
+        progress += f", reward {steps[-1].metrics['reward/mean']:.3f}"
+        lines.append(_row("progress", f"step {steps[-1].step} {progress}"))
         usual_s = median(record.metrics["time/step"] for record in steps[-RECENT:])
         lines.append(_row("a step", f"{duration(usual_s)} (median)"))
     if running and facts.queued and facts.queued.ends:
@@ -121,7 +122,9 @@ def _state(facts: Facts, at: float) -> tuple[str, str]:
         what_next = f"tail -F {run_dir}/slurm/job.log {run_dir}/slurm/latest/train-0.log"
         return f"{queued.state.lower()}, job {job} on {queued.nodes}{attempt}", what_next
     if facts.queue_error and not (newest and newest.ended and newest.decision not in GOES_ON):
-        last = f"{attempt} of this folder has not ended" if newest else ", no attempt has begun"
+        last = ", no attempt has begun"
+        if newest:
+            last = f"{attempt} of this folder has not ended"
         what_next = f"`qurl slurm status {run_dir}` on a login node of the cluster"
         return f"the queue cannot be asked ({facts.queue_error}){last}", what_next
     if newest is None:

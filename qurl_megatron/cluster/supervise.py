@@ -111,7 +111,9 @@ class SrunStep:
         except subprocess.TimeoutExpired:
             return None
         self._reader.join(LISTEN_S)
-        return self._final or (code if code >= 0 else 128 - code)
+        if code < 0:
+            code = 128 - code
+        return self._final or code
 
     def signal(self, number: int) -> None:
         """Send a signal to its tasks, which ``srun`` passes on."""
@@ -197,15 +199,14 @@ class StepSupervisor:
     def _reason_at_end(self, failure: str) -> str:
         """Return why the ranks were told to end, by us or by somebody else."""
         newest = self.received.newest
-        if self._stop_reason == WALL_TIME and newest in PERSONS:
-            # While they saved, somebody has cancelled the run; at the end Slurm sends TERM itself.
-            early = self._end is not None and now() < self._end
-            return newest if early else WALL_TIME
+        early = self._end is not None and now() < self._end  # later, Slurm sends TERM itself
+        if self._stop_reason == WALL_TIME and newest in PERSONS and early:
+            return newest  # while they saved, somebody has cancelled the run
         if self._stop_reason or failure:
             return self._stop_reason
-        return (
-            PREEMPTED if preempted(facts_of(self.attempt.job)) else newest
-        )  # Slurm tells ranks alone
+        if preempted(facts_of(self.attempt.job)):
+            return PREEMPTED  # Slurm tells ranks alone
+        return newest
 
     def _over(self) -> bool:
         """The job is about to run into its limit, which operators move."""
@@ -235,9 +236,10 @@ class StepSupervisor:
 
 def progress_mark(run_dir: Path) -> tuple[int, str]:
     """Return a value that changes with every step and with every checkpoint."""
-    metrics, newest = run_dir / "metrics.jsonl", latest(run_dir)
-    size = metrics.stat().st_size if metrics.exists() else 0
-    return size, newest.name if newest else ""
+    metrics, size = run_dir / "metrics.jsonl", 0
+    if metrics.exists():
+        size = metrics.stat().st_size
+    return size, str(latest(run_dir))
 
 
 class Stillness:

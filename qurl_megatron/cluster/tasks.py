@@ -68,7 +68,9 @@ def task(run_dir: Path) -> int:
     except Exception as error:
         failures.keep(error)
         raise
-    return 0 if code == STOPPED else code
+    if code == STOPPED:
+        return 0
+    return code
 
 
 def stop_on_usr1(stacks: Path | None = None) -> None:

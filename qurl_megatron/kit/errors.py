@@ -51,10 +51,13 @@ def keep_secret(value: str | None) -> None:
 def _spelled(character: str) -> str:
     """Return a pattern of a character by itself, in a URL, in JSON, in HTML or in Python."""
     code, plain = ord(character), re.escape(character)
-    escaped = [rf"\\*{plain}"] if character in "\"'/\\" else [plain]
+    escaped = [plain]
+    if character in "\"'/\\":
+        escaped = [rf"\\*{plain}"]
     if not character.isalnum():
         escaped += [rf"(?i:%{code:02x}|\\u{code:04x}|&#0*{code};|&#x0*{code:x};)"]
-        escaped += [html.escape(character)] if character in "&<>\"'" else []
+        if character in "&<>\"'":
+            escaped.append(html.escape(character))
         escaped += {"+": ["-"], "/": ["_"], " ": [r"\+"]}.get(character, [])
     return f"(?:{'|'.join(escaped)})"
 
@@ -136,4 +139,6 @@ class Unscored:
 def unscored(cause: str, why: str) -> Unscored:
     """With a reason that fits on a line of a terminal, and does nothing to it."""
     why = " ".join(printable(why).split())
-    return Unscored(cause, why if len(why) <= LONGEST_REASON else f"{why[: LONGEST_REASON - 3]}...")
+    if len(why) > LONGEST_REASON:
+        why = f"{why[: LONGEST_REASON - 3]}..."
+    return Unscored(cause, why)

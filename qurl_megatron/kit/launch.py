@@ -120,20 +120,15 @@ def _run(
         MASTER_PORT=str(at[1]),
         TORCHELASTIC_USE_AGENT_STORE="True",  # torch need not open a store
     )
-    store = None if listener is None else _listen(listener)
+    store = None  # for the ranks to meet; it lasts as long as somebody holds it
+    if listener is not None:
+        from torch.distributed import TCPStore
+
+        file = listener.detach()
+        store = TCPStore(*at, is_master=True, wait_for_workers=False, master_listen_fd=file)
     code = target(*args)
     del store
     sys.exit(code)
-
-
-def _listen(listener: socket.socket):
-    """Return a store of torch's for the ranks to meet; it lasts as long as whoever holds it."""
-    from torch.distributed import TCPStore
-
-    host, port = listener.getsockname()
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 _launcher: Connection | None = None
@@ -176,26 +171,29 @@ def _join(
     """Wait for all ranks; after a first failure say why, and end those that do not end."""
     codes: dict[int, int] = {}
     _wait(ranks, codes, None)
-    if any(codes.values()):
-        # By then it is clear whether a rank was killed, or only reported the failure.
-        _wait(ranks, codes, SURE_S)
-        killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
-        text = _first(told)
-        if text and all(codes[rank] == -signal.SIGABRT for rank in killed):
-            killed = []  # by NCCL, for they waited for one that failed and told why
-        if killed:
-            silent = -codes[killed[0]] in forwarded
-            text = None if silent else f"qurl: {lost(_death(killed[0], codes[killed[0]]))}"
-        if text is not None:
-            print(text.rstrip(), file=sys.stderr, flush=True)
-        _wait(ranks, codes, LOST_S if killed else GRACE_S)
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-        failed = sorted(filter(None, codes.values()), key=lambda code: code < 0)
-        first = codes[killed[0]] if killed else failed[0]
-        return first if first >= 0 else 128 - first
-    return 0
+    if not any(codes.values()):
+        return 0
+    # By then it is clear whether a rank was killed, or only reported the failure.
+    _wait(ranks, codes, SURE_S)
+    killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
+    text, patience_s = _first(told), GRACE_S
+    if text and all(codes[rank] == -signal.SIGABRT for rank in killed):
+        killed = []  # by NCCL, for they waited for one that failed and told why
+    if killed:
+        text, patience_s = None, LOST_S
+        if -codes[killed[0]] not in forwarded:
+            text = f"qurl: {lost(_death(killed[0], codes[killed[0]]))}"
+    if text is not None:
+        print(text.rstrip(), file=sys.stderr, flush=True)
+    _wait(ranks, codes, patience_s)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    failed = sorted(filter(None, codes.values()), key=lambda code: code < 0)
+    first = [*(codes[rank] for rank in killed), *failed][0]
+    if first < 0:
+        return 128 - first
+    return first
 
 
 def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
@@ -224,7 +222,7 @@ def _first(told: list[Connection]) -> str | None:
         with contextlib.suppress(EOFError):  # it ended without a word
             if reader.poll():
                 failures.append(reader.recv())
-    return min(failures)[1] if failures else None
+    return min(failures, default=(0.0, None))[1]
 
 
 def _death(rank: int, code: int) -> str:
@@ -235,8 +233,9 @@ def _death(rank: int, code: int) -> str:
 
 def stopping() -> list[int]:
     """Signals that stop a run; SIGHUP, of a session that is closed, unless ``nohup`` ignores it."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return [signal.SIGINT, signal.SIGTERM]
+    return [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @contextlib.contextmanager

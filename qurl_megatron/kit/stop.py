@@ -35,7 +35,9 @@ class StopRequest:
         """The reason for the stop, for a person; "": nobody has."""
         if self.signal is None:
             return ""
-        return "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+        if self.signal == signal.SIGINT:
+            return "Ctrl-C"
+        return signal.Signals(self.signal).name
 
     def _receive(self, number: int, _frame) -> None:
         if self.signal is not None:

@@ -59,7 +59,9 @@ def bury(what: int | Path) -> None:
 
 def spare(what: int | Path) -> None:
     """Take ``bury`` back: it has ended already, and its number may become somebody else's."""
-    _hired().write(["spare", what if isinstance(what, int) else str(what)])
+    if isinstance(what, Path):
+        return _hired().write(["spare", str(what)])
+    return _hired().write(["spare", what])
 
 
 def remove(what: Path) -> None:
@@ -98,7 +100,9 @@ class _Undertaker:
         # One message is one order, so that threads do not mix theirs.
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         launcher = multiprocessing.parent_process()
-        lifelines = () if launcher is None else (launcher.sentinel,)
+        lifelines = []
+        if launcher is not None:
+            lifelines.append(launcher.sentinel)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(self.owner), *map(str, lifelines)],
@@ -164,8 +168,11 @@ def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]
     orders, leaving = socket.socket(fileno=0), False
     while True:
         gone = os.getppid() != owner  # perhaps before we began
-        watched = lifelines if leaving else [0, *lifelines]
-        wait_s = 0.0 if gone else LEAVING_S if leaving else POLL_S
+        watched, wait_s = [0, *lifelines], POLL_S
+        if leaving:
+            watched, wait_s = lifelines, LEAVING_S
+        if gone:
+            wait_s = 0.0
         ready, _, _ = select.select(watched, [], [], wait_s)
         if 0 in ready:
             message, opened, _, _ = socket.recv_fds(orders, MESSAGE, 1)

@@ -16,7 +16,6 @@ from qurl_megatron.cluster.attempt import attempt
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
 from qurl_megatron.cluster.supervise import GLANCE_S, Stillness
 from qurl_megatron.cluster.verdict import BAD_NODE, NO_PROGRESS, STOPPED
-from qurl_megatron.config import to_toml
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.state import latest
 from tests.support.programs import Programs
@@ -326,15 +325,6 @@ def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(examined, mon
 
 
 # ---- the run's folder
-
-
-@pytest.mark.parametrize("name", ['my "run"', "2026", "[x]"])
-def test_what_is_submitted_is_read_back(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_dir = submitted(Path(name), cluster=job(hung_s=7))
-    assert folder.recipe(run_dir).train.run_dir == name
-    assert folder.recipe(run_dir).train.steps == 7
-    assert to_toml(folder.cluster(run_dir)) == to_toml(job(hung_s=7))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"job": "1"}', "\0"])

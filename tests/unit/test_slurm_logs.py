@@ -10,7 +10,7 @@ from hypothesis import given
 
 from qurl_megatron.cli import main
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.logs import KINDS, Log, causes, kind_of, section, tracebacks
+from qurl_megatron.cluster.logs import KINDS, Log, causes, kind_of, tracebacks
 from qurl_megatron.kit.clock import now
 from qurl_megatron.observe.failures import Failure
 from tests.support.fuzz import damaged_bytes, examples
@@ -265,14 +265,6 @@ def test_what_failed_when_slurm_took_the_nodes_back_is_not_called_the_cause(tmp_
     assert "Failed while it ended: no engine is left: rank 0 on train0" in text
 
 
-def test_what_a_log_holds_does_not_steer_the_operators_terminal(tmp_path, capsys):
-    where = attempted(tmp_path, KILLED[:1], code=1, decision="stop")
-    broken = failed(0, "ValueError", "odd \x1b[2J\x1b]0;title\x07")
-    (where / "failure-0.json").write_text(json.dumps(asdict(broken)))
-    text = logs_of(tmp_path, capsys)
-    assert "odd ?[2J?]0;title?" in text and "\x1b" not in text
-
-
 def test_an_attempt_can_be_chosen_and_one_that_is_not_there_is_named(tmp_path, capsys):
     attempted(tmp_path, code=137, decision="stop")
     attempted(tmp_path, KILLED[:1], code=0, decision="done")
@@ -292,12 +284,6 @@ def test_engines_logs_of_a_later_attempt_are_not_read_for_an_earlier_one(tmp_pat
     later = log.stat().st_mtime + 1000
     os.utime(log, (later, later))
     assert "no rank and no engine has failed" in logs_of(tmp_path, capsys)
-
-
-def test_lines_of_job_log_belong_to_the_attempt_that_said_so_before():
-    text = "qurl: attempt 1, job 2, a\nx\nqurl: attempt 2, job 2, b\ny\n"
-    assert section(text, 1) == ["qurl: attempt 1, job 2, a", "x"]
-    assert section(text, 2) == ["qurl: attempt 2, job 2, b", "y"]
 
 
 # ---- any bytes at all

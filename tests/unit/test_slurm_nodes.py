@@ -255,9 +255,6 @@ def test_slurm_is_asked_about_the_job_without_the_nodes_and_those_before(slurm, 
     slurm("sbatch", f"cat > {tmp_path}/asked")
     examination.refuse_exclusion(tmp_path, 5, ["a1"])
     assert (tmp_path / "asked").read_text() == "#SBATCH --exclude=a1,b9\n#SBATCH --nodes=2\n"
-    slurm("sbatch", "echo 'Requested node configuration is not available' >&2; exit 1")
-    with pytest.raises(ConfigError, match="test-only refused .* is not available"):
-        examination.refuse_exclusion(tmp_path, 5, ["a1"])
 
 
 def test_after_some_exclusions_it_is_not_the_nodes(tmp_path):

@@ -62,9 +62,6 @@ STATES = {
         {"queued": Queued("PENDING", "Priority", "", NOW + 90), **WAITS},
         *("waiting, job 7 (Priority), expected to start in 1m30s", "squeue --start --jobs=7"),
     ),
-    "waiting, and not known why": (
-        *({"queued": Queued("PENDING", "", ""), **WAITS}, "waiting, job 7", "--jobs=7"),
-    ),
     "done": (ended("done"), "ended, job 7, attempt 1: it ended so", "report.html"),
     "stopped": (ended("stop"), "ended, job 7, attempt 1: it ended so", "slurm logs"),
     "to go on": (ended("again"), "ended, job 7, attempt 1: it ended so", "goes on"),
@@ -124,7 +121,9 @@ def test_a_run_that_has_not_begun_has_a_status(submitted, capsys):
 def test_a_machine_without_slurm_says_so_and_fails_not(submitted, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     text = status_of(submitted, capsys)
-    assert "squeue was not found" in text and "no attempt has begun" in text
+    assert (
+        "squeue was not found: this machine has no Slurm" in text and "no attempt has begun" in text
+    )
 
 
 @pytest.mark.parametrize("action", ["status", "logs", "cancel"])

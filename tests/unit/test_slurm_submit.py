@@ -94,7 +94,7 @@ def test_a_run_whose_job_is_in_the_queue_is_not_submitted_again(here, slurm, mod
 
 def test_a_job_that_slurm_refuses_leaves_no_trace(here, slurm, model, capsys):
     slurm("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
-    assert "sbatch --test-only refused (1): invalid partition" in refused(capsys, model)
+    assert "sbatch --test-only refused (1): invalid partition\n" in refused(capsys, model)
     assert not (here / "run").exists()
 
 
