@@ -174,18 +174,18 @@ class StepSupervisor:
         self.logs = folder.attempt_folder(run_dir, attempt.number)
         self.limits, self.received = limits, received
         self._stop_reason = ""
+        self._end = end_of(facts_of(attempt.job))  # operators may move it until the ranks are told
         self._mark, self._stillness = progress_mark(run_dir), Stillness()
-        self._end = end_of(facts_of(self.attempt.job))
 
     def watch(self, argv: list[str]) -> folder.Attempt:
         """Run the step to its end, and return the attempt with how it ended."""
         step, looked_at, failure = SrunStep(argv), time.monotonic(), ""
         while (code := step.wait(POLL_S)) is None:
             if self.received.newest and not self._stop_reason:
-                reason = self.received.newest
-                if preempted(facts_of(self.attempt.job)):
+                reason, facts = self.received.newest, facts_of(self.attempt.job)
+                if preempted(facts):
                     reason = PREEMPTED
-                self._stop_reason = reason
+                self._stop_reason, self._end = reason, end_of(facts) or self._end
                 say(f"{TAKEN.get(reason, f'SIG{reason}')}: the ranks save and end")
                 step.signal(signal.SIGUSR1)
             if not failure and time.monotonic() - looked_at > WATCH_S:
@@ -208,16 +208,10 @@ class StepSupervisor:
             return PREEMPTED  # Slurm tells ranks alone
         return newest
 
-    def _over(self) -> bool:
-        """The job is about to run into its limit, which operators move."""
-        if self._end is None or now() <= self._end - LAST_S:
-            return False
-        self._end = end_of(facts_of(self.attempt.job)) or self._end
-        return now() > self._end - LAST_S
-
     def _stuck(self, step: SrunStep) -> str:
         """Return why the step has to be ended; "" where it need not."""
-        if self._stop_reason == WALL_TIME and self._over():
+        over = self._end is not None and now() > self._end - LAST_S
+        if self._stop_reason == WALL_TIME and over:
             return f"the ranks had not ended {LAST_S:.0f} s before the time limit"
         still_s = self._stillness.seconds()
         if (newest_mark := progress_mark(self.run_dir)) != self._mark:
