@@ -8,9 +8,6 @@ from tests.contracts.relied_on import ROWS, missing
 from tests.contracts.source import Sources
 from tests.contracts.wheels import RELEASES, Release
 
-# Not in Python sources: Transformer Engine compiles them, and re-exports them from there.
-COMPILED = ("multi_tensor_scale", "multi_tensor_l2norm")
-
 
 @cache
 def sources(release: Release) -> Sources:
@@ -23,11 +20,7 @@ def sources(release: Release) -> Sources:
 @pytest.mark.parametrize("release", RELEASES, ids=str)
 def test_a_release_has_what_is_relied_on(release):
     found = sources(release)
-    rows = [
-        row
-        for row in ROWS
-        if row.package == release.package and row.path.rpartition(".")[2] not in COMPILED
-    ]
+    rows = [row for row in ROWS if row.package == release.package]
     assert rows
     gone = [what for row in rows if (what := missing(row, found))]
     assert not gone, f"{release}: " + "; ".join(gone)

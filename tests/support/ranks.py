@@ -18,6 +18,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -66,13 +67,20 @@ def run_on_ranks(
         timeout_s: after this, ranks that still run are killed and the test fails.
         preload: modules that the ranks have imported before ``body``; None for ``PRELOAD``.
     """
-    if backend == "nccl":
-        _skip_without_gpus(world_size)
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and gpus < world_size:
+        pytest.skip(f"{world_size} nccl ranks need {world_size} GPUs, and there are {gpus}")
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=tmp_path))
     # Pickled here, because multiprocessing would put tensors into memory that the ranks share.
     call = pickle.dumps((body, args))
     args = (world_size, backend, folder, call, timeout_s)
-    world = _start(_run_rank, world_size, backend, args, preload or PRELOAD)
+    # Importing Transformer Engine initialises CUDA, which a fork cannot use then.
+    spawns = backend == "nccl" and importlib.util.find_spec("transformer_engine")
+    method = "spawn" if spawns else "forkserver"
+    with _server(backend, preload or PRELOAD):
+        world = mp.start_processes(
+            _run_rank, args, nprocs=world_size, join=False, start_method=method
+        )
     deadline = time.monotonic() + timeout_s
     try:
         while not world.join(timeout=max(deadline - time.monotonic(), 0.01)):
@@ -95,22 +103,6 @@ def run_on_ranks(
 
 class RankError(Exception):
     """The traceback of the first rank that failed."""
-
-
-def _skip_without_gpus(needed: int) -> None:
-    import pytest
-
-    found = torch.cuda.device_count()
-    if found < needed:
-        pytest.skip(f"{needed} nccl ranks need {needed} GPUs, and there are {found}")
-
-
-def _start(
-    target: Callable, world_size: int, backend: str, args: tuple, preload: tuple[str, ...]
-) -> mp.ProcessContext:
-    method = "forkserver" if backend == "gloo" or _cuda_survives_the_fork() else "spawn"
-    with _server(backend, preload):
-        return mp.start_processes(target, args, nprocs=world_size, join=False, start_method=method)
 
 
 @functools.cache
@@ -139,34 +131,14 @@ def _server(backend: str, preload: tuple[str, ...]) -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _cuda_survives_the_fork() -> bool:
-    """False where importing what is preloaded initialises CUDA, after which a fork cannot use it.
-
-    Such an import may be of any package that Megatron finds, in any version, so it is tried.
-    """
-    with _server("nccl", PRELOAD):
-        tried = mp.get_context("forkserver").Process(target=_can_initialise_cuda)
-        tried.start()
-    tried.join()
-    return tried.exitcode == 0
-
-
-def _can_initialise_cuda() -> None:
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        # Of anything else the ranks themselves will tell.
-        os._exit("forked subprocess" in str(error))
-
-
 def _run_rank(
     rank: int, world_size: int, backend: str, folder: Path, call: bytes, timeout_s: float
 ) -> None:
     # A forked rank has the environment its server began with, and the test may have changed it.
     os.environ |= {
         **ENVIRONMENT[backend],
-        **_place(rank, world_size),
+        **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
+        **{name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
         "OMP_NUM_THREADS": "1",
     }
     torch.set_num_threads(1)  # several ranks share the cores, and sums stay reproducible
@@ -178,16 +150,6 @@ def _run_rank(
             _run_body(rank, world_size, backend, folder, call)
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _place(rank: int, world_size: int) -> dict[str, str]:
-    """What a launcher tells the ranks of one machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-    }
 
 
 def _run_body(rank: int, world_size: int, backend: str, folder: Path, call: bytes) -> None:

@@ -15,7 +15,10 @@ from tests.support.transformer_engine import attention, layers, optimizers, plai
 
 VERSION = "2.11.0"
 
-_LAYERS = ("Linear", "LayerNormLinear", "RMSNorm", "LayerNorm", "GroupedLinear")
+_LAYERS = (
+    *((layers, name) for name in ("Linear", "LayerNormLinear", "RMSNorm")),
+    *((plain, name) for name in ("LayerNorm", "GroupedLinear")),
+)
 
 # Where the library has what is here. ``tests/contracts`` reads the table too.
 MODULES = {
@@ -23,10 +26,9 @@ MODULES = {
     "transformer_engine.common": (),
     "transformer_engine.common.recipe": ((plain, "DelayedScaling"),),
     "transformer_engine.pytorch": (
-        *((layers, name) for name in _LAYERS),
+        *_LAYERS,
         (attention, "DotProductAttention"),
         (plain, "fp8_autocast"),
-        (plain, "checkpoint"),
         (plain, "CudaRNGStatesTracker"),
     ),
     "transformer_engine.pytorch.attention": ((attention, "DotProductAttention"),),
@@ -34,26 +36,17 @@ MODULES = {
     "transformer_engine.pytorch.distributed": (
         (plain, "CudaRNGStatesTracker"),
         (plain, "activation_recompute_forward"),
-        (plain, "checkpoint"),
-        (plain, "get_all_rng_states"),
     ),
     "transformer_engine.pytorch.fp8": (
         (plain, "FP8GlobalStateManager"),
         (plain, "fp8_autocast"),
-        (plain, "fp8_model_init"),
     ),
-    "transformer_engine.pytorch.module": tuple((layers, name) for name in _LAYERS),
+    "transformer_engine.pytorch.module": _LAYERS,
     "transformer_engine.pytorch.module.base": ((plain, "get_dummy_wgrad"),),
     "transformer_engine.pytorch.ops": ((plain, "FusibleOperation"), (plain, "Sequential")),
-    "transformer_engine.pytorch.optimizers": tuple(
-        (optimizers, name)
-        for name in (
-            "FusedAdam",
-            "FusedSGD",
-            "multi_tensor_applier",
-            "multi_tensor_l2norm",
-            "multi_tensor_scale",
-        )
+    "transformer_engine.pytorch.optimizers": (
+        (optimizers, "FusedAdam"),
+        (plain, "FusedSGD"),
     ),
     "transformer_engine.pytorch.tensor": ((plain, "QuantizedTensor"),),
     "transformer_engine.pytorch.tensor.utils": (

@@ -25,9 +25,6 @@ class _Module(nn.Module):
     def set_extra_state(self, state: Tensor | None) -> None:
         assert state is None or not state.numel(), "only layers without FP8 are here"
 
-    def backward_dw(self) -> None:
-        raise AssertionError("weight gradients are never delayed here")
-
 
 class Linear(_Module):
     def __init__(
@@ -110,41 +107,15 @@ class LayerNormLinear(Linear):
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable | None = None,
-        init_method: Callable | None = None,
-        bias: bool = True,
         normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
-        device: torch.device | str = "cuda",
-        ub_name: str | None = None,
-        symmetric_ar_type: str | None = None,
+        **linear: Any,
     ) -> None:
         assert normalization == "RMSNorm" and not return_layernorm_output, "not built here"
         self.normalization = normalization
         self._eps, self._zero_centred = eps, zero_centered_gamma
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parallel_mode=parallel_mode,
-            device=device,
-            ub_name=ub_name,
-        )
+        super().__init__(in_features, out_features, **linear)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
 
     def _add_norm(self, like: dict) -> None:
@@ -186,14 +157,6 @@ class RMSNorm(_Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return _norm(input, self.weight, self.eps, self.zero_centered_gamma)
-
-
-class LayerNorm(_Module):
-    """Here by name; no model of ours has one."""
-
-
-class GroupedLinear(_Module):
-    """Here by name; experts are lists of MLPs."""
 
 
 def _gain(size: int, zero_centred: bool, like: dict) -> Tensor:

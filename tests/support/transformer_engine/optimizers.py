@@ -1,6 +1,5 @@
-"""FusedAdam, which makes its state in its first step, and the products over lists of tensors."""
+"""FusedAdam, which makes its state in its first step."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -100,25 +99,3 @@ def _update(param: Tensor, state: dict[str, Tensor], group: dict) -> None:
     first = state["exp_avg"] / (1 - beta1 ** group["step"])
     second = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
     param.sub_(group["lr"] * (first / second + group["weight_decay"] * param))
-
-
-class FusedSGD(torch.optim.SGD):
-    """Here by name; Adam is what trains."""
-
-
-def multi_tensor_applier(op: Callable, noop_flag_buffer: Tensor, tensor_lists: list, *args):
-    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
-
-
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list, scale: float):
-    for source, target in zip(*tensor_lists, strict=True):
-        target.copy_(source * scale)
-        if not torch.isfinite(target).all():
-            noop_flag.fill_(1)
-
-
-def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: list, per_tensor: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
-    return norms.norm().view(1), norms if per_tensor else None
