@@ -31,6 +31,7 @@ import torch
 from safetensors import safe_open
 
 from tests.support.mistakes import mistaken
+from tests.support.runs import metrics
 
 HERE = Path(__file__).parents[1]
 LISTED = 20  # differences of one part
@@ -85,14 +86,8 @@ def quickstart(side: Side) -> Values:
 
 
 def _metrics(run_dir: Path) -> Values:
-    timed = re.compile(r"time/|throughput/|sync/.*_s$")
-    values = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        for name, value in record["metrics"].items():
-            if not timed.match(name):
-                values[f"step {record['step']}: {name}"] = value  # a step done again: its last
-    return values
+    by_step = metrics(run_dir)  # of a step that is done again, its last
+    return {f"step {step}: {name}": v for step in by_step for name, v in by_step[step].items()}
 
 
 def codes(side: Side) -> Values:

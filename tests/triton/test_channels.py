@@ -4,12 +4,22 @@ import pytest
 import torch
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.kit.fused import SWITCH, has_kernels_for
+from qurl_megatron.kit.fused import SWITCH
 from qurl_megatron.quant import quantize, rounding_of
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = ["int8", "fp8", "int6", "int4"]
 LARGEST = {"int8": 127.0, "fp8": 448.0, "int6": 31.0, "int4": 7.0}
+
+
+@pytest.fixture(params=["one pass", "two passes"])
+def passes(request, device, monkeypatch) -> None:
+    """Rows that stay in registers, and rows as if they were too long for them."""
+    from qurl_megatron.quant import fused_channels as channels
+
+    if request.param == "two passes":
+        monkeypatch.setattr(channels, "HELD", 0)
+        monkeypatch.setattr(channels, "HELD_DRAWN", 0)
 
 
 def by_torch(weight, scheme, rounding=None):
@@ -52,7 +62,7 @@ def edges(dtype):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_rows_at_the_edges_of_the_formats(device, dtype, scheme):
+def test_rows_at_the_edges_of_the_formats(device, passes, dtype, scheme):
     assert_same(edges(dtype), scheme, device)
 
 
@@ -90,24 +100,17 @@ def test_every_bfloat16_that_fits(device, scheme):
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", FORMATS[:2])
-def test_rows_too_long_for_one_pass_give_the_same(device, dtype, scheme, monkeypatch):
+def test_rows_too_long_for_one_pass_give_the_same(device, dtype, scheme):
     from qurl_megatron.quant import fused_channels as channels
 
     weight = torch.randn(3, channels.HELD + 17, generator=torch.Generator().manual_seed(0))
     weight[1] = 0
     assert_same(weight.to(dtype), scheme, device)
-    monkeypatch.setattr(channels, "HELD", 0)
-    assert_same(edges(dtype), scheme, device)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_the_kernels_draw_what_torch_draws(device, scheme, dim, passes, monkeypatch):
-    from qurl_megatron.quant import fused_channels as channels
-
-    if passes == 2:
-        monkeypatch.setattr(channels, "HELD_DRAWN", 0)
+def test_the_kernels_draw_what_torch_draws(device, passes, scheme, dim):
     place = {"shape": (1000, 70001), "split_dim": dim, "offset": 501}
     for weight in (
         edges(torch.float32),
@@ -121,12 +124,7 @@ def test_the_kernels_draw_what_torch_draws(device, scheme, dim, passes, monkeypa
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_inf_and_nan_are_refused(device, scheme, bad, passes, monkeypatch):
-    from qurl_megatron.quant import fused_channels as channels
-
-    if passes == 2:
-        monkeypatch.setattr(channels, "HELD", 0)
+def test_inf_and_nan_are_refused(device, passes, scheme, bad):
     for dtype in FORMATS:
         weight = torch.ones(4, 300, dtype=dtype, device=device)
         weight[2, 299] = bad
@@ -157,9 +155,3 @@ def test_the_kernels_are_what_runs_unless_they_are_switched_off(device, monkeypa
     monkeypatch.setenv(SWITCH, "0")
     quantize(weight, "int8")
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize("weight", [torch.ones(2, 4).double(), torch.ones(0, 4), torch.ones(2, 0)])
-def test_what_the_kernels_do_not_take_goes_to_torch(device, weight):
-    assert not has_kernels_for(weight.to(device))
-    assert quantize(weight.to(device), "int8").values.shape == weight.shape
