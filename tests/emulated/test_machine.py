@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ranks
-
 UNIT = Path(__file__).parents[1] / "unit"
 
 # By the number of GPUs: file -> which of its tests.
@@ -37,15 +35,3 @@ def test_what_holds_on_the_cpu_holds_where_there_are_gpus(count, gpus):
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert "skipped" not in done.stdout, done.stdout[-5000:]
-
-
-def test_ranks_are_forked_unless_what_they_import_touches_cuda(nccl, monkeypatch):
-    def forks() -> bool:
-        ranks._fork_server.cache_clear()
-        ranks._cuda_survives_the_fork.cache_clear()
-        return ranks._cuda_survives_the_fork()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ranks, "PRELOAD", ("tests.emulated.touches_cuda",))
-        assert not forks()
-    assert forks()  # Megatron is among them

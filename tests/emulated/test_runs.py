@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.training.state import TrainState, latest
-from tests.support.runs import Run, as_if_killed_after, metrics, qurl
+from tests.support.runs import as_if_killed_after, metrics, qurl
 
 QUICKSTART = Path(__file__).parents[2] / "launch" / "recipes" / "quickstart.toml"
 
@@ -45,9 +45,6 @@ class Room:
         self.recipe = root / "recipe.toml"
         self.recipe.write_text(recipe)
         self.options = (f"model.path={root / 'model'}", *options)
-
-    def started(self, name: str, *options: str, gpus: dict[str, str] | None = None) -> Run:
-        return Run(self.recipe, name, *self.options, *options, **(gpus or {}))
 
     def run(self, name: str, *options: str, gpus: dict[str, str] | None = None) -> Path:
         """Run to the end, and return the run's folder."""
@@ -90,16 +87,6 @@ def test_the_quickstart_measures_on_gpus_what_it_measures_on_the_cpu(on_cpu, on_
     assert_same_metrics(on_gpus, on_cpu, quantized=True)
     seen = metrics(on_gpus)
     assert 0 < seen[1]["reward/mean"] < 1 and seen[3]["quant/code_flip_rate"] > 0
-
-
-def test_killed_outright_and_resumed_it_measures_the_same(room, on_gpus, gpus):
-    run = room.started("killed", gpus=gpus)
-    with run.process() as launcher:
-        run.wait(lambda: 1 in run.saved())
-        launcher.kill()
-        launcher.wait()
-        assert run.left() == []
-    assert metrics(room.run("killed", gpus=gpus)) == metrics(on_gpus)
 
 
 def test_a_checkpoint_of_either_device_is_resumed_on_the_other(room, on_cpu, gpus):

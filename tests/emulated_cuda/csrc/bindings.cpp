@@ -23,13 +23,13 @@ static void bind_streams(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;  // collectives may be waited for
   py::class_<Event>(m, "Event")
       .def(py::init<>())
-      .def("record", [](Event& e, int device, int64_t id) { e.record(stream_number(device, id)); })
+      .def("record", [](Event& e, int device, int64_t id) {
+        e.clock = record_clock(stream_number(device, id));
+      })
       .def("wait", [](Event& e, int device, int64_t id) { wait_clock(stream_number(device, id), e.clock); })
       .def("poll", [](Event& e) { return host_poll(e.clock); })
       .def("synchronize", [](Event& e) { host_wait(e.clock, "Event.synchronize"); },
-           Released())
-      .def("milliseconds_until", &Event::milliseconds_until)
-      .def_readonly("recorded", &Event::recorded);
+           Released());
   m.def("stream_new", &next_stream_id);
   m.def("stream_current", &current_stream_id);
   m.def("stream_choose", &set_current_stream);
@@ -40,7 +40,6 @@ static void bind_streams(py::module_& m) {
     return host_poll(record_clock(stream_number(device, id)));
   });
   m.def("stream_synchronize", [](int device, int64_t id) {
-    about_to_synchronize();
     host_wait(record_clock(stream_number(device, id)), "Stream.synchronize");
   }, Released());
   m.def("device_synchronize", [](int device) {
@@ -48,13 +47,10 @@ static void bind_streams(py::module_& m) {
   }, Released());
   m.def("synchronizations", &synchronizations);
   m.def("reset_synchronizations", &reset_synchronizations);
-  m.def("set_sync_debug_mode", &set_sync_debug_mode);
-  m.def("sync_debug_mode", &sync_debug_mode);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_nccl(m);
-  bind_gloo(m);
   m.def("visible", [] { return visible(); });
   m.def("device_count", &device_count);
   m.def("current_device", &current_device);
@@ -84,13 +80,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& [name, n] : memory_events(device)) all[name.c_str()] = n;
     return all;
   });
-  m.def("memory_segments", [](int device) {
-    py::list all;
-    for (auto& segment : memory_segments(device))
-      all.append(py::make_tuple(
-          segment.address, segment.size, segment.stream, segment.small, segment.blocks));
-    return all;
-  });
   m.def("reset_peak", &reset_peak);
   m.def("reset_accumulated", &reset_accumulated);
   m.def("release_cached", &release_cached);
@@ -110,8 +99,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("resize_storage", [](py::handle storage, size_t n) { resize_storage(storage_of(storage), n); });
   m.def("require_init", [] { torch::utils::set_requires_device_init(at::kCUDA, true); });
   bind_streams(m);
-  m.def("count_ops", &count_ops);
-  m.def("op_counts", &op_counts);
 }
 
 }  // namespace emu

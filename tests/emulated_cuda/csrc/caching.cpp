@@ -392,22 +392,4 @@ void reset_accumulated(int device) {
   all_books[device].retries = all_books[device].ooms = 0;
 }
 
-std::vector<SegmentInfo> memory_segments(int device) {
-  check_device(device);
-  std::lock_guard<std::mutex> lock(books_mutex);
-  std::vector<SegmentInfo> all;
-  for (Place* head : all_books[device].heads) {
-    SegmentInfo segment{head->address, 0, head->stream, head->pool == kSmall, {}};
-    for (Place* place = head; place; place = place->next) {
-      segment.size += place->size;
-      const bool free = all_books[device].free[place->pool].count(place) > 0;
-      segment.blocks.emplace_back(
-          place->size, place->requested,
-          place->allocated ? "active_allocated" : free ? "inactive" : "active_pending_free");
-    }
-    all.push_back(std::move(segment));
-  }
-  return all;
-}
-
 }  // namespace emu

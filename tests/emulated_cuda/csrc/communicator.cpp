@@ -55,18 +55,6 @@ void Queue::put(std::function<void()> job) {
 
 namespace {
 
-// With EMULATED_NCCL_STRICT_ORDER one thread serves all communicators of a device: a GPU may lack
-// the room to run two collectives at once, so a program must not rely on it.
-std::shared_ptr<Queue> queue_for(int device) {
-  if (env_int("EMULATED_NCCL_STRICT_ORDER", 0) == 0) return std::make_shared<Queue>();
-  static std::mutex mutex;
-  static auto* queues = new std::map<int, std::shared_ptr<Queue>>;
-  std::lock_guard<std::mutex> lock(mutex);
-  auto& found = (*queues)[device];
-  if (!found) found = std::make_shared<Queue>();
-  return found;
-}
-
 int env_of(std::initializer_list<const char*> names, int otherwise) {
   for (auto* name : names)
     if (const char* text = std::getenv(name); text && *text) return std::atoi(text);
@@ -88,7 +76,6 @@ std::vector<Made> communicators_made() {
 
 ErrorHandling ErrorHandling::now() {
   return {
-      env_of({"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}, 0) != 0,
       env_of({"TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"}, 3)};
 }
 
@@ -137,7 +124,7 @@ Communicator::Communicator(
       stream(new_stream(device, c10::str("NCCL group '", options.group, "' ", options.key))),
       errors(errors),
       link_(store, std::move(options)),
-      queue_(queue_for(device)) {
+      queue_(std::make_shared<Queue>()) {
   std::lock_guard<std::mutex> lock(made_mutex);
   made().push_back({link_.options().group, link_.options().key, link_.size(), device});
 }
@@ -172,8 +159,7 @@ void Communicator::drain() {
 void Communicator::run(
     const TaskPtr& task, const CallInfo& call, const std::vector<PendingPtr>& before,
     Body body) {
-  std::optional<Instant> deadline;
-  if (!errors.blocking_wait) deadline = task->began + task->timeout;
+  const Instant deadline = task->began + task->timeout;
   std::string wrong;
   bool timed_out = false;
   try {

@@ -27,8 +27,7 @@ class Queue {
 
 // What torch reads from the environment when a group is made, and not later.
 struct ErrorHandling {
-  bool blocking_wait;  // TORCH_NCCL_BLOCKING_WAIT: wait() keeps the time, and no watchdog does
-  int mode;            // TORCH_NCCL_ASYNC_ERROR_HANDLING
+  int mode;  // TORCH_NCCL_ASYNC_ERROR_HANDLING
   static ErrorHandling now();
   bool tears_down() const { return mode == 1 || mode == 3; }
   bool cleans_up() const { return mode == 1 || mode == 2; }

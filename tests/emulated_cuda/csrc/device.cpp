@@ -188,16 +188,6 @@ int number_of(const c10::Stream& stream) {
 
 }  // namespace
 
-void Event::record(int stream) {
-  clock = record_clock(stream);
-  at = std::chrono::steady_clock::now();
-  recorded = true;
-}
-
-double Event::milliseconds_until(const Event& end) const {
-  return std::chrono::duration<double, std::milli>(end.at - at).count();
-}
-
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
   Device exchangeDevice(Device d) const override {
@@ -239,7 +229,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& s, DeviceIndex, c10::EventFlag) const override {
     if (!*event) *event = new Event;
-    static_cast<Event*>(*event)->record(number_of(s));
+    static_cast<Event*>(*event)->clock = record_clock(number_of(s));
   }
   void block(void* event, const c10::Stream& s) const override {
     if (event) wait_clock(number_of(s), static_cast<Event*>(event)->clock);
@@ -253,14 +243,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
-  double elapsedTime(void* begin, void* end, DeviceIndex) const override {
-    return static_cast<Event*>(begin)->milliseconds_until(*static_cast<Event*>(end));
-  }
   bool queryStream(const c10::Stream& s) const override {
     return host_poll(record_clock(number_of(s)));
   }
   void synchronizeStream(const c10::Stream& s) const override {
-    about_to_synchronize();
     host_wait(record_clock(number_of(s)), "Stream.synchronize");
   }
   void synchronizeDevice(DeviceIndex device) const override {

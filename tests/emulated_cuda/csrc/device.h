@@ -45,7 +45,5 @@ c10::Storage open_shared(const std::string& path, size_t n, int device);
 // A CPU tensor over the bytes of a CUDA one, which it keeps alive.
 at::Tensor on_cpu(const at::Tensor& cuda);
 void resize_storage(const c10::Storage& storage, size_t n);
-std::map<std::string, int64_t> op_counts();
-void count_ops(bool on);
 
 }  // namespace emu

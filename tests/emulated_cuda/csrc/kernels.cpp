@@ -274,21 +274,6 @@ static const Operator& known_of(const c10::OperatorHandle& op) {
 
 // ---- the fallback -------------------------------------------------------------------------------
 
-static std::atomic<bool> counting{false};
-static std::mutex count_mutex;
-static std::map<std::string, int64_t> counts;
-
-std::map<std::string, int64_t> op_counts() {
-  std::lock_guard<std::mutex> lock(count_mutex);
-  return counts;
-}
-void count_ops(bool on) { counting = on; }
-
-static void count(const std::string& name) {
-  std::lock_guard<std::mutex> lock(count_mutex);
-  counts[name]++;
-}
-
 // The one device of all tensors, before anything is done to any of them.
 static void find_device(Call& call, Arguments args) {
   for (auto& value : args) {
@@ -412,7 +397,6 @@ class BorrowedGenerator {
 
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Operator& known = known_of(op);
-  if (counting) count(c10::toString(op.operator_name()));
   TORCH_CHECK(
       known.on_cpu, "emulated CUDA: no CPU kernel for ", c10::toString(op.operator_name()));
   Call call(known.name);
@@ -422,7 +406,6 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!call.device)
     call.device = Device(DeviceType::CUDA, static_cast<DeviceIndex>(current_device()));
   const char* waits = why_it_waits(known, args);
-  if (waits) about_to_synchronize();
   const int stream = current_stream(call.device->index());
   Launch launch(stream, known.name);
   arguments_to_cpu(call, known, launch, args);
@@ -499,7 +482,6 @@ static bool is_late(const Tensor& host, const Tensor& device, bool non_blocking)
 
 static void copy_to_host(Tensor& self, const Tensor& from, bool non_blocking) {
   const bool late = is_late(self, from, non_blocking);
-  if (!non_blocking) about_to_synchronize();
   const int stream = current_stream(from.device().index());
   Launch launch(stream, "aten::copy_");
   launch.reads(from);
@@ -515,7 +497,6 @@ static void copy_to_host(Tensor& self, const Tensor& from, bool non_blocking) {
 
 static void copy_to_device(Tensor& self, const Tensor& from, bool non_blocking) {
   const bool late = is_late(from, self, non_blocking) && self.is_contiguous();
-  if (!non_blocking) about_to_synchronize();
   const int stream = current_stream(self.device().index());
   Launch launch(stream, "aten::copy_");
   launch.writes(self);
@@ -528,7 +509,6 @@ static void copy_to_device(Tensor& self, const Tensor& from, bool non_blocking) 
 
 static Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   if (self.is_same(from)) return self;
-  if (counting) count(c10::str("copy ", from.device().type(), ">", self.device().type()));
   if (self.is_cuda() && from.is_cuda()) {
     copy_on_devices(self, from);
   } else if (self.is_cuda()) {
@@ -540,7 +520,6 @@ static Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
 }
 
 static c10::Scalar local_scalar(const Tensor& self) {
-  about_to_synchronize();
   const int stream = current_stream(self.device().index());
   Launch(stream, "aten::_local_scalar_dense").reads(self);
   at::AutoDispatchBelowADInplaceOrView below;

@@ -99,10 +99,11 @@ void order_host_memory(const at::Tensor& host, bool write, int stream, int64_t t
   };
   for (auto& one : take(same, true)) {
     if (comes_before(one.stream, one.time, stream)) continue;
-    report_race(c10::str(
+    TORCH_CHECK(
+        false,
         "emulated CUDA: race: a copy on ", stream_name(stream), write ? " writes" : " reads",
         " pinned memory that a copy on ", stream_name(one.stream),
-        one.to_host ? " writes" : " reads", ", and nothing orders the two (", one.bytes, " bytes)."));
+        one.to_host ? " writes" : " reads", ", and nothing orders the two (", one.bytes, " bytes).");
   }
 }
 

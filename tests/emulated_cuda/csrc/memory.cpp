@@ -49,11 +49,9 @@ std::unique_ptr<Block> new_block(int device, size_t bytes) {
   block->device = device;
   block->stream = current_stream(device);
   block->place = take_place(device, block->stream, bytes);
-  if (races_matter()) {
-    block->accesses.entries = history_of(block->place);
-    for (auto& one : block->accesses.entries)
-      block->accesses.last.emplace_back(one.stream, one.time);
-  }
+  block->accesses.entries = history_of(block->place);
+  for (auto& one : block->accesses.entries)
+    block->accesses.last.emplace_back(one.stream, one.time);
   return block;
 }
 

@@ -36,13 +36,6 @@ Counts memory_counts(int device);
 std::map<std::string, int64_t> memory_events(int device);  // num_ooms and so on
 void reset_peak(int device);
 void reset_accumulated(int device);
-struct SegmentInfo {
-  int64_t address, size;
-  int stream;
-  bool small;
-  std::vector<std::tuple<int64_t, int64_t, std::string>> blocks;  // size, requested, state
-};
-std::vector<SegmentInfo> memory_segments(int device);
 
 // -- memory.cpp ------------------------------------------------------------------------------------
 

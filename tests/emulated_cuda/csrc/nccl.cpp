@@ -242,12 +242,7 @@ class NcclWork final : public c10d::Work {
 
   bool wait(Millis timeout) override {
     synchronize();
-    if (communicator_->errors.blocking_wait || timeout != kNoTimeout) {
-      await_on_host(timeout == kNoTimeout ? task_->timeout : timeout);
-      host_poll(done_);
-    } else if (opType_ == OpType::BARRIER) {
-      host_wait(done_, "torch.distributed.barrier");
-    }
+    if (opType_ == OpType::BARRIER) host_wait(done_, "torch.distributed.barrier");
     if (auto error = task_->error()) {
       forget_pending(task_);
       std::rethrow_exception(error);
@@ -269,14 +264,6 @@ class NcclWork final : public c10d::Work {
   }
 
  private:
-  void await_on_host(Millis limit) {
-    if (task_->wait_until(task_->began + limit)) return;
-    abort();
-    throw_backend_error(c10::str(
-        "Work ", c10d::opTypeToString(opType_), " number ", number_, " timed out in blocking wait after ",
-        limit.count(), " ms (emulated NCCL).\n", communicator_->link().report()));
-  }
-
   const uint64_t number_;
   const std::shared_ptr<Communicator> communicator_;
   const TaskPtr task_;
@@ -299,8 +286,6 @@ struct NcclOptions final : c10d::Backend::Options {
       : c10d::Backend::Options("nccl", Millis(10 * 60 * 1000)), is_high_priority_stream(high_priority) {}
   bool is_high_priority_stream;
   Config config;
-  c10::intrusive_ptr<c10d::Backend> split_from;
-  int split_color = -2;
 };
 
 // Who may talk over the same PCI bus: two ranks of one machine with one GPU number have one GPU.
@@ -338,12 +323,10 @@ class Nccl final : public c10d::Backend {
   c10::intrusive_ptr<Backend::Options> getBackendOptions() override { return options_; }
   c10::intrusive_ptr<NcclOptions> options() { return options_; }
   bool supportsCoalescing() const override { return true; }
-  bool supportsSplitting() const override { return true; }
   void setTimeout(Millis timeout) override { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return collectives_; }
   c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
-  uint64_t splits() const { return splits_; }
   bool initialized() const { return !communicators_.empty(); }
 
   void abort() override { *aborted_ = true; }
@@ -352,48 +335,6 @@ class Nccl final : public c10d::Backend {
   void shutdown() override {
     for (auto& [_, communicator] : communicators_) communicator->drain();
     *aborted_ = true;
-  }
-
-  void eagerConnectSingleDevice(at::Device device) override {
-    communicator_of(device);
-    eager_ = true;
-  }
-
-  // Communicators of subgroups are split from one that all ranks have: all must come.
-  void take_part_in_split(at::Device device, int color) {
-    splits_++;
-    CallInfo call;
-    std::strncpy(call.name, "comm_split", sizeof(call.name) - 1);
-    call.numel_in = call.numel_out = -1;
-    communicator_of(device)
-        ->enqueue(
-            call, false, {}, options_->timeout,
-            [color](Link& link) { link.show(&color, sizeof(color)); })
-        ->wait();
-  }
-
-  c10::intrusive_ptr<Backend> split(
-      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-      const c10::intrusive_ptr<Backend::Options>& opts) override {
-    const at::Device device = some_device();
-    auto mine = std::find(ranks.begin(), ranks.end(), getRank());
-    if (mine == ranks.end()) {
-      take_part_in_split(device, -1);
-      return nullptr;
-    }
-    auto options = c10::dynamic_intrusive_pointer_cast<NcclOptions>(opts);
-    TORCH_CHECK(options, "opts not a ProcessGroupNCCL::Options.");
-    std::vector<uint64_t> global;
-    for (int r : ranks)
-      global.push_back(
-          options->global_ranks_in_group.empty() ? r : options->global_ranks_in_group.at(r));
-    options->global_ranks_in_group = global;
-    options->split_from = c10::intrusive_ptr<Backend>::reclaim_copy(this);
-    options->split_color = ranks.at(0);
-    auto group = c10::make_intrusive<Nccl>(
-        store->clone(), static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
-    group->eagerConnectSingleDevice(device);
-    return group;
   }
 
   // -- coalescing: what is called between these two goes together ----------------------------------
@@ -502,69 +443,6 @@ class Nccl final : public c10d::Backend {
     return together(std::move(all), opts.asyncOp);
   }
 
-  WorkPtr reduce_scatter(
-      Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& opts) override {
-    Tensor out = checked(outs);
-    Tensors from = list_of(ins, out, "reduce_scatter");
-    const auto type = out.scalar_type();
-    const auto op = checked_reduce(opts.reduceOp, type);
-    auto call = call_info("reduce_scatter", out, out.numel());
-    call.reduce = static_cast<int16_t>(op);
-    Tensor to = on_cpu(out);
-    Tensors hosts = on_host(from);
-    return collective(
-        {OpType::REDUCE_SCATTER, "nccl:reduce_scatter", call, from, {out}, outs,
-         [to, hosts, type, op](Link& link) {
-           Tensors flat;
-           for (auto& t : hosts) flat.push_back(t.contiguous());
-           emu::reduce_scatter(link, bytes_of(to), bytes_of(flat), summed_as(type), op);
-         }},
-        opts.asyncOp);
-  }
-
-  WorkPtr gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& opts) override {
-    Tensor in = checked(ins);
-    const int root = opts.rootRank;
-    const bool mine = root == getRank();
-    Tensors to;
-    if (mine) to = list_of(outs, in, "gather");
-    auto call = call_info("gather", in);
-    call.root = root;
-    Tensor from = on_cpu(in);
-    Tensors hosts = on_host(to);
-    return collective(
-        {OpType::GATHER, "nccl:gather", call, {in}, to, to,
-         [from, hosts, root](Link& link) {
-           std::vector<Bytes> sent(link.size(), Bytes{nullptr, 0}), got = sent;
-           sent[root] = bytes_of(from);
-           if (!hosts.empty()) got = bytes_of(hosts);
-           emu::all_to_all(link, got, sent);
-         }},
-        opts.asyncOp);
-  }
-
-  WorkPtr scatter(
-      Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& opts) override {
-    Tensor out = checked(outs);
-    const int root = opts.rootRank;
-    const bool mine = root == getRank();
-    Tensors from;
-    if (mine) from = list_of(ins, out, "scatter");
-    auto call = call_info("scatter", out);
-    call.root = root;
-    Tensor to = on_cpu(out);
-    Tensors hosts = on_host(from);
-    return collective(
-        {OpType::SCATTER, "nccl:scatter", call, from, {out}, outs,
-         [to, hosts, root](Link& link) {
-           std::vector<Bytes> sent(link.size(), Bytes{nullptr, 0}), got = sent;
-           got[root] = bytes_of(to);
-           if (!hosts.empty()) sent = bytes_of(hosts);
-           emu::all_to_all(link, got, sent);
-         }},
-        opts.asyncOp);
-  }
-
   WorkPtr alltoall_base(
       Tensor& out, Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
       const c10d::AllToAllOptions& opts) override {
@@ -585,19 +463,6 @@ class Nccl final : public c10d::Backend {
                link, pieces(bytes_of(to_host), out_splits, link.size(), to_row),
                pieces(bytes_of(from_host), in_splits, link.size(), from_row));
          }},
-        opts.asyncOp);
-  }
-
-  WorkPtr alltoall(Tensors& outs, Tensors& ins, const c10d::AllToAllOptions& opts) override {
-    Tensors to, from;
-    for (auto& t : outs) to.push_back(checked(t));
-    for (auto& t : ins) from.push_back(checked(t));
-    auto call = call_info("all_to_all", from.at(0));
-    call.numel_in = call.numel_out = -1;
-    Tensors to_hosts = on_host(to), from_hosts = on_host(from);
-    return collective(
-        {OpType::ALLTOALL, "nccl:all_to_all", call, from, to, outs,
-         [=](Link& link) { emu::all_to_all(link, bytes_of(to_hosts), bytes_of(from_hosts)); }},
         opts.asyncOp);
   }
 
@@ -624,10 +489,6 @@ class Nccl final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int from, int) override {
     return message(checked(tensors), from, false);
   }
-  WorkPtr recvAnysource(Tensors&, int) override {
-    TORCH_CHECK(false, "NCCL does not support recvAnysource");
-  }
-
  private:
   Operation allreduce_of(const Tensor& t, const c10d::ReduceOp& given, const Tensors& outputs) {
     const auto type = t.scalar_type();
@@ -759,8 +620,8 @@ class Nccl final : public c10d::Backend {
 
   WorkPtr message(const Tensor& t, int peer, bool sends) {
     TORCH_CHECK_VALUE(peer >= 0 && peer < getSize(), "invalid rank ", peer);
-    // Alone, a pair has a communicator of its own, unless the group was connected when it was made.
-    const bool pair = !coalescing_ && !eager_;
+    // Alone, a pair has a communicator of its own.
+    const bool pair = !coalescing_;
     auto communicator = pair ? communicator_of_pair(t.device(), peer) : communicator_of(t.device());
     Operation one{sends ? OpType::SEND : OpType::RECV, sends ? "nccl:send" : "nccl:recv"};
     one.call = call_info(c10::str(sends ? "send to rank " : "recv from rank ", peer).c_str(), t);
@@ -796,7 +657,6 @@ class Nccl final : public c10d::Backend {
   // -- communicators -------------------------------------------------------------------------------
 
   at::Device some_device() {
-    if (auto bound = getBoundDeviceId()) return *bound;
     if (!used_.empty()) return at::Device(c10::kCUDA, *used_.begin());
     return at::Device(c10::kCUDA, getRank() % device_count());
   }
@@ -809,9 +669,6 @@ class Nccl final : public c10d::Backend {
   std::shared_ptr<Communicator> communicator_of(at::Device device) {
     const auto key = std::to_string(device.index());
     if (auto found = communicators_.find(key); found != communicators_.end()) return usable(found->second);
-    check_bound(device);
-    if (auto parent = c10::dynamic_intrusive_pointer_cast<Nccl>(options_->split_from))
-      parent->take_part_in_split(device, options_->split_color);
     LinkOptions o;
     o.key = std::to_string(count_++);
     o.rank = getRank();
@@ -824,7 +681,6 @@ class Nccl final : public c10d::Backend {
     const int low = std::min(getRank(), peer), high = std::max(getRank(), peer);
     const auto key = c10::str(low, ":", high);
     if (auto found = communicators_.find(key); found != communicators_.end()) return usable(found->second);
-    check_bound(device);
     LinkOptions o;
     o.key = key;
     o.rank = getRank() == low ? 0 : 1;
@@ -856,13 +712,6 @@ class Nccl final : public c10d::Backend {
       throw_backend_error(c10::str("NCCL communicator was aborted on rank ", getRank(), "."));
   }
 
-  void check_bound(at::Device device) const {
-    if (auto bound = getBoundDeviceId(); bound && *bound != device)
-      throw_backend_error(c10::str(
-          "Attempt to perform collective on tensor not on device passed to init_process_group: ",
-          device, ", not ", *bound));
-  }
-
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<NcclOptions> options_;
   const ErrorHandling errors_;
@@ -870,8 +719,7 @@ class Nccl final : public c10d::Backend {
   std::map<std::string, std::shared_ptr<Communicator>> communicators_;
   std::set<int> used_;
   int count_ = 0;
-  bool eager_ = false;
-  uint64_t collectives_ = 0, letters_ = 0, splits_ = 0;
+  uint64_t collectives_ = 0, letters_ = 0;
   bool coalescing_ = false;
   std::vector<Operation> coalesced_;
   std::shared_ptr<Communicator> coalesced_with_;
@@ -897,8 +745,6 @@ void bind_nccl(py::module_& m) {
       .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
       .def_readwrite("is_high_priority_stream", &NcclOptions::is_high_priority_stream)
       .def_readwrite("config", &NcclOptions::config)
-      .def_readwrite("split_from", &NcclOptions::split_from)
-      .def_readwrite("split_color", &NcclOptions::split_color)
       .def("__copy__", [](const NcclOptions& o) { return c10::make_intrusive<NcclOptions>(o); })
       .def("__deepcopy__", [](const NcclOptions& o, const py::dict&) {
         return c10::make_intrusive<NcclOptions>(o);
@@ -923,11 +769,8 @@ void bind_nccl(py::module_& m) {
       // Groups of NCCL calls exist so that aborts cannot block each other; here none blocks.
       .def("_group_start", [](Nccl&) {})
       .def("_group_end", [](Nccl&) {})
-      .def("comm_split_count", &Nccl::splits)
       .def("_set_default_timeout", &Nccl::setTimeout, py::arg("timeout"))
       .def("_is_initialized", &Nccl::initialized)
-      .def("perform_nocolor_split",
-           [](Nccl& self, at::Device device) { self.take_part_in_split(device, -1); }, Released())
       .def_property_readonly("options", &Nccl::options)
       .def_property_readonly("uid", &Nccl::getID)
       .def_property("bound_device_id", &Nccl::getBoundDeviceId, &Nccl::setBoundDeviceId);

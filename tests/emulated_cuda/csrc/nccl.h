@@ -5,6 +5,5 @@
 namespace emu {
 
 void bind_nccl(pybind11::module_& m);
-void bind_gloo(pybind11::module_& m);
 
 }  // namespace emu

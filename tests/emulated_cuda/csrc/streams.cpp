@@ -151,7 +151,6 @@ bool host_poll(const Clock& clock) {
 namespace {
 std::mutex counts_mutex;
 std::map<std::string, int64_t> counts;
-std::atomic<int> debug_mode{0};
 }  // namespace
 
 void host_wait(const Clock& clock, const char* what) {
@@ -163,13 +162,6 @@ void host_wait(const Clock& clock, const char* what) {
   host_poll(clock);
 }
 
-void about_to_synchronize() {
-  int mode = debug_mode.load(std::memory_order_relaxed);
-  if (mode == 0) return;
-  TORCH_CHECK(mode == 1, "called a synchronizing CUDA operation");
-  TORCH_WARN("called a synchronizing CUDA operation");
-}
-
 std::map<std::string, int64_t> synchronizations() {
   std::lock_guard<std::mutex> lock(counts_mutex);
   return counts;
@@ -178,25 +170,10 @@ void reset_synchronizations() {
   std::lock_guard<std::mutex> lock(counts_mutex);
   counts.clear();
 }
-void set_sync_debug_mode(int mode) { debug_mode = mode; }
-int sync_debug_mode() { return debug_mode; }
 
 // -- races -----------------------------------------------------------------------------------------
 
 namespace {
-
-enum class Races { off, warn, raise };
-
-Races races() {
-  static const Races chosen = [] {
-    const char* text = std::getenv("EMULATED_CUDA_RACES");
-    if (!text || !*text || !std::strcmp(text, "raise")) return Races::raise;
-    if (!std::strcmp(text, "warn")) return Races::warn;
-    TORCH_CHECK(!std::strcmp(text, "off"), "EMULATED_CUDA_RACES is raise, warn or off, not ", text);
-    return Races::off;
-  }();
-  return chosen;
-}
 
 std::string told(const Access& before, const Access& now, int64_t bytes) {
   auto verb = [](const Access& one, const char* reads, const char* writes) {
@@ -260,8 +237,6 @@ found:
 
 }  // namespace
 
-bool races_matter() { return races() != Races::off; }
-
 void touch(
     Accesses& accesses, int64_t low, int64_t high, bool write, int stream, int64_t time,
     const char* op, int64_t bytes) {
@@ -283,13 +258,7 @@ void touch(
     if (!message.empty()) accesses = {};  // told once
     remember(accesses, now, mine);
   }
-  if (!message.empty()) report_race(message);
-}
-
-void report_race(const std::string& message) {
-  if (races() == Races::off) return;
-  TORCH_CHECK(races() != Races::raise, message);
-  TORCH_WARN(message);
+  TORCH_CHECK(message.empty(), message);
 }
 
 std::vector<Access> Accesses::history(int64_t bytes) const {
@@ -319,7 +288,6 @@ Launch::Launch(int stream, const char* op, bool now)
 static void note(const at::Tensor& t, bool write, int stream, int64_t time, const char* op) {
   if (!t.defined() || !t.is_cuda() || t.numel() == 0) return;
   land_into(t);
-  if (!races_matter()) return;
   auto* storage = t.storage().unsafeGetStorageImpl();
   Block* block = block_of(storage);
   if (!block) return;

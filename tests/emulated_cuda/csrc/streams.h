@@ -15,7 +15,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -52,13 +51,9 @@ class Launch {
   const char* op_;
 };
 
-// An event of CUDA: a moment on a stream, and the host's time of it.
+// An event of CUDA: a moment on a stream.
 struct Event {
   Clock clock;
-  std::chrono::steady_clock::time_point at;
-  bool recorded = false;
-  void record(int stream);
-  double milliseconds_until(const Event& end) const;
 };
 
 // -- what the other sources of the device use -------------------------------------------------------
@@ -81,8 +76,6 @@ struct Accesses {
   std::vector<Access> history(int64_t bytes) const;
 };
 
-bool races_matter();
-void report_race(const std::string& message);  // throws, warns or says nothing
 // Memory [low, high) of `accesses` is touched by work at `time` on `stream`; throws on a race.
 void touch(
     Accesses& accesses, int64_t low, int64_t high, bool write, int stream, int64_t time,
@@ -97,11 +90,8 @@ Clock device_clock(int device);
 // Does the host see that it is done? Then it knows, without having waited.
 bool host_poll(const Clock& clock);
 
-// How often the host waited for the device, by operator; what torch.cuda.set_sync_debug_mode asks.
+// How often the host waited for the device, by operator.
 std::map<std::string, int64_t> synchronizations();
 void reset_synchronizations();
-void set_sync_debug_mode(int mode);
-int sync_debug_mode();
-void about_to_synchronize();  // warns or throws, as the debug mode says
 
 }  // namespace emu

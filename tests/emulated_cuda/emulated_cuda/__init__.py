@@ -7,8 +7,6 @@ looks its CUDA hooks up once, and ``torch.cuda`` is completed after it. See the 
 """
 
 import ctypes
-import fnmatch
-import glob
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -62,18 +60,16 @@ def on_import() -> None:
         sys.meta_path.insert(0, _Finder())
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # there is no Triton to compile for
     os.environ.setdefault("QURL_TRITON", "0")  # and no GPU that its kernels would run on
-    if os.environ.get("EMULATED_CUDA_DEV_NODES"):
-        _pretend_device_nodes()
 
 
 def _install() -> None:
     import torch
 
-    from emulated_cuda import distributed, memory, runtime, sharing, streams
+    from emulated_cuda import distributed, runtime, sharing, streams
 
     lib = native()
     assert lib.hooks_are_ours(), "torch looked its CUDA hooks up before they were there"
-    for part in (runtime, streams, memory, sharing):
+    for part in (runtime, streams, sharing):
         part.install(lib)
     if torch.distributed.is_available():
         distributed.install(lib)
@@ -86,13 +82,6 @@ def synchronizations() -> dict[str, int]:
 
 def reset_synchronizations() -> None:
     native().reset_synchronizations()
-
-
-def _pretend_device_nodes() -> None:
-    """``glob`` finds /dev/nvidia0 and so on, by which programs choose to spawn instead of fork."""
-    plain = glob.glob
-    nodes = [f"/dev/nvidia{i}" for i in range(int(os.environ["EMULATED_CUDA_DEVICES"]))]
-    glob.glob = lambda pattern, **named: plain(pattern, **named) + fnmatch.filter(nodes, pattern)
 
 
 def native():

@@ -2,13 +2,12 @@
 
 The binary's name carries the torch version and a digest of the sources, so that a stale one is
 never loaded; it is made aside and renamed, so that two builds at once cannot harm each other.
-Takes about a minute, once. Exit code 2 and one sentence where it cannot be built.
+Exit code 2 and one sentence where it cannot be built.
 """
 
 import hashlib
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -74,7 +73,7 @@ def build(jobs: int = 2) -> Path:
 
 
 def _compile(compiler: str, root: Path, source: Path, scratch: str) -> Path:
-    """The object file of one source; kept, because mostly one source changes."""
+    made = Path(scratch) / f"{source.stem}.o"
     flags = [
         *("-O2", "-g0", "-fPIC", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unused"),
         *(f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"),
@@ -82,26 +81,8 @@ def _compile(compiler: str, root: Path, source: Path, scratch: str) -> Path:
         f"-I{root}/include/torch/csrc/api/include",
         f"-I{sysconfig.get_paths()['include']}",
     ]
-    digest = hashlib.sha256(" ".join((torch_version(), *flags)).encode())
-    for part in sorted({source, *_included(source)}):
-        digest.update(part.read_bytes())
-    made = CACHE / f"{source.stem}-{digest.hexdigest()[:12]}.o"
-    if not made.exists():
-        aside = Path(scratch) / made.name
-        _run([compiler, *flags, "-c", str(source), "-o", str(aside)])
-        for old in CACHE.glob(f"{source.stem}-*.o"):
-            old.unlink(missing_ok=True)
-        os.replace(aside, made)
+    _run([compiler, *flags, "-c", str(source), "-o", str(made)])
     return made
-
-
-def _included(source: Path) -> set[Path]:
-    """Our own headers that a source includes, directly or not."""
-    found = set()
-    for name in re.findall(r'#include "(\w+\.h)"', source.read_text()):
-        if (SOURCES / name).exists():
-            found |= {SOURCES / name, *_included(SOURCES / name)}
-    return found
 
 
 def _torch_of_the_cpu() -> Path:

@@ -1,4 +1,4 @@
-"""The NCCL backend of ``torch.distributed``, gloo with CUDA tensors, and counts of their use."""
+"""The NCCL backend of ``torch.distributed``, and counts of its use."""
 
 import collections
 import functools
@@ -27,12 +27,11 @@ class Communicator(NamedTuple):
 _objects: collections.Counter[str] = collections.Counter()
 
 
-def communicators(group: str | None = None) -> list[Communicator]:
-    """All that this process ever made, in order; those of one group where it is named."""
+def communicators() -> list[Communicator]:
+    """All that this process ever made, in order."""
     from emulated_cuda import native
 
-    made = [Communicator(*row) for row in native().communicators()]
-    return [one for one in made if group in (None, one.group)]
+    return [Communicator(*row) for row in native().communicators()]
 
 
 def object_collectives() -> collections.Counter[str]:
@@ -44,7 +43,6 @@ def install(lib) -> None:
     from torch.distributed import distributed_c10d as c10d
 
     _offer_nccl(lib, c10d)
-    _let_gloo_take_cuda(lib)
     for name in OBJECT_COLLECTIVES:
         _count(c10d, name)
 
@@ -63,20 +61,6 @@ def _offer_nccl(lib, c10d) -> None:
     constants.default_pg_nccl_timeout = c10d.default_pg_nccl_timeout = timeout
     torch.cuda.nccl.version = lambda: NCCL_VERSION
     torch.cuda.nccl.is_available = lambda *_: True
-
-
-def _let_gloo_take_cuda(lib) -> None:
-    """A gloo group of a CUDA build takes CUDA tensors; that of a CPU build crashes over them."""
-    group = torch._C._distributed_c10d.ProcessGroup
-    register = group._register_backend
-
-    def register_backend(self, device, kind, backend=None):
-        if device.type != "cuda" or kind != group.BackendType.GLOO or backend is None:
-            return register(self, device, kind, backend)
-        # Under a type of its own: of one type, a group keeps the first backend for all devices.
-        return register(self, device, group.BackendType.CUSTOM, lib.gloo_on_cuda(backend))
-
-    group._register_backend = register_backend
 
 
 def _count(c10d, name: str) -> None:

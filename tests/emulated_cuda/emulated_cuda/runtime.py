@@ -1,4 +1,4 @@
-"""Devices as ``torch.cuda`` asks for them: count, current, properties, and the bad fork."""
+"""Devices as ``torch.cuda`` asks for them: count, current, properties, memory, and the bad fork."""
 
 import hashlib
 import logging
@@ -39,6 +39,10 @@ def install(lib) -> None:
             lib.set_device(device)
         return before
 
+    def empty_cache() -> None:
+        for device in range(lib.device_count()):
+            lib.release_cached(device)
+
     c = torch._C
     c._has_cuda = True
     c._cuda_init = init
@@ -47,15 +51,18 @@ def install(lib) -> None:
     c._cuda_setDevice = lib.set_device
     c._cuda_exchangeDevice = c._cuda_maybeExchangeDevice = exchange
     c._cuda_isInBadFork = lambda: forked
-    c._cuda_canDeviceAccessPeer = lambda a, b: True
     c._cuda_getCompiledVersion = lambda: 12080
     c._cuda_getArchFlags = lambda: "sm_80 sm_90"
-    c._cuda_sleep = lambda cycles: None
     c._cuda_isCurrentStreamCapturing = lambda: False
     c._host_emptyCache = lambda: None
     c._cuda_ipc_collect = lambda: None
-    c._cuda_getCurrentBlasHandle = lambda: 0
-    c._cuda_clearCublasWorkspaces = lambda: None
+    c._cuda_memoryStats = lib.memory_stats
+    c._cuda_resetPeakMemoryStats = lib.reset_peak
+    c._cuda_resetAccumulatedMemoryStats = lib.reset_accumulated
+    c._cuda_emptyCache = empty_cache
+    c._cuda_setMemoryFraction = lib.set_memory_fraction
+    c._cuda_getAllocatorBackend = lambda: "native"
+    torch.cuda.memory._host_allocator = None
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = exchange
     torch.cuda._cudart = types.SimpleNamespace(
         cudaError=types.SimpleNamespace(success=0),
@@ -64,20 +71,12 @@ def install(lib) -> None:
             lib.memory_total() - lib.memory_reserved(device),
             lib.memory_total(),
         ),
-        cudaProfilerStart=lambda: 0,
-        cudaProfilerStop=lambda: 0,
-        cudaHostRegister=lambda *_: 0,
-        cudaHostUnregister=lambda *_: 0,
     )
     torch.cuda.device_count = lib.device_count
     torch.cuda._CudaDeviceProperties = types.SimpleNamespace
     torch.version.cuda = "12.8"
     # A CUDA build brings Triton, and its absence is told on standard error.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(torch.cuda.nvtx, name, lambda *_, **__: 0)
-    if lib.device_count() == 0:
-        torch.cuda.device_count = lambda: 0
 
 
 def _properties(lib, index: int) -> types.SimpleNamespace:
@@ -89,17 +88,5 @@ def _properties(lib, index: int) -> types.SimpleNamespace:
         minor=CAPABILITY[1],
         total_memory=lib.memory_total(),
         multi_processor_count=132,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        L2_cache_size=50 << 20,
-        warp_size=32,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        pci_bus_id=physical,
-        pci_device_id=0,
-        pci_domain_id=0,
-        gcnArchName=NAME,
         uuid=uuid.UUID(bytes=digest),
     )

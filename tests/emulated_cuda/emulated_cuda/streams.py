@@ -1,7 +1,5 @@
 """Streams and events: their order is kept by the library, which says where there is none."""
 
-import ctypes
-
 import torch
 
 CUDA = 1  # c10::DeviceType::CUDA
@@ -26,8 +24,6 @@ def install(lib) -> None:
     c._cuda_getCurrentRawStream = lambda d: lib.stream_current(given(d))
     c._cuda_setStream = set_stream
     c._cuda_synchronize = lambda: lib.device_synchronize(lib.current_device())
-    c._cuda_set_sync_debug_mode = lib.set_sync_debug_mode
-    c._cuda_get_sync_debug_mode = lib.sync_debug_mode
     c._CudaStreamBase, c._CudaEventBase = stream, event
     for module in (torch.cuda, torch.cuda.streams):
         module.Stream, module.Event = stream, event
@@ -66,21 +62,13 @@ def _stream_class(lib) -> type:
         def cuda_stream(self) -> int:
             return self.stream_id
 
-        @property
-        def _as_parameter_(self):
-            return ctypes.c_void_p(self.cuda_stream)
-
-        @staticmethod
-        def priority_range() -> tuple[int, int]:
-            return (0, -5)
-
     return Stream
 
 
 def _event_class(lib) -> type:
     class Event:
         def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
-            self.timing, self._event = enable_timing, lib.Event()
+            self._event = lib.Event()
 
         def record(self, stream=None) -> None:
             stream = torch.cuda.current_stream() if stream is None else stream
@@ -95,12 +83,5 @@ def _event_class(lib) -> type:
 
         def synchronize(self) -> None:
             self._event.synchronize()
-
-        def elapsed_time(self, end_event) -> float:
-            if not (self.timing and end_event.timing):
-                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-            if not (self._event.recorded and end_event._event.recorded):
-                raise ValueError("Both events must be recorded before calculating elapsed time.")
-            return self._event.milliseconds_until(end_event._event)
 
     return Event
