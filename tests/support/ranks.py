@@ -145,7 +145,8 @@ def _run_rank(
     # Otherwise gloo looks up this machine's host name, which a container may be unable to resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with open(folder / f"stack-{rank}", "w") as stack:
-        faulthandler.dump_traceback_later(0.9 * timeout_s, file=stack)
+        # Well before the end: ranks may begin seconds after the time does.
+        faulthandler.dump_traceback_later(0.5 * timeout_s, file=stack)
         try:
             _run_body(rank, world_size, backend, folder, call)
         finally:
