@@ -82,10 +82,6 @@ def quickstart(side: Side) -> Values:
     run_dir = side.work / "quickstart"
     where = [f"model.path={side.work / 'arithmetic'}", f"train.run_dir={run_dir}"]
     side.must(*side.qurl("train", "launch/recipes/quickstart.toml", *where))
-    return _metrics(run_dir)
-
-
-def _metrics(run_dir: Path) -> Values:
     by_step = metrics(run_dir)  # of a step that is done again, its last
     return {f"step {step}: {name}": v for step in by_step for name, v in by_step[step].items()}
 
