@@ -20,8 +20,6 @@ from typing import Any
 
 from qurl_megatron.wire.lease import ENDPOINT, Lease
 
-FAULTS = ("500", "cut", "hang", "mixed", "nan", "nothing")
-
 
 def token_at(position: int) -> int:
     return 10 + position % 50
@@ -329,18 +327,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port-file", type=Path, required=True)
     parser.add_argument("--token-s", type=float, default=0.0)
-    parser.add_argument("--fault", action="append", default=[], choices=FAULTS)
-    parser.add_argument("--lives", type=Path, help="a line is added at each start")
-    parser.add_argument("--sglang", action="store_true", help="answer as SGLang does")
+    parser.add_argument("--fault", action="append", default=[])
     options, _ = parser.parse_known_args()
-    if options.lives is not None:
-        with options.lives.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-    engine = FakeEngine(
-        embedded=not options.sglang,
-        token_s=options.token_s,
-        api_key=os.environ.get("QURL_API_KEY"),
-    )
+    key = os.environ.get("QURL_API_KEY")
+    engine = FakeEngine(embedded=True, token_s=options.token_s, api_key=key)
     engine.faults = options.fault
     aside = options.port_file.with_suffix(".tmp")
     aside.write_text(str(engine.port))

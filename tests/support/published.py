@@ -1,5 +1,6 @@
 """Versions that training ranks publish, held against the quantized whole checkpoint."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,49 +10,49 @@ from safetensors.torch import load_file
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.checkpoints.uaq import fold_uaq
 from qurl_megatron.config import QuantConfig, SyncConfig
-from qurl_megatron.data.responses import Responses
-from qurl_megatron.observe.metrics import Timer, merge, values
+from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
-from tests.support.models import random_samples
 from tests.support.policies import build
 from tests.support.publishing import KeepsVersions
 
 SEED = 5
 
 
-def trained(policy, config, step):
-    from qurl_megatron.training.step import improve
-
-    improve(policy, Responses.of(random_samples(16)), config, step=step, timer=Timer())
-
-
-def nudged(policy, config, step):
+def nudged(policy):
     """The same update to the last bit, however the weights are split."""
     for parameter in policy.gpt.parameters():
         assert parameter.dtype == torch.float32
         parameter.data.add_(parameter.data.square().mul_(2**-10))
 
 
-def publish(device, config, scheme, out, updates, change=trained):
+@contextmanager
+def publisher_of(policy, config, quant, out, *, kept=None, bucket_mb=0.003, sender=None, seed=0):
+    """One whose versions are kept in a folder, ``out`` by itself.
 
+    Small buckets: every version takes many rounds, stages have different numbers of them, and
+    embeddings come in parts.
+    """
     from qurl_megatron.publish.publisher import Publisher, make_sender
 
+    fleet = KeepsVersions(kept or out) if policy.ranks.leads else None
+    sync = SyncConfig(transport="files", bucket_mb=bucket_mb, dir=str(out / "root"))
+    sender = sender or make_sender(sync, config.rollout, policy, out)
+    with Publisher(policy, fleet, quant, sync, sender, seed=seed) as publisher:
+        yield publisher
+
+
+def publish(device, config, scheme, out, updates):
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
-        fleet = KeepsVersions(out) if ranks.leads else None
         quant = QuantConfig(scheme=scheme, uaq_scale=1.5)
-        # Small buckets: every version takes many rounds, stages have different numbers of them, and
-        # embeddings come in parts.
-        sync = SyncConfig(transport="files", bucket_mb=0.003, dir=str(out / "root"))
-        sender = make_sender(sync, config.rollout, policy, out)
-        with Publisher(policy, fleet, quant, sync, sender) as publisher:
+        with publisher_of(policy, config, quant, out) as publisher:
             first = publisher.publish(0)
             assert not any(name.startswith("quant/") for name in first)
             assert first["sync/buffer_mb"].value > 0
             for version in range(1, updates + 1):
-                change(policy, config, version)
+                nudged(policy)
                 gathered: list = [None] * ranks.world_size
                 dist.all_gather_object(gathered, publisher.publish(version))
                 if ranks.leads:

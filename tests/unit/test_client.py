@@ -1,10 +1,9 @@
-import asyncio
 import gc
 import socket
 
 import pytest
 
-from qurl_megatron.fleet.answer import parsed
+from qurl_megatron.fleet.answer import uncollected
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
 from tests.support.fake_engine import FakeEngine
 
@@ -86,29 +85,13 @@ def test_every_failure_names_url_endpoint_and_cause(engine):
 
 
 @pytest.mark.parametrize("collecting", [True, False])
-def test_the_garbage_collector_rests_while_answers_are_read_and_is_then_as_it_was(
-    engine, collecting
-):
-    seen = []
-
-    def read(content: bytes) -> int:
-        seen.append(gc.isenabled())
-        return len(parsed(content)[len(seen) - 1]["output_ids"])  # fails the second time
-
-    async def ask() -> int:
-        async with EngineClient(engine.url).session() as session:
-            return await session.generate(
-                [[5, 6]], [{"max_new_tokens": 3}], ["a"], read, limit=9999
-            )
-
+def test_the_garbage_collector_rests_while_answers_are_read_and_is_then_as_it_was(collecting):
     if not collecting:
         gc.disable()
     try:
-        assert asyncio.run(ask()) == 3
-        assert gc.isenabled() == collecting
-        with pytest.raises(IndexError):
-            asyncio.run(ask())
+        with pytest.raises(KeyError), uncollected():
+            assert not gc.isenabled()
+            raise KeyError
         assert gc.isenabled() == collecting
     finally:
         gc.enable()
-    assert seen == [False, False]

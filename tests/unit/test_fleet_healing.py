@@ -13,10 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.starting import Start
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet.client import EngineError, in_parallel
 from qurl_megatron.fleet.collect import collect, greedy
@@ -128,23 +126,6 @@ def test_an_engine_of_ours_that_says_what_cannot_be_is_started_anew_and_the_reas
         wait_until(lambda: all(e.restarts == 1 and e.state == "ready" for e in bad))
         told = [e["message"] for e in fleet.drain()[0] if e["event"] == "failed"]
         assert len(told) == 2 and all("log-prob nan" in message for message in told)
-
-
-def test_restarts_end_after_their_number_and_leave_the_other_engine(tmp_path):
-    lives = tmp_path / "lives"
-    with local_fleet(tmp_path, "--lives", lives, max_restarts=2) as fleet:
-        victim, other = fleet.serving()
-        for life in range(3):
-            wait_until(lambda: victim.state in ("serving", "ready"))
-            os.kill(victim.process.popen.pid, signal.SIGKILL)
-            if life < 2:
-                wait_until(lambda life=life: victim.restarts == life + 1)
-        wait_until(lambda: victim.state == "gone")
-        assert len(lives.read_text().split()) == 2 + 2
-        assert ("engine-0", "gave up") in events(fleet)
-        assert fleet.engines() == [other]
-        publish(fleet, 1)
-        assert fleet.serving() == [other]
 
 
 @pytest.mark.parametrize(
@@ -301,17 +282,6 @@ def test_an_engine_with_a_loader_scheme_or_settings_of_its_own_is_refused(embedd
             assert [one.url for one in fleet.serving()] == [engine.url]
 
 
-def test_a_fleet_without_engines_says_so_and_waits_if_asked(tmp_path):
-    with local_fleet(tmp_path) as fleet:
-        for engine in fleet.serving():
-            os.kill(engine.process.popen.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="no engine is serving.*exited with status -9"):
-            greedy(fleet, PROMPTS, 2)
-        assert fleet.await_recruits(PATIENCE_S)
-        publish(fleet, 1)
-        assert len(greedy(fleet, PROMPTS, 2)) == 6
-
-
 def test_engines_come_and_go_with_the_rendezvous(tmp_path):
     with FakeEngine() as first, FakeEngine(api_key="secret") as second:
         (tmp_path / "key").write_text("secret\n")
@@ -439,18 +409,7 @@ def test_an_adopted_engine_gets_the_key_of_the_environment(monkeypatch):
         assert len(fleet.serving()) == 1
 
 
-def test_memory_goes_to_the_trainer_and_back_and_nothing_starts_meanwhile(tmp_path):
-    with FakeEngine() as engine, adopting(engine) as fleet:
-        fleet.release()
-        assert fleet.released
-        fleet.resume()
-        assert not fleet.released
-        endpoints = [endpoint for endpoint, _ in engine.calls]
-        assert endpoints == [
-            "/pause_generation",
-            "/release_memory_occupation",
-            "/resume_memory_occupation",
-        ]
+def test_nothing_is_started_in_memory_that_is_the_trainers(tmp_path):
     clock = Clock()
     with local_fleet(tmp_path, clock=clock) as fleet:
         fleet.released = True
@@ -496,6 +455,9 @@ def test_an_engine_that_was_silent_when_memory_came_back_has_its_own_before_it_g
         publish(fleet, 3)
         assert len(fleet.serving()) == 2
         assert away.calls[0][0] == "/resume_memory_occupation"
+        assert [path for path, _ in other.calls if "memory" in path] == [
+            *("/release_memory_occupation", "/resume_memory_occupation")
+        ]
 
 
 def test_what_an_engine_does_too_late_changes_nothing():
@@ -518,9 +480,7 @@ def test_what_an_engine_does_too_late_changes_nothing():
 @pytest.mark.parametrize(
     "wrong,message",
     [
-        ({"engines": 0}, "rollout.engines must be 1 or more, got 0"),
         ({"health_timeout_s": -1.0}, "rollout.health_timeout_s must be 0 or more"),
-        ({"max_restarts": -1}, "rollout.max_restarts must be 0 or more"),
         ({"urls": ("localhost:1",)}, "like http://host:30000, got 'localhost:1'"),
         ({"urls": ("http://a:1",), "rendezvous": "f"}, "both name engines"),
         ({"engine_tensor": 2}, "set rollout.backend=sglang"),
@@ -529,76 +489,3 @@ def test_what_an_engine_does_too_late_changes_nothing():
 def test_settings_of_the_fleet_that_cannot_work_are_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         RolloutConfig(**wrong)
-
-
-def test_sglang_engines_are_told_their_environment_devices_and_key(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    config = RolloutConfig(
-        backend="sglang",
-        engines=2,
-        engine_tensor=2,
-        engine_first_gpu=4,
-        engine_threads=3,
-        engine_args=("--mem-fraction-static=0.8",),
-        sglang_python=sys.executable,
-        colocate=True,
-    )
-    launches = start_of(config, tmp_path).launches()
-    command = list(launches["engine-1"].command)
-    assert command[0] == sys.executable
-    assert command[command.index("--base-gpu-id") + 1] == "6"
-    assert command[command.index("--tp-size") + 1] == "2"
-    assert "--enable-memory-saver" in command and "--mem-fraction-static=0.8" in command
-    assert launches["engine-1"].env["OMP_NUM_THREADS"] == "3"
-    assert launches["engine-1"].env["QURL_API_KEY"] == "secret"
-    assert "secret" not in " ".join(command) + repr(launches)
-    lost = RolloutConfig(backend="sglang", sglang_python="/no/python")
-    with pytest.raises(ConfigError, match="rollout.sglang_python = /no/python does not exist"):
-        start_of(lost, tmp_path).launches()
-
-
-def start_of(config: RolloutConfig, folder: Path, trainer_ranks: int = 0) -> Start:
-    return Start(
-        config=config,
-        model_dir=folder,
-        folder=folder,
-        scheme="int8",
-        dtype="bfloat16",
-        api_key="secret",
-        trainer_ranks=trainer_ranks,
-    )
-
-
-SHARED = {"engines": 4, "engine_tensor": 2}
-
-
-@pytest.mark.parametrize(
-    "rollout,gpus,ranks,message",
-    [
-        ({**SHARED, "colocate": True}, 8, 8, None),
-        ({**SHARED, "engine_first_gpu": 8}, 16, 8, None),
-        (SHARED, 8, 0, None),  # nobody trains here
-        (SHARED, 8, 8, "puts engines on GPUs of the trainer.*set rollout.engine_first_gpu=8"),
-        ({**SHARED, "engine_first_gpu": 3}, 16, 4, "rollout.engine_first_gpu=3 puts engines on"),
-        ({**SHARED, "engine_first_gpu": 1}, 8, 0, "need 9 GPUs, but the leading rank sees 8"),
-        (
-            {**SHARED, "colocate": True},
-            1,
-            8,
-            r"need 8 GPUs, but the leading rank sees 1 \(CUDA_VISIBLE_DEVICES=0\).*ask it for "
-            "--gpus-per-node instead of --gpus-per-task",
-        ),
-    ],
-)
-def test_engines_that_have_no_gpus_of_their_own_are_refused_in_a_sentence(
-    rollout, gpus, ranks, message, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    config = RolloutConfig(backend="sglang", sglang_python=sys.executable, **rollout)
-    start = start_of(config, tmp_path, ranks)
-    if message is None:
-        assert len(start.launches()) == 4
-    else:
-        with pytest.raises(ConfigError, match=message):
-            start.launches()

@@ -13,7 +13,7 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.types import Prompt
-from tests.support.engine_models import LiveServer, published_tensors, random_tensors, write_model
+from tests.support.engine_models import published_tensors, random_tensors, write_model
 from tests.support.publishing import publish_tensors
 from tests.support.waiting import NEVER_S, PATIENCE_S
 
@@ -41,24 +41,6 @@ def fleet(folder, tmp_path_factory):
 
 def clients_of(fleet: Fleet) -> list:
     return [engine.api for engine in fleet.engines()]
-
-
-def test_started_engines_serve_with_their_own_log(fleet):
-    infos = [client.server_info() for client in clients_of(fleet)]
-    assert [info["scheme"] for info in infos] == ["int8", "int8"]
-    assert [info["threads"] for info in infos] == [1, 1]
-    assert len({client.url for client in clients_of(fleet)}) == 2
-    assert {path.name for path in fleet._starting.folder.glob("*.log")} == {
-        "engine-0.log",
-        "engine-1.log",
-    }
-
-
-def test_publish_brings_every_engine_to_the_version(fleet, folder):
-    publish_tensors(fleet, 3, published_tensors(random_tensors(folder, seed=3), "int8"))
-    assert [client.weight_version() for client in clients_of(fleet)] == [fleet.names.of(3)] * 2
-    samples = greedy(fleet, PROMPTS, 4)
-    assert {s.versions for s in samples if len(s.response_ids) == 4} == {((3, 4),)}
 
 
 def test_a_version_that_is_not_whole_leaves_engines_paused_until_a_whole_one_comes(fleet, folder):
@@ -117,17 +99,6 @@ def test_a_stop_aborts_the_requests_and_raises(fleet):
     for client in clients_of(fleet):
         info = client.server_info()
         assert (info["num_running_reqs"], info["num_waiting_reqs"]) == (0, 0)
-
-
-def test_adopted_servers_outlive_the_fleet(folder, tmp_path):
-    live = LiveServer(folder)
-    try:
-        config = RolloutConfig(urls=(live.url,))
-        with Fleet(config, folder, scheme="int8", vocabulary=96, log_dir=tmp_path) as fleet:
-            assert [client.url for client in clients_of(fleet)] == [live.url]
-        assert live.client.server_info()
-    finally:
-        live.close()
 
 
 def test_an_engine_that_cannot_start_is_an_error_with_the_end_of_its_log(folder, tmp_path):

@@ -1,8 +1,10 @@
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from qurl_megatron.cli import main
 from qurl_megatron.config import RolloutConfig
@@ -13,16 +15,15 @@ from qurl_megatron.kit.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-def launch_of(scheme: str, *, empty: bool = True) -> Launch:
-    start = Start(
-        config=RolloutConfig(backend="sglang"),
-        model_dir=Path("model"),
-        folder=Path("logs"),
-        scheme=scheme,
-        dtype="bfloat16",
-        api_key="secret",
-        empty=empty,
+def start_of(config: RolloutConfig, scheme: str = "int8", **options) -> Start:
+    folders = {"model_dir": Path("model"), "folder": Path("logs")}
+    return Start(
+        config=config, scheme=scheme, dtype="bfloat16", api_key="secret", **folders, **options
     )
+
+
+def launch_of(scheme: str, *, empty: bool = True) -> Launch:
+    start = start_of(RolloutConfig(backend="sglang"), scheme, empty=empty)
     return engine_launch(start, "python", "port")
 
 
@@ -106,3 +107,64 @@ def test_a_port_that_is_taken_is_one_sentence_at_once(capsys):
         f"qurl: nothing can listen at 127.0.0.1, port {port} (Address already in use); "
         "give another --port or --host\n"
     )
+
+
+def test_sglang_engines_are_told_their_environment_devices_and_key(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = RolloutConfig(
+        backend="sglang",
+        engines=2,
+        engine_tensor=2,
+        engine_first_gpu=4,
+        engine_threads=3,
+        engine_args=("--mem-fraction-static=0.8",),
+        sglang_python=sys.executable,
+        colocate=True,
+    )
+    launches = start_of(config, empty=False).launches()
+    command = list(launches["engine-1"].command)
+    assert command[0] == sys.executable
+    assert command[command.index("--base-gpu-id") + 1] == "6"
+    assert command[command.index("--tp-size") + 1] == "2"
+    assert "--enable-memory-saver" in command and "--mem-fraction-static=0.8" in command
+    assert launches["engine-1"].env["OMP_NUM_THREADS"] == "3"
+    assert launches["engine-1"].env["QURL_API_KEY"] == "secret"
+    assert "secret" not in " ".join(command) + repr(launches)
+    lost = RolloutConfig(backend="sglang", sglang_python="/no/python")
+    with pytest.raises(ConfigError, match="rollout.sglang_python = /no/python does not exist"):
+        start_of(lost).launches()
+
+
+SHARED = {"engines": 4, "engine_tensor": 2}
+
+
+@pytest.mark.parametrize(
+    "rollout,gpus,ranks,message",
+    [
+        ({**SHARED, "colocate": True}, 8, 8, None),
+        ({**SHARED, "engine_first_gpu": 8}, 16, 8, None),
+        (SHARED, 8, 0, None),  # nobody trains here
+        (SHARED, 8, 8, "puts engines on GPUs of the trainer.*set rollout.engine_first_gpu=8"),
+        ({**SHARED, "engine_first_gpu": 3}, 16, 4, "rollout.engine_first_gpu=3 puts engines on"),
+        ({**SHARED, "engine_first_gpu": 1}, 8, 0, "need 9 GPUs, but the leading rank sees 8"),
+        (
+            {**SHARED, "colocate": True},
+            1,
+            8,
+            r"need 8 GPUs, but the leading rank sees 1 \(CUDA_VISIBLE_DEVICES=0\).*ask it for "
+            "--gpus-per-node instead of --gpus-per-task",
+        ),
+    ],
+)
+def test_engines_that_have_no_gpus_of_their_own_are_refused_in_a_sentence(
+    rollout, gpus, ranks, message, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = RolloutConfig(backend="sglang", sglang_python=sys.executable, **rollout)
+    start = start_of(config, empty=False, trainer_ranks=ranks)
+    if message is None:
+        assert len(start.launches()) == 4
+    else:
+        with pytest.raises(ConfigError, match=message):
+            start.launches()

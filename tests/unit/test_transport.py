@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import os
 from pathlib import Path
 
@@ -91,18 +90,6 @@ def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kep
     receiver = open_receiver(sender.describe("http://a:1", 1), 0)
     check(receiver.fetch(blob), blob, [*(drawn[i] for i in kept), more])
     receiver.close()
-    sender.close()
-
-
-def test_no_room_for_a_bucket_is_said_by_put(tmp_path, monkeypatch):
-    sender = make_sender("memory", tmp_path)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match="set sync.transport=files and sync.dir to"):
-        sender.put(0, parts(0))
     sender.close()
 
 
