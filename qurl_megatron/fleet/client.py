@@ -11,6 +11,7 @@ again with every byte, so a peer that sends one now and then would be waited for
 import asyncio
 import contextlib
 import functools
+import math
 import os
 import ssl
 import threading
@@ -45,7 +46,7 @@ Item = TypeVar("Item")
 Read = TypeVar("Read")
 Result = TypeVar("Result")
 
-_DEADLINE: ContextVar[float | None] = ContextVar("deadline", default=None)
+_DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 
 class EngineError(Foreseen, RuntimeError):
@@ -75,8 +76,7 @@ class EngineError(Foreseen, RuntimeError):
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     """No request of this thread waits beyond ``seconds`` from now, whatever its own limit is."""
-    end, outer = time.monotonic() + seconds, _DEADLINE.get()
-    token = _DEADLINE.set(end if outer is None else min(end, outer))
+    token = _DEADLINE.set(min(time.monotonic() + seconds, _DEADLINE.get()))
     try:
         yield
     finally:
@@ -150,6 +150,14 @@ class EngineClient:
         except (httpx.InvalidURL, ValueError) as error:
             raise EngineError(f"{url} is not an engine URL: {error}") from None
 
+    @contextlib.contextmanager
+    def believing(self, endpoint: str) -> Iterator[None]:
+        """Turn what is Malformed into the engine's fault."""
+        try:
+            yield
+        except Malformed as error:
+            raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
+
     def close(self) -> None:
         """Send nothing more: the engine has left, or another process has its place."""
         self._closed = True
@@ -160,10 +168,8 @@ class EngineClient:
 
     def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
         """Return the checked fields of ``server_info``."""
-        try:
+        with self.believing("/server_info"):
             return read_info(self.server_info(timeout_s))
-        except Malformed as error:
-            raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
 
     def weight_version(self) -> str:
         # Not from server_info, where SGLang reports the model of its start.
@@ -174,15 +180,12 @@ class EngineClient:
 
     def load(self, timeout_s: float = 10.0) -> Load:
         """Return version and queue, for a table."""
-        with deadline(timeout_s):
+        with deadline(timeout_s), self.believing("/server_info"):
             info = self.server_info()
-            try:
-                if info.get("internal_states") is None:
-                    return read_load(info)
-                loads = self._object("GET", "/v1/loads")
-                return read_load(info, version=self.weight_version(), loads=loads)
-            except Malformed as error:
-                raise EngineError(f"{self.url}/server_info: {error}", faulty=True) from None
+            if info.get("internal_states") is None:
+                return read_load(info)
+            loads = self._object("GET", "/v1/loads")
+            return read_load(info, version=self.weight_version(), loads=loads)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
@@ -240,14 +243,12 @@ class EngineClient:
         request = LeaseRequest(owner.token, owner.label, seconds, take_over)
         try:
             answer = self._object("POST", ENDPOINT, msgspec.structs.asdict(request), timeout_s)
-            return convert(LeaseVerdict, answer)
         except EngineError as error:
             if error.status in (404, 405):
                 return None
             raise
-        except Malformed as error:
-            reason = f"a malformed answer to a request for a lease: {error}"
-            raise EngineError(f"{self.url}{ENDPOINT}: {reason}", faulty=True) from None
+        with self.believing(f"{ENDPOINT}: a malformed answer to a request for a lease"):
+            return convert(LeaseVerdict, answer)
 
     def set_weight_version(self, version: int | str) -> None:
         """Name the weights from now on; running requests keep their earlier spans."""
@@ -275,17 +276,11 @@ class EngineClient:
         body: dict | None = None,
         timeout_s: float | None = None,
     ) -> dict:
-        content = self._request(method, endpoint, body, timeout_s)
-        try:
-            answer = parsed(content)
-        except Malformed as error:
-            raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
-        if not isinstance(answer, dict):
-            raise EngineError(
-                f"{self.url}{endpoint}: the answer is not an object: {shortened(answer)}",
-                faulty=True,
-            )
-        return answer
+        with self.believing(endpoint):
+            answer = parsed(self._request(method, endpoint, body, timeout_s))
+            if not isinstance(answer, dict):
+                raise Malformed(f"the answer is not an object: {shortened(answer)}")
+            return answer
 
     def _request(
         self,
@@ -295,11 +290,9 @@ class EngineClient:
         timeout_s: float | None = None,
     ) -> bytes:
         """Return the body of an answer with status 200."""
-        timeout = self.timeout_s if timeout_s is None else timeout_s
-        if (end := _DEADLINE.get()) is not None:
-            timeout = min(timeout, end - time.monotonic())
-            if timeout <= 0:
-                raise EngineError(f"{self.url}{endpoint} was not asked: the deadline has passed")
+        timeout = min(timeout_s or self.timeout_s, _DEADLINE.get() - time.monotonic())
+        if timeout <= 0:
+            raise EngineError(f"{self.url}{endpoint} was not asked: the deadline has passed")
         if self._closed:
             raise EngineError(f"{self.url}{endpoint} was not asked: the engine has left")
         content = None if body is None else orjson.dumps(body)
@@ -384,11 +377,8 @@ class Session:
         answer = await client._exchange(
             self._http, "POST", "/generate", content, client.timeout_s, limit
         )
-        with uncollected():
-            try:
-                return read(answer)
-            except Malformed as error:
-                raise EngineError(f"{client.url}/generate: {error}", faulty=True) from None
+        with uncollected(), client.believing("/generate"):
+            return read(answer)
 
 
 @functools.cache
@@ -402,7 +392,7 @@ def _why(error: BaseException) -> str:
     while (beneath := root.__cause__ or root.__context__) is not None:
         # A group is of all addresses of a name.
         root = beneath.exceptions[0] if isinstance(beneath, ExceptionGroup) else beneath
-    number = root.errno if isinstance(root, OSError) and not isinstance(root, ssl.SSLError) else 0
+    number = isinstance(root, OSError) and not isinstance(root, ssl.SSLError) and root.errno
     if number and number > 0:  # below are name servers'
         return os.strerror(number)
     return str(error) or type(error).__name__
@@ -416,5 +406,7 @@ def _message(content: bytes) -> str:
         body = None
     if not isinstance(body, dict):
         return shortened(content)
-    error = body.get("error")
-    return str(error.get("message") if isinstance(error, dict) else body.get("message", body))
+    match body.get("error"):
+        case {"message": message}:
+            return str(message)
+    return str(body.get("message", body))

@@ -54,7 +54,6 @@ TOLD_AFTER_S = 1.0  # of waiting for engines that were not started here
 ABSENT_S = 3.0  # after which an engine has left the rendezvous
 BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
 LONGEST_BACK_OFF_S = 60.0
-EXCUSED_S = 15.0  # an adopted engine that fails updates sits out this long, then twice, ...
 PATIENCE = 2  # updates that an engine may fail in a row before it is restarted
 RELIABLE = 3  # versions served in a row, each until the next, after which restarts are forgotten
 IN_ALL = 4  # times its limit, after which an engine that still writes to its log is late, or hung
@@ -103,7 +102,6 @@ class EngineRecord:
     failures: int = 0  # grows whenever its requests are given up
     failed_updates: int = 0  # in a row
     condemned: bool = False  # ours, and it gave an impossible answer: to be restarted
-    excused_until: float = 0.0  # not asked to take part before that time
     restarts: int = 0  # since it last was reliable
     served: int = 0  # versions from the first token to the last, in a row
     started_at: float = 0.0
@@ -127,9 +125,9 @@ class EngineRecord:
         return self.client
 
     @property
-    def load(self) -> float:
-        """Tokens in flight per device."""
-        return self.tokens_in_flight / self.tp
+    def busy(self) -> tuple[float, int]:
+        """Tokens in flight per device, then responses."""
+        return self.tokens_in_flight / self.tp, self.in_flight
 
     @property
     def cause(self) -> str:
@@ -137,9 +135,17 @@ class EngineRecord:
         return self.reason.partition("\n")[0].rstrip(":")
 
     def overdue(self, since: float, limit_s: float, now: float) -> bool:
-        """Tell whether it has had its time; ``since``: when it was started, or asked."""
-        heard = since if self.process is None else self.process.heard()
-        return overdue(heard, since, limit_s, now)
+        """Tell whether it has had its time, as one that starts, or answers nothing.
+
+        It has ``limit_s`` after its last sign of life, and ``IN_ALL`` times that in all.
+
+        Args:
+            since: when it was started, or asked.
+        """
+        sign_of_life = since
+        if self.process is not None:
+            sign_of_life = max(since, self.process.heard())
+        return now > sign_of_life + limit_s or now > since + IN_ALL * limit_s
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.client else self.name
@@ -380,7 +386,7 @@ class Fleet:
             for engine in self.serving():
                 if limit is None or not engine.in_flight or engine.in_flight + requests <= limit:
                     free.append(engine)
-            chosen = min(free, key=lambda engine: (engine.load, engine.in_flight), default=None)
+            chosen = min(free, key=lambda engine: engine.busy, default=None)
             if wanted is not None and wanted.state == "serving":
                 chosen = wanted
             if chosen is not None:
@@ -427,9 +433,8 @@ class Fleet:
         with self.lock:
             recruits = []
             for engine in self._engines:
-                excused = engine.condemned or self.clock() < engine.excused_until
-                healed = engine.state == "stale" and engine.pulse.healthy and not excused
-                if healed or engine.state in ("serving", "ready"):
+                healed = engine.state == "stale" and engine.pulse.healthy
+                if (healed and not engine.condemned) or engine.state in ("serving", "ready"):
                     recruits.append(engine)
             return recruits
 
@@ -508,10 +513,6 @@ class Fleet:
         results, errors = in_parallel(act, list(engines), self.config.update_timeout_s)
         for engine, error in errors.items():
             engine.failed_updates += 1
-            if engine.process is None and engine.failed_updates > 1:
-                # Nobody restarts it, and all wait for it: less and less often.
-                wait = EXCUSED_S * 2 ** min(engine.failed_updates, 6)
-                engine.excused_until = self.clock() + wait
             self.fail(engine, error.of(purpose))
         if not results:
             reasons = "; ".join(f"{e}: {e.cause}" for e in errors) or self.why_not()
@@ -826,18 +827,6 @@ class Fleet:
         for complaint in self._complaints:
             if complaint not in before:
                 self.note("failed", None, complaint)
-
-
-def overdue(sign_of_life: float, since: float, limit_s: float, now: float) -> bool:
-    """Tell whether an engine that starts, or answers nothing, has had its time.
-
-    It has ``limit_s`` after its last sign of life, and ``IN_ALL`` times that in all.
-
-    Args:
-        sign_of_life: the last time that its log grew.
-        since: when it was started, or asked.
-    """
-    return now > max(since, sign_of_life) + limit_s or now > since + IN_ALL * limit_s
 
 
 def _lateness(engine: EngineRecord, limit_s: float, now: float) -> str:

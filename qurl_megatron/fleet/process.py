@@ -97,7 +97,8 @@ class EngineProcess:
         """Return the port where it listens; None until it says so."""
         with contextlib.suppress(FileNotFoundError):
             port = self._port_file.read_text(encoding="utf-8", errors="replace").strip()
-            return int(port) if PORT.fullmatch(port) else None
+            if PORT.fullmatch(port):
+                return int(port)
         return None
 
     def exited(self, wait_s: float = 0.0) -> str | None:

@@ -7,7 +7,6 @@ that continues all of it.
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,18 +15,10 @@ from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.fleet.answer import Part
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import Unscored, unscored
-from qurl_megatron.rewards.workers import EnvironmentPool, Message
+from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
 ATTEMPTS = 3  # without one new token, before a request is taken for impossible
-
-
-@dataclass(frozen=True)
-class Said:
-    """An environment's reply to a turn of the policy."""
-
-    messages: tuple[Message, ...]  # the policy's, then the environment's
-    ids: tuple[int, ...]  # of the latter
 
 
 @dataclass
@@ -42,36 +33,6 @@ class Turns:
     def most(self) -> int:
         """Turns of the policy in a conversation."""
         return self.pool.config.max_turns
-
-    async def after(
-        self, prompt: Prompt, earlier: Sequence[Message], turn: Sequence[int]
-    ) -> Said | Unscored | None:
-        """Return the environment's reply to a turn; None where that was the last one.
-
-        Args:
-            earlier: messages after the prompt and before this turn.
-            turn: ids that the policy wrote.
-
-        Raises:
-            ConfigError: the environment cannot be used, or its message has no place in the chat
-                template.
-            RuntimeError: no worker can be started, or the run ends.
-        """
-        response = self.tokenizer.decode(turn)
-        reply = await asyncio.wrap_future(
-            self.pool.ask([*prompt.messages, *earlier], response, prompt.answer, prompt.metadata)
-        )
-        if reply is None or isinstance(reply, Unscored):
-            return reply
-        chat = self.chat or bool(prompt.turns)
-        ids = self.tokenizer.following(reply, chat=chat, last=turn[-1] if turn else None)
-        if not ids:
-            return unscored(
-                "invalid",
-                f"the tokenizer in {self.tokenizer.path} has no token for any part of its message "
-                f"{reply['content']!r:.80}",
-            )
-        return Said(({"role": "assistant", "content": response}, reply), ids)
 
 
 @dataclass(eq=False)
@@ -130,25 +91,42 @@ class Response:
             self.failed(f"it was aborted by the engine: {part.message}")
 
     async def converse(self, turns: Turns) -> None:
-        """Begin the next turn, or finish.
+        """Have the environment reply to a turn; begin the next one, or finish.
 
         Raises:
-            ConfigError, RuntimeError: as ``Turns.after``.
+            ConfigError: the environment cannot be used, or its message has no place in the chat
+                template.
+            RuntimeError: no worker can be started, or the run ends.
         """
-        ids: list[int] = []
+        turn: list[int] = []  # ids that the policy wrote
         for part in self.turn:
-            ids += part.ids.tolist()
-        reply = await turns.after(self.prompt, self.messages, ids)
+            turn += part.ids.tolist()
+        prompt, tokenizer = self.prompt, turns.tokenizer
+        response = tokenizer.decode(turn)
+        conversation = [*prompt.messages, *self.messages]
+        reply = await asyncio.wrap_future(
+            turns.pool.ask(conversation, response, prompt.answer, prompt.metadata)
+        )
         self.ended = False
-        if reply is None or isinstance(reply, Unscored):
+        if reply is None or isinstance(reply, Unscored):  # None: it was the last turn
             self.finish, self.failure = "stop", reply
-        elif len(reply.ids) >= self.budget:  # not one token would be left to answer with
+            return
+        chat, last = turns.chat or bool(prompt.turns), turn[-1] if turn else None
+        ids = tokenizer.following(reply, chat=chat, last=last)
+        if not ids:
+            self.finish = "stop"
+            self.failure = unscored(
+                "invalid",
+                f"the tokenizer in {tokenizer.path} has no token for any part of its message "
+                f"{reply['content']!r:.80}",
+            )
+        elif len(ids) >= self.budget:  # not one token would be left to answer with
             self.finish, self.left_out = "length", True
         else:
-            self.messages += reply.messages
-            count = len(reply.ids)  # tokens that no version of the weights has written
-            log_probs = np.zeros(count, np.float32)
-            self.parts.append(Part(np.array(reply.ids, np.int32), log_probs, (), "stop"))
+            self.messages += ({"role": "assistant", "content": response}, reply)
+            log_probs = np.zeros(len(ids), np.float32)
+            # Tokens that no version of the weights has written.
+            self.parts.append(Part(np.array(ids, np.int32), log_probs, (), "stop"))
             self.turn = []
             self.turns += 1
 

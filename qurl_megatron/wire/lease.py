@@ -153,10 +153,12 @@ class Names:
 
         MIXED: it is the name of an update under way.
         """
-        match = _NAME.fullmatch(name) if isinstance(name, str) else None
-        if match is None:
+        match = isinstance(name, str) and _NAME.fullmatch(name)
+        if not match:
             return UNKNOWN_VERSION
         updating, number, token = match.groups()
+        if self.token and not token:
+            return UNKNOWN_VERSION
         if self.token and token != self.token:
-            return None if token else UNKNOWN_VERSION
+            return None
         return MIXED if updating else int(number)

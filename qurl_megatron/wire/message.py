@@ -162,18 +162,13 @@ def _scrambled(words: Tensor) -> Tensor:
     return (words ^ ((words >> 29) & (2**35 - 1))) * MULTIPLIER
 
 
-def piece_at(part: Shard, offset: int, checksum: str = "") -> Piece:
-    """Describe a part whose bytes lie at ``offset`` of a blob."""
-    dtype = str(part.value.dtype).removeprefix("torch.")
-    shape = tuple(part.value.shape)
-    return Piece(part.name, dtype, shape, part.dim, part.start, offset, checksum)
-
-
 def lay_out(parts: Iterable[Shard]) -> tuple[list[Piece], int]:
     """Return ``parts`` one after another as pieces without checksums, and the blob's size."""
     pieces, offset = [], 0
     for part in parts:
-        piece = piece_at(part, offset)
+        dtype = str(part.value.dtype).removeprefix("torch.")
+        shape = tuple(part.value.shape)
+        piece = Piece(part.name, dtype, shape, part.dim, part.start, offset, checksum="")
         pieces.append(piece)
         offset = _aligned(offset + piece.bytes)
     return pieces, offset

@@ -166,7 +166,7 @@ class Sender:
                     if content is not None:
                         by_rank[rank] = received(content, session, rank)
             if len(by_rank) == ranks or time.monotonic() > deadline:
-                return [by_rank.get(rank) or missing(session, rank) for rank in range(ranks)]
+                return [by_rank.get(r) or received(None, session, r) for r in range(ranks)]
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, SLOWEST_POLL_S)
 
@@ -217,8 +217,11 @@ def receipt_name(session: str, rank: int) -> str:
     return f"{session}-{rank}.json"
 
 
-def received(content: bytes, session: str, rank: int) -> Receipt:
+def received(content: bytes | None, session: str, rank: int) -> Receipt:
     """Read an engine rank's receipt; nonsense is that engine's error, and no other's."""
+    if content is None:
+        reason = f"engine rank {rank} left no receipt"
+        return Receipt(session, rank, reason, 0, 0.0)
     try:
         receipt = decode(Receipt, content)
     except Malformed as error:
@@ -228,10 +231,6 @@ def received(content: bytes, session: str, rank: int) -> Receipt:
         whose = f"of rank {receipt.rank} in {shortened(receipt.session)}"
         return Receipt(session, rank, f"engine rank {rank} left a receipt {whose}", 0, 0.0)
     return receipt
-
-
-def missing(session: str, rank: int) -> Receipt:
-    return Receipt(session, rank, f"engine rank {rank} left no receipt", 0, 0.0)
 
 
 def own_facts() -> dict[str, str]:

@@ -139,7 +139,8 @@ def test_an_engine_of_ours_that_says_what_cannot_be_is_started_anew_and_the_reas
     ],
 )
 def test_an_engine_is_overdue_by_its_log_and_in_the_end_by_the_clock(log_grew, now, expected):
-    assert fleet_module.overdue(log_grew, since=0, limit_s=10, now=now) == expected
+    engine = EngineRecord("engine-0", process=SimpleNamespace(heard=lambda: log_grew))
+    assert engine.overdue(since=0, limit_s=10, now=now) == expected
 
 
 def test_restarts_are_forgotten_of_an_engine_that_has_served_three_versions_whole():
