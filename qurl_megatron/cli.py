@@ -153,13 +153,7 @@ def fleet(arguments: argparse.Namespace) -> int:
     from qurl_megatron.fleet.answer import Load
     from qurl_megatron.fleet.client import EngineClient, EngineError
 
-    if (file := arguments.api_key_file) is None:
-        key = given_key(os.environ)
-    else:
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"--api-key-file {file} cannot be read: {error.strerror}") from None
+    key = given_key(os.environ)
 
     def ask(url: str) -> Load | EngineError:
         try:
@@ -250,12 +244,10 @@ def _samples_options(command: argparse.ArgumentParser) -> None:
 def _fleet_options(command: argparse.ArgumentParser) -> None:
     looks = command.add_subparsers(dest="look", required=True, metavar="COMMAND")
     status = looks.add_parser(
-        "status", help="a table of versions and queues of embedded and SGLang engines"
+        "status",
+        help="a table of versions and queues of engines; QURL_API_KEY has their key",
     )
     status.add_argument("urls", nargs="+", metavar="URL", help="e.g. http://127.0.0.1:30000")
-    status.add_argument(
-        "--api-key-file", type=Path, help="file with the engines' key; else QURL_API_KEY is taken"
-    )
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[..., None]]] = {

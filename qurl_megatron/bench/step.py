@@ -24,7 +24,7 @@ from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
-from qurl_megatron.observe.timeline import overlap, read_timeline
+from qurl_megatron.observe.timeline import Timeline, overlap
 
 PHASES = ("rollout", "reward", "score", "train", "publish")
 FIRST = 2  # steps that do not count: they wait for engines and caches
@@ -108,7 +108,7 @@ def read_run(run_dir: Path) -> UsualStep:
         if f"time/{name}" in history:
             steps, values = history.series(f"time/{name}")
             seconds[name] = statistics.median(values[steps > FIRST].tolist())
-    spans = [span for span in read_timeline(run_dir / "timeline.jsonl") if span.step > FIRST]
+    spans = [span for span in Timeline.read(run_dir / "timeline.jsonl") if span.step > FIRST]
     generating = [s.end - s.start for s in spans if (s.lane, s.name) == ("engines", "rollout")]
     return UsualStep(
         seconds=seconds,

@@ -18,7 +18,7 @@ from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.samples import HELD_OUT, TRAIN, Example, facts, read_samples
 from qurl_megatron.observe.sinks import METRICS_FILE, Record, read_metrics
 from qurl_megatron.observe.text import duration, how_many, number, percent, reading
-from qurl_megatron.observe.timeline import HALTED, TIMELINE_FILE, TRACE_FILE, Span, read_timeline
+from qurl_megatron.observe.timeline import HALTED, TIMELINE_FILE, TRACE_FILE, Span, Timeline
 from qurl_megatron.schemes import title
 
 CONFIG_FILE = "config.toml"
@@ -38,7 +38,7 @@ def write_report(run_dir: Path | str) -> Path:
     history = History(records)
     recipe_file = run_dir / CONFIG_FILE
     recipe = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else ""
-    spans = read_timeline(run_dir / TIMELINE_FILE)
+    spans = Timeline.read(run_dir / TIMELINE_FILE)
     if spans:
         write_trace(spans, run_dir / TRACE_FILE)
     text = _rendered(

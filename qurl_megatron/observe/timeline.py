@@ -70,15 +70,6 @@ class Timeline(LineFile[Span]):
         self.add(Span(lane, name, step, at, at))
 
 
-def read_timeline(path: Path) -> list[Span]:
-    """Return the spans of a run in the order they ended; none where there is no file.
-
-    Raises:
-        ConfigError: a line, other than a torn last one, is not a span.
-    """
-    return Timeline.read(path)
-
-
 def overlap(spans: Iterable[Span]) -> float:
     """Return the share of the engines' generating time in which the trainer did other work."""
     edges = []

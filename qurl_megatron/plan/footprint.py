@@ -71,7 +71,6 @@ class EngineFootprint:
     weights: dict[str, int]  # by scheme
     token: int  # keys and values of one token
     room: int  # for weights and cache
-    colocated: bool
 
     def tokens(self, scheme: str) -> int:
         """How many tokens' keys and values fit beside the weights."""
@@ -96,7 +95,9 @@ class Footprint:
 
     def phases(self, stage: Stage) -> dict[str, dict[str, int]]:
         """Return the memory in use on a stage's GPU, by phase and by name."""
-        engine = self.engine.room if self.engine and self.engine.colocated else None
+        engine = None
+        if self.engine and self.config.rollout.colocate:
+            engine = self.engine.room
         return memory.phases(
             stage.at_rest,
             stage.total,
@@ -122,7 +123,7 @@ class Footprint:
         _, phase, needed = self.fullest
         if needed > self.gpu:
             fix = "raise parallel.tensor, parallel.pipeline or parallel.data"
-            if self.engine and self.engine.colocated and phase in ("publish", "save"):
+            if self.config.rollout.colocate and phase in ("publish", "save"):
                 fix = "lower --mem-fraction-static in rollout.engine_args"
             notes.append(
                 f"{needed / GIB:.1f} GiB do not fit in {self.gpu / GIB:g} in phase {phase}: {fix}"
@@ -228,16 +229,16 @@ def _passes_per_update(config: RunConfig) -> int:
 
 def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> EngineFootprint:
     tensor = config.rollout.engine_tensor
-    colocated = config.rollout.colocate
-    free = memory.engine_free(gpu, trainer if colocated else None)
+    at_rest = None
+    if config.rollout.colocate:
+        at_rest = trainer
     itemsize = config.model.itemsize
     return EngineFootprint(
         weights={
             scheme: memory.engine_weights(arch, scheme, tensor, itemsize) for scheme in SERVED
         },
         token=memory.cached_token(arch, tensor, itemsize),
-        room=int(free * _static_fraction(config)),
-        colocated=colocated,
+        room=int(memory.engine_free(gpu, at_rest) * _static_fraction(config)),
     )
 
 
@@ -360,7 +361,7 @@ def _phase_lines(run: Footprint) -> list[str]:
 def _engine_lines(run: Footprint, engine: EngineFootprint) -> list[str]:
     rollout = run.config.rollout
     placement = "none of them the trainer's"
-    if engine.colocated:
+    if rollout.colocate:
         placement = "beside a trainer at rest"
     lines = [
         f"{how_many(rollout.engines, 'SGLang engine')} of "

@@ -27,6 +27,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
+from scipy.optimize import brentq
+
 from qurl_megatron.checkpoints.ops import hf_shapes, parameter_count
 from qurl_megatron.config import ParallelConfig, RunConfig, TrainConfig
 from qurl_megatron.plan import memory
@@ -95,14 +97,11 @@ class Workload:
 @cache
 def decay(mean: float, longest: int) -> float:
     """Solve mean = s (1 - exp(-longest / s)) for s."""
-    low, high = mean, 1e6 * longest
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        if middle * -math.expm1(-longest / middle) < mean:
-            low = middle
-        else:
-            high = middle
-    return high
+
+    def too_long(scale: float) -> float:
+        return -scale * math.expm1(-longest / scale) - mean
+
+    return brentq(too_long, mean, 1e6 * longest)
 
 
 @dataclass(frozen=True, kw_only=True)

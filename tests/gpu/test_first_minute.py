@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.observe.timeline import Timeline
 from tests.support.runs import Run, metrics, qurl
 
 RECIPE = """
@@ -133,7 +133,7 @@ def test_batches_are_generated_while_the_policy_trains(recipe, engine_options):
     )
     assert done.returncode == 0, done.stderr
     assert metrics(run_dir)[4]["sync/staleness"] == 1
-    assert any(span.lane == "rollout" for span in read_timeline(run_dir / "timeline.jsonl"))
+    assert any(span.lane == "rollout" for span in Timeline.read(run_dir / "timeline.jsonl"))
 
 
 def test_a_killed_engine_comes_back_on_its_gpu(recipe, engine_options):

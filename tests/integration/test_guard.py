@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.training.state import TrainState, latest
 from tests.support.runs import GUARDED, as_if_killed_after, metrics, qurl
 
@@ -70,5 +70,5 @@ def test_a_halted_run_saves_itself_and_goes_on_when_it_is_started_again(recipe):
     assert again.returncode == 0, again.stderr
     assert list(metrics(run_dir)) == [1, 2, 3]
     assert "Halted at step 2, and started again" in (run_dir / "report.html").read_text()
-    events = [span for span in read_timeline(run_dir / "timeline.jsonl") if span.lane == "guard"]
+    events = [span for span in Timeline.read(run_dir / "timeline.jsonl") if span.lane == "guard"]
     assert [(event.step, event.name.partition(":")[0]) for event in events] == [(2, "halted")]

@@ -15,7 +15,7 @@ from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.samples import read_samples
 from qurl_megatron.observe.sinks import read_metrics
-from qurl_megatron.observe.timeline import overlap, read_timeline
+from qurl_megatron.observe.timeline import Timeline, overlap
 from qurl_megatron.tensors.arch import read_eos
 from tests.support.engine_models import engine_for, finish, sequence
 from tests.support.plain_transformers import Answer, answers
@@ -323,7 +323,7 @@ def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(rec
         assert len(samples) == 64
         assert {s["prompt"]["index"] for s in samples} == set(range(8 * (step - 1), 8 * step))
         assert min(min(s["versions"]) for s in samples) >= step - 1 - 2
-    assert overlap(read_timeline(run_dir / "timeline.jsonl")) > 0
+    assert overlap(Timeline.read(run_dir / "timeline.jsonl")) > 0
     assert (run_dir / "trace.json").is_file()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from qurl_megatron.fleet.process import port_file
-from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.observe.timeline import Timeline
 from tests.support.leftovers import Footprint
 from tests.support.waiting import NEVER_S
 
@@ -253,7 +253,7 @@ class Run:
 
     def happened(self, event: str) -> int:
         """How often the timeline tells of it."""
-        spans = read_timeline(self.dir / "timeline.jsonl")
+        spans = Timeline.read(self.dir / "timeline.jsonl")
         return sum(span.lane == "fleet" and span.name.startswith(event) for span in spans)
 
     def samples(self, step: int) -> list[dict]:

@@ -29,7 +29,7 @@ from qurl_megatron.config import DataConfig, load, to_toml
 from qurl_megatron.data.questions import training_questions
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.sinks import JsonlSink, read_metrics
-from qurl_megatron.observe.timeline import Timeline, read_timeline
+from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.quant.export import read_quantization
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
@@ -191,7 +191,7 @@ def test_timelines(place, content):
     line = b'{"lane": "a", "name": "x", "step": 1, "start": 1.0, "end": 2.0}\n'
     path = put(place / "timeline.jsonl", line + content + b"\n" + line)
     with FIXABLE:
-        read_timeline(path)
+        Timeline.read(path)
     with FIXABLE:
         Timeline(path, resume_step=2).close()
 

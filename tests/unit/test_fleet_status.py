@@ -51,14 +51,9 @@ def test_a_bad_address_is_one_sentence_and_exit_code_2(url, message, shown):
     assert code == 2 and message in error and "pw" not in error
 
 
-def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, shown):
-    key = tmp_path / "key"
-    key.write_text("secret\n")
+def test_the_key_comes_from_the_environment(monkeypatch, shown):
     with FakeEngine(api_key="secret") as engine:
         code, (error,) = shown(engine.url)
         assert code == 2 and "401" in error
-        assert shown(engine.url, "--api-key-file", key)[0] == 0
         monkeypatch.setenv("QURL_API_KEY", "secret")
         assert shown(engine.url)[0] == 0
-        code, (error,) = shown(engine.url, "--api-key-file", tmp_path / "nokey")
-        assert code == 2 and "nokey cannot be read" in error

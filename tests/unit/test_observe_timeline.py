@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qurl_megatron.observe.report import write_trace
-from qurl_megatron.observe.timeline import Span, Timeline, overlap, read_timeline
+from qurl_megatron.observe.timeline import Span, Timeline, overlap
 
 
 def one_step_off(steps: int) -> list[Span]:
@@ -31,7 +31,7 @@ def test_spans_come_back_and_that_of_a_block_that_raises_too(tmp_path):
     with pytest.raises(ZeroDivisionError), timeline.span("trainer", "train", 1):
         raise ZeroDivisionError
     timeline.close()
-    *spans, raised = read_timeline(path)
+    *spans, raised = Timeline.read(path)
     assert spans == [*one_step_off(3), Span("fleet", "engine-1 died", 3, 1032, 1032)]
     assert raised.name == "train" and raised.end >= raised.start
 

@@ -12,7 +12,7 @@ from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.sinks import WANDB_ID, JsonlSink
-from qurl_megatron.observe.timeline import Timeline, read_timeline
+from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.training import checkpoint
 from qurl_megatron.training import fork as forking
 from qurl_megatron.training.fork import fork
@@ -80,7 +80,7 @@ def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
         "algo.objective acr -> tis"
     )
     assert capsys.readouterr().out == f"{new} {told}\n"
-    events = read_timeline(new / "timeline.jsonl")
+    events = Timeline.read(new / "timeline.jsonl")
     assert [span.step for span in events] == [1, 2, 3, 3]
     assert (events[-1].lane, events[-1].name) == ("run", f"fork: {told}")
     for name in ("metrics.jsonl", SAMPLES_FILE):
@@ -123,7 +123,7 @@ def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_pa
     fork(source, recipe(*data))
     state = TrainState.read(latest(tmp_path / "new"))
     assert state.cursor is None
-    event = read_timeline(tmp_path / "new/timeline.jsonl")[-1]
+    event = Timeline.read(tmp_path / "new/timeline.jsonl")[-1]
     assert event.name.endswith(f"with other data in data.path={path}")
 
 
@@ -145,7 +145,7 @@ def test_a_fork_that_was_cut_off_is_made_again(source, recipe, monkeypatch):
     assert latest(source.parent / "new") is None
     fork(source, recipe("train.seed=4"))
     assert recipe_of(source.parent / "new").train.seed == 4
-    assert len(read_timeline(source.parent / "new/timeline.jsonl")) == 4  # one event, not two
+    assert len(Timeline.read(source.parent / "new/timeline.jsonl")) == 4  # one event, not two
 
 
 def test_what_cannot_be_forked_is_one_sentence_and_leaves_no_folder(source, recipe, tmp_path):

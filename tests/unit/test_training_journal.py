@@ -11,7 +11,7 @@ from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.samples import HELD_OUT, TRAIN, read_samples
 from qurl_megatron.observe.sinks import read_metrics
-from qurl_megatron.observe.timeline import read_timeline
+from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.state import TrainState, claim
@@ -65,7 +65,7 @@ def test_a_run_leaves_metrics_examples_and_events_and_goes_on_where_it_was(confi
     records = [(one.step, one.metrics) for one in read_metrics(run_dir / "metrics.jsonl")]
     assert [step for step, _ in records] == [0, 1, 2, 2] and records[1][1] == STEP
     assert records[-1][1] == {"eval/accuracy": 0.75}
-    events = [(one.lane, one.step) for one in read_timeline(run_dir / "timeline.jsonl")]
+    events = [(one.lane, one.step) for one in Timeline.read(run_dir / "timeline.jsonl")]
     assert events == [("run", 0), ("fleet", 1), ("trainer", 1), ("weights", 2)]
     kept = {(one.step, one.of, one.advantage) for one in read_samples(run_dir)}
     assert {(0, HELD_OUT, None), (1, TRAIN, 0.5), (2, HELD_OUT, None)} == kept
@@ -88,7 +88,7 @@ def test_weights_that_double_are_told_once_for_each_doubling(config, run_dir, ca
     with opened(config, run_dir) as journal:  # with a norm of 8
         for step, norm in enumerate((8.1, 15.0, 17.0, 18.0, 33.0, 1e9, 1e9), 1):
             journal.step(step, {**STEP, "optimizer/weight_norm": norm})
-    events = read_timeline(run_dir / "timeline.jsonl")
+    events = Timeline.read(run_dir / "timeline.jsonl")
     assert [event.step for event in events if event.lane == "weights"] == [3, 6]
     assert "has grown from 8 to 17; optimizer.lr=1e-06" in capsys.readouterr().out
 
