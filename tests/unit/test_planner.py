@@ -74,9 +74,6 @@ def with_constants(**changes) -> Roofline:
     return replace(ROOF, constants=replace(IDEAL, **changes))
 
 
-# -- what is asked for -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mean", [50.0, 300.0, 700.0, 999.0])
 def test_lengths_have_the_mean_that_was_asked_for_and_reach_the_limit(mean):
     lengths = work(mean=mean, longest=1000).lengths(4000)
@@ -85,8 +82,6 @@ def test_lengths_have_the_mean_that_was_asked_for_and_reach_the_limit(mean):
     scale = seconds.decay(mean, 1000)
     assert scale * (1 - math.exp(-1000 / scale)) == pytest.approx(mean, rel=1e-6)
 
-
-# -- rollouts ----------------------------------------------------------------------------------
 
 ENGINE = Engine(ARCH, "int8", 1)
 
@@ -140,9 +135,6 @@ def test_what_limits_a_rollout_is_named():
     assert rollout(many, roof=launches, room=500).limit == seconds.ROOM
     assert rollout(many, roof=launches, requests=16).limit == seconds.REQUESTS
     assert rollout(many).limit == seconds.CACHE
-
-
-# -- training ----------------------------------------------------------------------------------
 
 
 def forward(roof=ROOF, head=True, **sizes) -> dict[str, float]:
@@ -209,9 +201,6 @@ def test_a_hand_is_an_even_share_but_the_longest_response_at_least():
     assert padded == Hand(2, 8 * lengths[6], 8 * lengths[6] ** 2)
 
 
-# -- publication -------------------------------------------------------------------------------
-
-
 def test_a_publication_by_hand():
     """29 bytes of traffic a weight are made while 33 a byte are loaded and sent. Or eight engines
     read from a disk."""
@@ -234,9 +223,6 @@ def test_a_publication_by_hand():
     )
     by_files = 8 * version / IDEAL.disk
     assert published("files", hbm=fast, network=1.0) == pytest.approx(by_files, rel=1e-3)
-
-
-# -- layouts -----------------------------------------------------------------------------------
 
 
 def test_layouts_divide_the_model_the_batch_and_the_machines():
@@ -273,9 +259,6 @@ def test_the_overrides_of_a_layout_make_the_recipe_that_was_predicted(name, gpus
             assert overrides(plans.config, one.config) == []
 
 
-# -- plans -------------------------------------------------------------------------------------
-
-
 def test_a_plan_is_sorted_fits_and_marks_the_recipes_layout():
     plans = planner("grpo_qwen2.5_14b")
     found = plans.plan(8)
@@ -288,17 +271,18 @@ def test_a_plan_is_sorted_fits_and_marks_the_recipes_layout():
         assert held.engine.tokens("int8") >= 2048 + 8192
 
 
+def predicted(name: str, *settings: str):
+    plans = planner(name, *settings)
+    return plans.predict(own_choice(plans.config), own=True)
+
+
 def test_in_turn_phases_add_up_and_one_step_off_the_longer_one_counts():
-    ahead = planner("grpo_qwen2.5_32b")
-    own = ahead.predict(own_choice(ahead.config), own=True)
-    both = max(own.rollout.seconds, own.training)
-    assert own.step == pytest.approx(both + own.publish)
-    inturn = planner("grpo_qwen2.5_32b", "rollout.max_staleness=0")
-    same = inturn.predict(own_choice(inturn.config), own=True)
-    total = same.rollout.seconds + same.training + same.publish
-    assert same.step == pytest.approx(total)
-    shared = planner("grpo_qwen2.5_14b")
-    colocated = shared.predict(own_choice(shared.config), own=True)
+    ahead = predicted("grpo_qwen2.5_32b")
+    assert ahead.step == pytest.approx(max(ahead.rollout.seconds, ahead.training) + ahead.publish)
+    inturn = predicted("grpo_qwen2.5_32b", "rollout.max_staleness=0")
+    total = inturn.rollout.seconds + inturn.training + inturn.publish
+    assert inturn.step == pytest.approx(total)
+    colocated = predicted("grpo_qwen2.5_14b")
     assert colocated.reload == Constants().reload
     assert colocated.speed == pytest.approx(colocated.tokens / colocated.step / 8)
 
@@ -316,9 +300,6 @@ def test_more_gpus_are_never_slower_and_the_end_of_scaling_is_found():
     assert float(saved) == pytest.approx(100 * (1 - doubled.step / best.step), abs=0.05)
     assert sentence.endswith(f"limited by rollout: {seconds.LONGEST}.")
     assert stop_sentence(curve, worth=-10.0).startswith("It scales up to 128 GPUs")
-
-
-# -- the command -------------------------------------------------------------------------------
 
 
 def call(capsys, *arguments: str) -> tuple[int, str, str]:
