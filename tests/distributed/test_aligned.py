@@ -17,6 +17,7 @@ from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.types import Prompt, Sample
+from tests.support import policies
 from tests.support.cases import all_but
 from tests.support.engine_models import decoding_by, engine_for, finish, sequence
 from tests.support.models import as_stored, random_samples, tiny_checkpoint
@@ -37,14 +38,8 @@ from tests.support.policies import (
 )
 from tests.support.ranks import run_on_ranks, run_with_stand_in
 
-LAYOUTS = {
-    "alone": {},
-    "TP2": dict(tensor=2),
-    "TP2 without sequence parallelism": dict(tensor=2, sequence=False),
-    "PP2": dict(pipeline=2),
-    "CP2": dict(context=2),
-    "TP2 x DP2": dict(tensor=2, data=2),
-}
+SPLIT = ("TP2", "TP2 without sequence parallelism", "PP2", "CP2", "TP2 x DP2")
+LAYOUTS = {"alone": {}} | {name: policies.LAYOUTS[name] for name in SPLIT}
 
 
 def aligned_recipe(folder: Path, parallel: dict, align: str, scheme: str = "int8", **more):
@@ -71,7 +66,8 @@ def check_codes(device, config, samples) -> None:
                 if is_quantized(name)
             }
             held = {layer.weight: layer.quantized for layer in policy._aligned}
-            assert sum(nbytes(codes) for codes in held.values()) == counted(config, ranks)
+            held_bytes = sum(q.values.nbytes + q.scale.nbytes for q in held.values())
+            assert held_bytes == counted(config, ranks)
             for part in ("values", "scale"):
                 found = whole_of(policy, {p: getattr(q, part) for p, q in held.items()})
                 assert found.keys() == published.keys()
@@ -80,10 +76,6 @@ def check_codes(device, config, samples) -> None:
                     assert torch.equal(value[:, : expected.shape[1]], expected), (step, name)
             share = delivered(ranks, samples)
             improve(policy, share, config, step=step, timer=Timer())
-
-
-def nbytes(codes) -> int:
-    return codes.values.nbytes + codes.scale.nbytes
 
 
 def counted(config, ranks) -> int:
@@ -310,13 +302,8 @@ def test_an_aligned_policy_has_the_log_probs_of_the_engine(scheme, backend, tmp_
     assert full[kl] < 1e-9 and full["rollout/rho_max"] < 1.001
 
 
-TRAINED = {
-    "TP2": (dict(tensor=2), {}),
-    "TP2 without sequence parallelism": (dict(tensor=2, sequence=False), {}),
-    "PP2": (dict(pipeline=2), {}),
-    "CP2": (dict(context=2), {}),
-    "packed": ({}, dict(packed=True, max_tokens=64)),
-}
+TRAINED = {name: (LAYOUTS[name], {}) for name in SPLIT[:4]}
+TRAINED["packed"] = ({}, dict(packed=True, max_tokens=64))
 
 
 @pytest.mark.parametrize("case", all_but(TRAINED, "TP2 without sequence parallelism", "PP2"))
@@ -437,28 +424,6 @@ def test_beside_transformer_engine_the_gradients_are_the_same(layout, backend, t
     found = found_gradients(run_with_stand_in, backend, tmp_path, config)
     for name, value in expected.items():
         assert relative(found[name], value) < 2e-5, name
-
-
-def load_and_compare(device, config, run_dir, out) -> None:
-    from qurl_megatron.training import checkpoint
-    from qurl_megatron.training.newest import newest_whole
-
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks)
-        checkpoint.load(newest_whole(run_dir, ranks)[0], policy)
-        save_weights(policy, out)
-
-
-def test_checkpoints_of_fused_layers_load_into_aligned_ones(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    fused, aligned = (aligned_recipe(folder, dict(tensor=2), a) for a in ("none", "full"))
-    run, ignored = tmp_path / "run", tmp_path / "ignored.pt"
-    run_with_stand_in(save_then_go_on, 2, backend, tmp_path, fused, run, ignored)
-    loaded = []
-    for config in (fused, aligned):
-        loaded.append(tmp_path / f"{config.train.align}.pt")
-        run_with_stand_in(load_and_compare, 2, backend, tmp_path, config, run, loaded[-1])
-    assert_same_weights(loaded[1], loaded[0])
 
 
 # -- what cannot be aligned -----------------------------------------------------------------------

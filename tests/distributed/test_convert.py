@@ -9,40 +9,25 @@ from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 from qurl_megatron.checkpoints.to_megatron import to_megatron
-from qurl_megatron.config import ParallelConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.training.state import TrainState, latest
 from tests.support.cases import all_but
-from tests.support.logits import LAYOUTS, check_converted_logits, hf_logits
+from tests.support.logits import LAYOUTS, assert_logits
 from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
 from tests.support.policies import build, recipe, whole
 from tests.support.ranks import run_on_ranks
-
-IDS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("family", all_but(FAMILIES, nccl=["qwen3_moe"]))
 def test_megatron_core_loads_a_conversion_in_every_layout(family, backend, tmp_path):
     # 101 rows do not divide over two ranks: the vocabulary is padded.
     hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
-    expected = hf_logits(hf, IDS)
     out = tmp_path / "megatron"
     run(to_megatron(open_checkpoint(hf), out, uaq_scale=1.5, tensor=2, file_bytes=20_000))
-    for tensor, pipeline in LAYOUTS:
-        parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
-        run_on_ranks(
-            check_converted_logits,
-            parallel.world_size,
-            backend,
-            tmp_path,
-            hf,
-            out,
-            parallel,
-            IDS,
-            expected,
-        )
+    for layout in LAYOUTS:
+        assert_logits(hf, layout, backend, tmp_path, converted=out)
 
 
 def train_and_save(device, config, run_dir, weights) -> None:
@@ -71,16 +56,8 @@ def test_a_trained_checkpoint_converts_from_its_fp32_masters(
 ):
     hf = tiny_checkpoint(tmp_path / "hf", family)
     config = recipe(hf, layout, dtype="bfloat16", distributed=distributed)
-    saved = tmp_path / "weights.pt"
-    run_on_ranks(
-        train_and_save,
-        config.parallel.world_size,
-        backend,
-        tmp_path,
-        config,
-        tmp_path / "run",
-        saved,
-    )
+    ranks, saved = config.parallel.world_size, tmp_path / "weights.pt"
+    run_on_ranks(train_and_save, ranks, backend, tmp_path, config, tmp_path / "run", saved)
     masters = torch.load(saved)
 
     trained = open_checkpoint(tmp_path / "run")

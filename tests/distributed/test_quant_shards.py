@@ -7,7 +7,7 @@ import torch.distributed as dist
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize
 from tests.support.ranks import run_on_ranks
-from tests.support.shards import check_nan, check_scheme
+from tests.support.shards import check_nan, check_shards
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -23,7 +23,8 @@ def check_every_scheme(device):
     whole[6, :256] = 0
     for dtype in (torch.float32, torch.bfloat16):
         for scheme in ("int8", "fp8", "fp8_block"):
-            check_scheme(whole.to(device, dtype), scheme)
+            for kind in ("nearest", "stochastic"):
+                check_shards(whole.to(device, dtype), scheme, kind)
     check_nan(device)
     check_misaligned_blocks(device)
 

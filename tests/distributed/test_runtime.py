@@ -3,7 +3,6 @@
 import datetime
 import gc
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -128,18 +127,6 @@ def test_a_rank_on_a_cpu_trains_without_the_compiler_and_collects_only_its_own(t
 
 
 # -- waiting ---------------------------------------------------------------------------------------
-
-
-def wait_for_a_slow_rank(device) -> None:
-    if dist.get_rank() == 0:
-        time.sleep(5)
-    start = time.process_time()
-    assert share([dist.get_rank()], waiting_for="nothing") == [0]
-    assert time.process_time() - start < 0.5
-
-
-def test_who_waits_takes_no_core(tmp_path):
-    run_on_ranks(wait_for_a_slow_rank, 2, "gloo", tmp_path)
 
 
 def lose_rank_0(device, meeting) -> None:

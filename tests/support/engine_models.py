@@ -119,10 +119,19 @@ def switch(engine: Engine, tensors: dict[str, torch.Tensor], version: str) -> No
     engine.rename(version)
 
 
-def finish(engine: Engine, *sequences: Sequence) -> None:
-    engine.add(list(sequences))
+def advance(engine: Engine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step()
+
+
+def drain(engine: Engine) -> None:
     while engine.busy:
         engine.step()
+
+
+def finish(engine: Engine, *sequences: Sequence) -> None:
+    engine.add(list(sequences))
+    drain(engine)
 
 
 class LiveServer:
@@ -164,7 +173,10 @@ class LiveServer:
     def wait_for(self, key: str, value: int) -> None:
         wait_until(lambda: self.client.server_info()[key] == value)
 
-    def close(self) -> None:
+    def __enter__(self) -> "LiveServer":
+        return self
+
+    def __exit__(self, *_) -> None:
         self.client.close()
         self.server.should_exit = True
         self.thread.join()

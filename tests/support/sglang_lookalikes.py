@@ -3,10 +3,15 @@
 What SGLang itself does with them is checked in ``tests/sglang``.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 from torch import nn
+
+from qurl_megatron.checkpoints.ops import hf_shapes
+from qurl_megatron.tensors.table import is_quantized
+from tests.support.archs import BASE
 
 HIDDEN, HEADS, KV_HEADS, HEAD, MLP, VOCAB, LAYERS = 16, 4, 2, 4, 24, 70, 2
 
@@ -130,35 +135,15 @@ class Qwen2ForCausalLM(nn.Module):
 
 def whole_tensors(*, quantized: bool = True, tied: bool = False) -> dict[str, torch.Tensor]:
     """What a checkpoint of it holds, every value different from its neighbours."""
+    sizes = dict(hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD, intermediate=MLP)
+    arch = replace(BASE, num_layers=LAYERS, vocab=VOCAB, tied=tied, qkv_bias=True, **sizes)
     generator = torch.Generator().manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator)
-
-    tensors = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN)}
-    if not tied:
-        tensors["lm_head.weight"] = matrix(VOCAB, HIDDEN)
-    tensors["model.norm.weight"] = matrix(1, HIDDEN)[0]
-    linear = {
-        "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
-        "mlp.gate_proj": (MLP, HIDDEN),
-        "mlp.up_proj": (MLP, HIDDEN),
-        "mlp.down_proj": (HIDDEN, MLP),
-    }
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = matrix(1, HIDDEN)[0]
-        for name, (rows, columns) in linear.items():
-            if quantized:
-                codes = torch.randint(-127, 128, (rows, columns), generator=generator)
-                tensors[f"{prefix}{name}.weight"] = codes.to(torch.int8)
-                tensors[f"{prefix}{name}.weight_scale"] = matrix(rows, 1).abs() + 0.01
-            else:
-                tensors[f"{prefix}{name}.weight"] = matrix(rows, columns)
-            if name[-6] in "qkv" and "attn" in name:
-                tensors[f"{prefix}{name}.bias"] = matrix(1, rows)[0]
+    tensors = {}
+    for name, shape in hf_shapes(arch).items():
+        tensors[name] = torch.randn(shape, generator=generator)
+        if quantized and is_quantized(name):
+            codes = torch.randint(-127, 128, shape, generator=generator)
+            tensors[name] = codes.to(torch.int8)
+            scale = torch.randn(shape[0], 1, generator=generator)
+            tensors[f"{name}_scale"] = scale.abs() + 0.01
     return tensors

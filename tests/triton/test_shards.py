@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_on_ranks
-from tests.support.shards import check_nan, check_scheme
+from tests.support.shards import check_nan, check_shards
 
 
 def check_both_formats(device):
@@ -14,7 +14,8 @@ def check_both_formats(device):
     whole[6, :32] = 0  # on the first rank alone
     for dtype in (torch.float32, torch.bfloat16):
         for scheme in ("int8", "fp8"):
-            check_scheme(whole.to(device, dtype), scheme)
+            for kind in ("nearest", "stochastic"):
+                check_shards(whole.to(device, dtype), scheme, kind)
     check_nan(device)
 
 

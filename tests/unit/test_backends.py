@@ -1,8 +1,6 @@
 """Other packages' quantizers against ours: ModelOpt bit for bit, Transformer Engine nearly so."""
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -45,21 +43,8 @@ def test_modelopt_finds_the_same_codes_and_scales(scheme, dtype):
     for shape in [(300, 200), (256, 128), (128, 384), (5, 3)]:
         w = weight(*shape, dtype)
         assert_same(by_modelopt(w, scheme), quantize(w, scheme))
-
-
-@modelopt
-def test_modelopt_finds_the_same_for_a_single_channel():
-    w = weight()[7:8]
-    assert_same(by_modelopt(w, "int8"), quantize(w, "int8"))
-
-
-@modelopt
-def test_modelopt_keeps_a_scale_that_native_finds_too_small():
-    w = torch.full((2, 4), 1e-36)
-    theirs, ours = by_modelopt(w, "int8"), quantize(w, "int8")
-    assert (ours.values == 0).all() and (ours.scale == 1).all()
-    assert (theirs.values == 127).all()
-    assert (theirs.scale < torch.finfo(torch.float32).tiny).all()
+    channel = w[4:5]
+    assert_same(by_modelopt(channel, scheme), quantize(channel, scheme))
 
 
 def test_a_backend_that_cannot_run_here_says_what_to_use(monkeypatch):
@@ -80,24 +65,6 @@ def test_a_backend_that_cannot_run_here_says_what_to_use(monkeypatch):
         check_backend("te", "fp8_block")
 
 
-def test_a_backend_is_imported_when_it_is_asked_for():
-    code = (
-        "import sys, qurl_megatron.checkpoints.backends\n"
-        "assert not {'modelopt', 'transformer_engine'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def te_arithmetic(w):
-    """(codes, scale) as Transformer Engine computes and stores them: reciprocals, padded scales."""
-    amax = w.view(w.shape[0] // 128, 128, -1, 128).abs().amax((1, 3))
-    factor = torch.where(amax == 0, 1.0, 448.0 / amax)
-    spread = factor.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    codes = (w * spread).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    padding = torch.full((len(amax), -amax.shape[1] % 4), torch.nan)
-    return codes, torch.cat([1 / factor, padding], dim=1)
-
-
 def assert_nearly_same(theirs, ours):
     """Two reciprocals are two more roundings: of the scale, and of what lies next to a tie."""
     torch.testing.assert_close(theirs.scale, ours.scale, rtol=2**-22, atol=0)
@@ -110,15 +77,13 @@ def assert_nearly_same(theirs, ours):
     assert (difference <= 1.01 * step).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_transformer_engine_pads_is_cropped(dtype):
-    w = weight(dtype=dtype)
-    w[128:256] = 0.0
-    codes, scale = te_arithmetic(torch.nn.functional.pad(w.float(), (0, 56, 0, 84)))
-    assert codes.shape == (384, 256) and scale.shape == (3, 4)
-    quantized = cropped(codes, scale, w.shape, w.device)
-    assert quantized.values.shape == (300, 200) and quantized.scale.shape == (3, 2)
-    assert_nearly_same(quantized, quantize(w, "fp8_block"))
+def test_what_transformer_engine_pads_is_cropped():
+    w = weight()
+    whole = quantize(torch.nn.functional.pad(w, (0, 56, 0, 84)), "fp8_block")
+    scale = torch.nn.functional.pad(whole.scale, (0, 2), value=torch.nan)
+    assert whole.values.shape == (384, 256) and scale.shape == (3, 4)
+    codes = whole.values.view(torch.uint8)
+    assert_same(cropped(codes, scale, w.shape, w.device), quantize(w, "fp8_block"))
 
 
 @pytest.mark.gpu

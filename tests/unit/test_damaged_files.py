@@ -120,6 +120,21 @@ def read_state(path: Path) -> None:
     state.summary(right_or_wrong=True)
 
 
+def go_on_with_metrics(path: Path) -> None:
+    with FIXABLE:
+        read_metrics(path)
+    JsonlSink(path, resume_step=2).close()
+    assert path.read_bytes().startswith(METRICS)
+
+
+def go_on_with_timeline(path: Path) -> None:
+    with FIXABLE:
+        Timeline.read(path)
+    Timeline(path, resume_step=2).close()
+
+
+METRICS = b'{"step": 1, "time": 1.0, "metrics": {"a": 1.0}}\n'
+SPAN = b'{"lane": "a", "name": "x", "step": 1, "start": 1.0, "end": 2.0}\n'
 INDEXED = {"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}
 LINE = b'{"prompt": "a", "answer": "b"}\n'
 FILES = {
@@ -127,6 +142,18 @@ FILES = {
     "text.jsonl": (damaged({"prompt": "1 + 1 =", "answer": "2"}).map(LINE.__add__), read_questions),
     "chat.jsonl": (damaged(CHAT).map(LINE.__add__), read_questions),
     "prompts.parquet": (damaged_bytes(_table()), read_questions),
+    "metrics.jsonl": (
+        damaged({"step": 3, "time": 1.5, "metrics": {"reward/mean": 0.5, "x": "NaN"}}).map(
+            lambda line: METRICS + line + b"\n" + METRICS
+        ),
+        go_on_with_metrics,
+    ),
+    "timeline.jsonl": (
+        damaged({"lane": "engines", "name": "x", "step": 1, "start": 1.0, "end": 2.0}).map(
+            lambda line: SPAN + line + b"\n" + SPAN
+        ),
+        go_on_with_timeline,
+    ),
     "weights/model.safetensors": (damaged(HEADER).map(with_header), read_weights),
     f"indexed/{INDEX}": (damaged(INDEXED), read_index),
     "described/config.json": (damaged(QWEN2), read_model),
@@ -173,29 +200,6 @@ def test_the_recipe_that_a_run_keeps(place, content):
     assert load(put(run / RECIPE, to_toml(now).encode())) == now
 
 
-@given(content=damaged({"step": 3, "time": 1.5, "metrics": {"reward/mean": 0.5, "x": "NaN"}}))
-@examples(300)
-def test_metrics(place, content):
-    line = b'{"step": 1, "time": 1.0, "metrics": {"a": 1.0}}\n'
-    path = put(place / "metrics.jsonl", line + content + b"\n" + line)
-    with FIXABLE:
-        read_metrics(path)
-    with FIXABLE:
-        JsonlSink(path, resume_step=2).close()
-        assert path.read_bytes().startswith(line)
-
-
-@given(content=damaged({"lane": "engines", "name": "x", "step": 1, "start": 1.0, "end": 2.0}))
-@examples(200)
-def test_timelines(place, content):
-    line = b'{"lane": "a", "name": "x", "step": 1, "start": 1.0, "end": 2.0}\n'
-    path = put(place / "timeline.jsonl", line + content + b"\n" + line)
-    with FIXABLE:
-        Timeline.read(path)
-    with FIXABLE:
-        Timeline(path, resume_step=2).close()
-
-
 @pytest.fixture(scope="module")
 def megatron(place):
     folder = place / "megatron"
@@ -208,34 +212,18 @@ def megatron(place):
     return folder
 
 
-def test_tables_of_megatron_checkpoints(place, megatron):
-    table = (megatron / ".metadata").read_bytes()
-    folder = place / "torn"
-    shutil.copytree(megatron, folder)
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_tables_and_chunks_of_megatron_checkpoints(name, megatron, tmp_path):
+    folder = shutil.copytree(megatron, tmp_path / "torn")
 
-    @given(content=damaged_bytes(table))
+    @given(content=damaged_bytes((megatron / name).read_bytes()))
     @examples(400)
     def check(content):
-        put(folder / ".metadata", content)
+        put(folder / name, content)
         with FIXABLE:
             reader = TorchDistReader(folder)
             for key in reader.tensors:
                 reader.read(key, Slice((0, 0), (1, 3)))
-
-    check()
-
-
-def test_chunks_of_megatron_checkpoints(place, megatron):
-    chunks = (megatron / "__0_0.distcp").read_bytes()
-    folder = place / "cut"
-    shutil.copytree(megatron, folder)
-
-    @given(content=damaged_bytes(chunks))
-    @examples(300)
-    def check(content):
-        put(folder / "__0_0.distcp", content)
-        with FIXABLE:
-            TorchDistReader(folder).read("k0", Slice((0, 0), (1, 3)))
 
     check()
 

@@ -2,10 +2,12 @@ import pytest
 import torch
 
 from qurl_megatron.engines.embedded import engine as engine_module
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.engines.embedded.protocol import Generation
 from tests.support.engine_models import (
+    advance,
     copies,
     decoding_by,
+    drain,
     engine_for,
     finish,
     published_tensors,
@@ -21,37 +23,36 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def prompts(count: int) -> list[list[int]]:
-    return [[(3 * i + 5 * j) % 90 + 2 for j in range(3 + 7 * (i % 5))] for i in range(count)]
+def requests(*lengths: int) -> list:
+    """Requests for so many tokens, with prompts of 3 to 31 tokens."""
+    prompts = [[(3 * i + 5 * j) % 90 + 2 for j in range(3 + 7 * (i % 5))] for i in range(9)]
+    return [sequence(prompts[i], length, seed=i) for i, length in enumerate(lengths)]
 
 
-def assert_same(actual, expected) -> None:
-    assert actual.output_ids == expected.output_ids
-    torch.testing.assert_close(
-        torch.tensor(actual.log_probs), torch.tensor(expected.log_probs), rtol=0, atol=2e-5
-    )
+def assert_as_alone(folder, work) -> None:
+    """Each response is the one that an engine gives to its request alone."""
+    engine = engine_for(folder)
+    for actual, alone in zip(work, copies(work), strict=True):
+        finish(engine, alone)
+        assert actual.output_ids == alone.output_ids
+        torch.testing.assert_close(
+            torch.tensor(actual.log_probs), torch.tensor(alone.log_probs), rtol=0, atol=2e-5
+        )
 
 
 def test_joining_and_leaving_a_running_batch_changes_no_result(folder):
-    work = [sequence(p, 4 + 9 * (i % 4), seed=i) for i, p in enumerate(prompts(8))]
-    expected = copies(work)
+    work = requests(*(4 + 9 * (i % 4) for i in range(8)))
     engine = engine_for(folder)
-    for one in expected:
-        finish(engine, one)
     for one in work:
         engine.add([one])
-        engine.step()
-        engine.step()
-    while engine.busy:
-        engine.step()
-    for actual, alone in zip(work, expected, strict=True):
-        assert_same(actual, alone)
+        advance(engine, 2)
+    drain(engine)
+    assert_as_alone(folder, work)
 
 
 def test_the_queue_waits_when_rows_are_full_and_is_served_in_order(folder):
     engine = engine_for(folder, max_rows=3)
-    work = [sequence(p, 6, seed=i) for i, p in enumerate(prompts(8))]
-    expected = copies(work)
+    work = requests(*[6] * 8)
     engine.add(work)
     most = 0
     while engine.busy:
@@ -59,26 +60,18 @@ def test_the_queue_waits_when_rows_are_full_and_is_served_in_order(folder):
         most = max(most, len(engine.running))
         assert [s.rid for s in engine.waiting] == [s.rid for s in work][8 - len(engine.waiting) :]
     assert most == 3
-    finish(engine_for(folder), *expected)
-    for actual, other in zip(work, expected, strict=True):
-        assert_same(actual, other)
+    assert_as_alone(folder, work)
 
 
 def test_a_longer_request_recuts_the_cache_under_running_sequences(folder):
     engine = engine_for(folder)
     short, long = sequence([5, 6], 40, seed=1), sequence(range(2, 90), 100, seed=2)
-    expected = copies([short, long])
     engine.add([short])
-    for _ in range(10):
-        engine.step()
+    advance(engine, 10)
     before = engine.cache.length
-    engine.add([long])
-    while engine.busy:
-        engine.step()
+    finish(engine, long)
     assert engine.cache.length > before
-    for actual, alone in zip([short, long], expected, strict=True):
-        finish(engine, alone)
-        assert_same(actual, alone)
+    assert_as_alone(folder, [short, long])
 
 
 def test_samples_of_one_prompt_share_one_prefill_and_differ_by_seed(folder):
@@ -86,18 +79,13 @@ def test_samples_of_one_prompt_share_one_prefill_and_differ_by_seed(folder):
     prefilled = []
     forward = engine.decoder.forward
     engine.decoder.forward = lambda ids, *rest: prefilled.append(len(ids)) or forward(ids, *rest)
-    prompt = prompts(2)[1]
-    work = [sequence(prompt, 16, seed=i) for i in range(6)]
+    work = [sequence(range(7, 17), 16, seed=i) for i in range(6)]
     engine.add(work)
     engine.step()
-    assert prefilled == [len(prompt)]
-    while engine.busy:
-        engine.step()
+    assert prefilled == [10]
+    drain(engine)
     assert len({tuple(s.output_ids) for s in work}) > 1
-    for one in work:
-        alone = sequence(prompt, 16, seed=one.seed)
-        finish(engine, alone)
-        assert_same(one, alone)
+    assert_as_alone(folder, work)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +96,10 @@ def test_the_same_requests_on_an_idle_engine_give_the_same_bits(folder, scheme, 
     with decoding_by(path):
         engine = engine_for(folder, scheme=scheme)
         for _ in range(2):
-            work = [sequence(p, 20, seed=i) for i, p in enumerate(prompts(9))]
+            work = requests(*[20] * 9)
             finish(engine, *work)
             runs.append([(s.output_ids, s.log_probs) for s in work])
-            finish(engine, sequence(range(2, 99 % 90), 7, seed=3))  # other work in between
+            finish(engine, sequence(range(2, 9), 7, seed=3))  # other work in between
     assert runs[0] == runs[1]
 
 
@@ -129,47 +117,26 @@ def test_a_stop_id_ends_a_response_and_belongs_to_it(folder):
 
 def test_abort_ends_running_and_waiting_requests_with_what_they_have(folder):
     engine = engine_for(folder, max_rows=2)
-    work = [sequence(p, 50, seed=i) for i, p in enumerate(prompts(4))]
+    work = requests(*[50] * 4)
     engine.add(work)
-    for _ in range(6):
-        engine.step()
+    advance(engine, 6)
     engine.abort(lambda s: s.rid in ("s0", "s3"), "enough")
     assert work[0].finish_reason == {"type": "abort", "message": "enough"}
     assert len(work[0].output_ids) == len(work[0].log_probs) == 6
     assert work[3].output_ids == []
-    while engine.busy:
-        engine.step()
+    drain(engine)
     assert len(work[1].output_ids) == len(work[2].output_ids) == 50
-
-
-def test_a_retracted_sequence_goes_on_as_if_nothing_had_happened(folder):
-    work = [sequence(p, 20, seed=i) for i, p in enumerate(prompts(5))]
-    expected = copies(work)
-    finish(engine_for(folder), *expected)
-    engine = engine_for(folder)
-    engine.add(work)
-    for _ in range(7):
-        engine.step()
-    engine.retract()
-    lengths = [len(s.prompt) + len(s.output_ids) for s in engine.waiting]
-    assert not engine.running and len(lengths) == 5 and lengths == sorted(lengths)
-    while engine.busy:
-        engine.step()
-    for actual, other in zip(work, expected, strict=True):
-        assert_same(actual, other)
 
 
 def test_the_short_ones_go_on_after_an_update_before_the_long_ones_are_computed_anew(
     folder, monkeypatch
 ):
+    """And all as if nothing had happened."""
     monkeypatch.setattr(engine_module, "RECOMPUTE_TOKENS", 60)
     work = [sequence([7 + i] * length, 20, seed=i) for i, length in enumerate((50, 4, 30, 5, 4))]
-    expected = copies(work)
-    finish(engine_for(folder), *expected)
     engine = engine_for(folder)
     engine.add(work)
-    for _ in range(6):
-        engine.step()
+    advance(engine, 6)
     engine.retract()
     joined, gained = [], []
     while engine.waiting:
@@ -180,10 +147,8 @@ def test_the_short_ones_go_on_after_an_update_before_the_long_ones_are_computed_
     short = ["s1", "s4", "s3"]
     assert joined == [short, short, [*short, "s2"], [*short, "s2"], [*short, "s2", "s0"]]
     assert gained == [[1, 1, 1], [2, 2, 2], [2, 2, 2, 1], [3, 3, 3, 2], [3, 3, 3, 2, 1]]
-    while engine.busy:
-        engine.step()
-    for actual, other in zip(work, expected, strict=True):
-        assert_same(actual, other)
+    drain(engine)
+    assert_as_alone(folder, work)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -191,14 +156,17 @@ def test_tokens_carry_the_version_that_generated_them(folder, recompute):
     engine = engine_for(folder)
     one = sequence([5, 6, 7], 12, seed=1)
     engine.add([one])
-    for _ in range(5):
-        engine.step()
+    advance(engine, 5)
     switch(engine, random_tensors(folder, seed=9), "2")
     if recompute:
         engine.retract()
-    while engine.busy:
-        engine.step()
-    assert one.versions == [("default", 5), ("2", 12)]
+    drain(engine)
+    meta = Generation([one], batched=False, log_probs=False).answer()["meta_info"]
+    assert meta["weight_version"] == "2"
+    assert meta["weight_versions"] == [
+        {"version": "default", "start": 0, "end": 5},
+        {"version": "2", "start": 5, "end": 12},
+    ]
     # An engine that had the new weights from the start, given the same first five tokens:
     again = sequence([5, 6, 7], 12, seed=1)
     again.output_ids, again.log_probs = one.output_ids[:5], one.log_probs[:5]
@@ -208,40 +176,22 @@ def test_tokens_carry_the_version_that_generated_them(folder, recompute):
     assert equal == recompute
 
 
-def test_an_update_copies_into_the_buffers_that_are_there(folder):
-    engine = engine_for(folder, scheme="int8")
-    before = {name: slot.target.data_ptr() for name, slot in engine.decoder.slots.items()}
-    tensors = published_tensors(random_tensors(folder, seed=3), "int8")
-    switch(engine, tensors, "1")
-    for name, slot in engine.decoder.slots.items():
-        assert slot.target.data_ptr() == before[name]
-        assert torch.equal(slot.target, tensors[name])
-
-
-def test_a_bad_update_changes_nothing(folder):
-    engine = engine_for(folder, scheme="int8")
-    tensors = published_tensors(random_tensors(folder, seed=3), "int8")
-    before = {name: slot.target.clone() for name, slot in engine.decoder.slots.items()}
-    tensors["model.layers.0.mlp.up_proj.weight_scale"][3] = float("nan")
-    with pytest.raises(ConfigError, match="up_proj.weight_scale"):
-        switch(engine, tensors, "1")
-    assert engine.version == "default"
-    assert all(torch.equal(slot.target, before[n]) for n, slot in engine.decoder.slots.items())
-
-
-def test_nan_weights_leave_no_trace_once_they_are_replaced(folder):
+@pytest.mark.parametrize("scheme", ["none", "int8"])
+def test_nan_weights_leave_no_trace_once_they_are_replaced(folder, scheme):
     good = random_tensors(folder, seed=0)
-    engine = engine_for(folder)
-    broken = {**good, "model.norm.weight": good["model.norm.weight"]}
-    broken["model.layers.0.self_attn.k_proj.bias"] = torch.full((16,), float("nan"))
-    switch(engine, broken, "broken")
-    hopeless = [sequence(p, 60, seed=i) for i, p in enumerate(prompts(6))]
+    engine = engine_for(folder, scheme=scheme)
+    running = sequence([5, 6, 7], 30, seed=1)
+    engine.add([running])
+    engine.step()
+    broken = {**good, "model.layers.0.self_attn.k_proj.bias": torch.full((16,), float("nan"))}
+    switch(engine, published_tensors(broken, scheme), "broken")
+    hopeless = requests(*[60] * 6)
     finish(engine, *hopeless)
-    assert {s.finish_reason["type"] for s in hopeless} == {"abort"}
-    assert all(s.output_ids == [] for s in hopeless)
+    assert {s.finish_reason["type"] for s in [running, *hopeless]} == {"abort"}
+    assert len(running.output_ids) == 1 and all(s.output_ids == [] for s in hopeless)
     with torch.inference_mode():
         engine.cache.values[0].fill_(float("nan"))
-    switch(engine, good, "good")
-    work = [sequence(p, 10 + 20 * i, seed=i) for i, p in enumerate(prompts(3))]
+    switch(engine, published_tensors(good, scheme), "good")
+    work = requests(10, 30, 50)
     finish(engine, *work)
     assert [len(one.output_ids) for one in work] == [10, 30, 50]

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_quantized
+from qurl_megatron.engines.embedded import kernels
 from qurl_megatron.engines.embedded.decoder import Decoder
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.read_weights import read_weights
@@ -191,18 +192,31 @@ def test_a_folder_in_squares_is_refused_by_name(tmp_path):
 
 def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):
     folder = write_model(tmp_path / "m")
-    decoder = engine_for(folder).decoder
+    decoder = engine_for(folder, scheme="int8").decoder
     good = read_weights(folder, decoder)
     name = "model.layers.1.mlp.down_proj.weight"
+    scale = torch.ones(32, 1)
+    scale[3] = torch.nan
     bad_sets = {
         "missing": {k: v for k, v in good.items() if k != name},
         "unexpected": {**good, "model.layers.9.x": good[name]},
         r"\[48, 32\]": {**good, name: good[name].t()},
-        "int8": {**good, name: good[name].to(torch.int8)},
+        "torch.float64": {**good, name: good[name].double()},
+        "not positive and finite": {**good, f"{name}_scale": scale},
     }
+    before = {name: slot.target.clone() for name, slot in decoder.slots.items()}
     for message, tensors in bad_sets.items():
         with pytest.raises(ConfigError, match=message):
             decoder.load(tensors)
+    assert all(torch.equal(slot.target, before[n]) for n, slot in decoder.slots.items())
+
+
+def test_rms_norm_normalizes_in_float32_and_scales_in_the_model_dtype():
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 64).bfloat16() * 100, torch.randn(64).bfloat16()
+    x32 = x.float()
+    normal = (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    torch.testing.assert_close(kernels.rms_norm(x, w, 1e-6), w * normal, rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize(

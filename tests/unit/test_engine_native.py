@@ -8,14 +8,11 @@ import torch
 from qurl_megatron.engines.embedded import kernels, native
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from tests.support.engine_models import (
+    advance,
     copies,
     decoding_by,
     engine_for,
-    finish,
-    published_tensors,
-    random_tensors,
     sequence,
-    switch,
     write_model,
 )
 
@@ -84,8 +81,7 @@ def test_a_native_step_equals_the_torch_one(changes, scheme, tmp_path):
     engine = engine_for(write_model(tmp_path, **changes), scheme=scheme)
     # One on either side of a block of 64 positions, and a step that enters the next block.
     engine.add([sequence(range(2, 2 + n), 99, seed=n) for n in (3, 60, 61, 80)])
-    for _ in range(4):
-        engine.step()
+    advance(engine, 4)
     plain, actual = both_hidden_states(engine)
     # Other orders of summation may move single codes by one; wrong arithmetic moves everything.
     torch.testing.assert_close(actual.median(), plain.median(), rtol=1e-4, atol=1e-4)
@@ -123,40 +119,6 @@ def test_a_native_step_gives_a_row_the_same_bits_in_any_batch_and_by_any_number_
         torch.set_num_threads(before)
 
 
-@needs_native
-def test_an_update_reaches_the_native_step(tmp_path):
-    folder = write_model(tmp_path)
-    engine = engine_for(folder, scheme="int8")
-    finish(engine, sequence([5, 6, 7], 3, seed=1))  # the step is made, of the old weights
-    other = published_tensors(random_tensors(folder, seed=3), "int8")
-    switch(engine, other, "1")
-    fresh = engine_for(folder, scheme="int8")
-    fresh.decoder.load(other)
-    answers = [sequence([5, 6, 7], 12, seed=1) for _ in range(2)]
-    finish(engine, answers[0])
-    finish(fresh, answers[1])
-    assert (answers[0].output_ids, answers[0].log_probs) == (
-        answers[1].output_ids,
-        answers[1].log_probs,
-    )
-
-
-@needs_native
-def test_a_model_that_breaks_in_a_native_step_ends_its_requests(tmp_path):
-    folder = write_model(tmp_path)
-    engine = engine_for(folder, scheme="int8")
-    one = sequence([5, 6, 7], 30, seed=1)
-    engine.add([one])
-    engine.step()
-    broken = published_tensors(random_tensors(folder, seed=0), "int8")
-    broken["model.layers.0.self_attn.k_proj.bias"] = torch.full((16,), float("nan"))
-    switch(engine, broken, "broken")
-    while engine.busy:
-        engine.step()
-    assert one.finish_reason["type"] == "abort"
-    assert len(one.output_ids) == 1
-
-
 @pytest.mark.skipif(bool(native.INSTRUCTIONS - native.instructions()), reason="another processor")
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
 def test_where_it_can_be_built_and_run_it_is_there(monkeypatch):
@@ -165,42 +127,25 @@ def test_where_it_can_be_built_and_run_it_is_there(monkeypatch):
     assert not isinstance(load(), str)
 
 
-def test_native_steps_can_be_turned_off(tmp_path):
-    with decoding_by("torch"):
-        engine = engine_for(write_model(tmp_path), scheme="int8")
-        one = sequence([5, 6, 7], 12, seed=1)
-        finish(engine, one)
-        assert engine._step is None and len(one.output_ids) == 12
-        assert native.refusal(engine.decoder) == "QURL_NATIVE=0"
-
-
-def test_floats_say_that_they_have_no_native_step(tmp_path):
-    engine = engine_for(write_model(tmp_path))
-    assert native.refusal(engine.decoder) == "scheme none on cpu has no native step"
-
-
-@needs_native
 @pytest.mark.parametrize(
-    "scheme,dtype,said",
-    [("int8", "bfloat16", True), ("int8", "float32", False), ("none", "bfloat16", False)],
+    "path,scheme,dtype,step,logged",
+    [
+        ("native", "int8", "float32", "native", None),
+        ("native", "int8", "bfloat16", "native steps need float32 activations", "--dtype float32"),
+        ("torch", "int8", "bfloat16", "QURL_NATIVE=0", "QURL_NATIVE=0"),
+        ("torch", "none", "bfloat16", "scheme none on cpu has no native step", None),
+    ],
 )
-def test_an_engine_says_at_its_start_that_it_takes_the_slow_path(
-    scheme, dtype, said, tmp_path, caplog
+def test_an_engine_says_by_what_it_decodes_and_warns_of_a_slow_path_that_could_be_a_fast_one(
+    path, scheme, dtype, step, logged, tmp_path, caplog
 ):
-    load_engine(write_model(tmp_path), scheme=scheme, dtype=dtype, cache_gb=0.01, device="cpu")
+    with decoding_by(path):
+        model = write_model(tmp_path)
+        engine = load_engine(model, scheme=scheme, dtype=dtype, cache_gb=0.01, device="cpu")
+        assert engine.decode_step.startswith(step)
     lines = [r.getMessage() for r in caplog.records]
-    assert bool(lines) == said
-    if said:
-        assert len(lines) == 1 and "--dtype float32" in lines[0]
-
-
-def test_no_engine_recommends_a_dtype_that_would_not_help(tmp_path, caplog):
-    with decoding_by("torch"):
-        load_engine(
-            write_model(tmp_path), scheme="int8", dtype="bfloat16", cache_gb=0.01, device="cpu"
-        )
-    (line,) = [r.getMessage() for r in caplog.records]
-    assert "QURL_NATIVE=0" in line and "--dtype" not in line
+    assert len(lines) == bool(logged) and all(logged in line for line in lines)
+    assert path == "native" or not any("--dtype" in line for line in lines)  # it would not help
 
 
 def test_a_library_that_does_not_fit_is_left_alone(tmp_path, monkeypatch):
@@ -213,14 +158,11 @@ def test_a_library_that_does_not_fit_is_left_alone(tmp_path, monkeypatch):
     assert load() == f"_decode.so is not built; {BUILT_BY}"
     (tmp_path / "_decode.so").write_text("another machine's")
     assert "_decode.so cannot be loaded" in load()
-
-
-@needs_native
-def test_a_library_built_from_another_source_is_left_alone(tmp_path, monkeypatch):
-    other = tmp_path / "decode.cpp"
-    other.write_bytes(native.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(native, "SOURCE", other)
-    assert load() == f"{native.BUILT.name} is built from another decode.cpp; {BUILT_BY}"
+    if native.available():
+        monkeypatch.undo()
+        (tmp_path / "decode.cpp").write_bytes(native.SOURCE.read_bytes() + b"\n")
+        monkeypatch.setattr(native, "SOURCE", tmp_path / "decode.cpp")
+        assert load() == f"{native.BUILT.name} is built from another decode.cpp; {BUILT_BY}"
 
 
 def test_the_two_languages_agree_on_what_crosses_the_border():

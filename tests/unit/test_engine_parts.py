@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qurl_megatron.checkpoints.ops import stage_ops
+from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.shards import buckets, engine_part
 from qurl_megatron.tensors.arch import Arch, Experts
@@ -28,44 +28,18 @@ ARCHS = {
 }
 
 
-def shapes_of(arch: Arch) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of everything a version holds."""
-    rows = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
-    ffn = arch.experts.intermediate if arch.experts else arch.intermediate
-
-    def shape(name: str) -> tuple[int, ...]:
-        owner, kind = name.split(".")[-2:]
-        if owner in ("embed_tokens", "lm_head"):
-            return (arch.vocab, arch.hidden)
-        if owner in ("q_norm", "k_norm"):
-            return (arch.head_dim,)
-        if owner.endswith("norm"):
-            return (arch.hidden,)
-        if owner == "gate":
-            return (arch.experts.count, arch.hidden)
-        if owner[0] in rows:
-            return (rows[owner[0]] * arch.head_dim, arch.hidden)[: 1 if kind == "bias" else 2]
-        return {
-            "o_proj": (arch.hidden, arch.heads * arch.head_dim),
-            "gate_proj": (ffn, arch.hidden),
-            "up_proj": (ffn, arch.hidden),
-            "down_proj": (arch.hidden, ffn),
-        }[owner]
-
-    shapes = {}
-    for op in stage_ops(arch, range(arch.num_layers), first=True, last=True):
-        for tensor in op.hf:
-            shapes[tensor.name] = shape(tensor.name)
-            if is_quantized(tensor.name):
-                shapes[f"{tensor.name}_scale"] = (shape(tensor.name)[0], 1)
-    return shapes
+def names_of(arch: Arch) -> list[str]:
+    """Everything a version holds."""
+    names = list(hf_shapes(arch))
+    return names + [f"{name}_scale" for name in names if is_quantized(name)]
 
 
 @pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def test_an_engine_rank_gets_what_sglang_would_have_loaded_from_whole_tensors(arch, engine_tp):
     """Against SGLang's loaders, written down by hand: narrow per head, pad the vocabulary."""
-    for name, shape in shapes_of(arch).items():
+    for name in names_of(arch):
+        shape = hf_tensor(arch, name).shape
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for rank in range(engine_tp):
             need = engine_part(hf_tensor(arch, name), shape, engine_tp, rank)

@@ -44,9 +44,14 @@ def engine(tmp_path):
         path.unlink()
 
 
-def test_it_goes_when_the_engine_is_stopped(engine):
+@pytest.mark.parametrize("killed", [False, True], ids=["running", "dead since it was seen"])
+def test_it_goes_when_the_engine_is_stopped(killed, engine):
     engine.start()
     path = mapped(engine)
+    if killed:
+        engine.look()
+        os.killpg(engine.popen.pid, signal.SIGKILL)
+        engine.popen.wait()
     process.stop([engine], PATIENCE_S)
     assert not path.exists()
 
@@ -58,16 +63,6 @@ def test_it_goes_when_the_engine_is_killed_and_started_again(engine):
     engine.start()
     assert mapped(engine, 2) != first
     assert not first.exists()
-
-
-def test_it_goes_when_the_engine_had_died_before_where_it_was_seen(engine):
-    engine.start()
-    path = mapped(engine)
-    engine.look()
-    os.killpg(engine.popen.pid, signal.SIGKILL)
-    engine.popen.wait()
-    process.stop([engine], 0.0)
-    assert not path.exists()
 
 
 def test_it_goes_when_the_engine_is_stopped_while_it_is_looked_at(engine, monkeypatch):

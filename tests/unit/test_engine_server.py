@@ -9,7 +9,6 @@ from http.client import HTTPConnection
 from socket import IPPROTO_TCP, TCP_NODELAY
 
 import httpx
-import psutil
 import pytest
 
 from qurl_megatron.engines.embedded.endpoints import bound
@@ -17,15 +16,8 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.wire.lease import ENDPOINT
 from qurl_megatron.wire.message import LOADER, Message, payload
-from tests.support.engine_models import (
-    LiveServer,
-    published_tensors,
-    random_tensors,
-    switch,
-    write_model,
-)
+from tests.support.engine_models import LiveServer, write_model
 from tests.support.generating import generate
-from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +28,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def live(folder):
-    server = LiveServer(folder)
-    yield server
-    server.close()
+    with LiveServer(folder) as server:
+        yield server
 
 
 LONG = {"max_new_tokens": 4000, "ignore_eos": True}
@@ -88,13 +79,11 @@ def test_a_batch_gets_a_list_in_its_order(live):
 
 def test_a_seeded_request_repeats_and_its_samples_differ(live):
     params = [{"sampling_seed": s, "max_new_tokens": 12, "ignore_eos": True} for s in range(4)]
-    body = {"input_ids": [[5, 6, 7]] * 4, "sampling_params": params, "return_logprob": True}
-    first, second = (live.post("/generate", body).json() for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert a["output_ids"] == b["output_ids"]
-        logs = [x["meta_info"]["output_token_logprobs"] for x in (a, b)]
-        assert logs[0] == logs[1]
-    assert len({tuple(a["output_ids"]) for a in first}) == 4
+    body = {"input_ids": [[5, 6, 7]] * 4, "sampling_params": params}
+    first, second = (
+        [answer["output_ids"] for answer in live.post("/generate", body).json()] for _ in range(2)
+    )
+    assert first == second and len(set(map(tuple, first))) == 4
 
 
 @pytest.mark.parametrize(
@@ -107,12 +96,10 @@ def test_a_seeded_request_repeats_and_its_samples_differ(live):
         ({"input_ids": [5, True]}, "Expected `int`, got `bool`"),
         ({"input_ids": [5], "sampling_params": {"max_new_tokens": 9000}}, "9000 exceed the 8192"),
         ({"input_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
-        ({"input_ids": [5], "sampling_params": {"temperature": "hot"}}, "temperature"),
         (
             {"input_ids": [5], "sampling_params": {"regex": "a*"}},
             "sampling_params .* field `regex`",
         ),
-        ({"input_ids": [5], "sampling_params": {"n": 4}}, "unknown field `n`"),
         ({"input_ids": [5], "sampling_params": {"min_p": 0.1}}, "<= 0.0 - at `.*min_p`"),
         (
             {"input_ids": [5], "sampling_params": 7},
@@ -128,10 +115,6 @@ def test_a_seeded_request_repeats_and_its_samples_differ(live):
             {"input_ids": [5], "stream": True},
             "not as the embedded engine takes it: .* field `stream`",
         ),
-        ({"input_ids": [5], "logprob_start_len": 3}, "logprob_start_len"),
-        ({"input_ids": [5], "top_logprobs_num": 2}, "top_logprobs_num"),
-        ({"input_ids": [5], "sampling_params": {"stop": ["."]}}, "unknown field `stop`"),
-        ({"input_ids": [5], "lora_path": "x"}, "lora_path"),
     ],
 )
 def test_a_bad_request_is_refused_with_a_sentence(live, body, message):
@@ -190,20 +173,6 @@ def test_pause_stops_generation_until_continued(live, mode):
     assert meta["finish_reason"]["type"] == "length"
 
 
-def test_a_running_request_carries_the_version_of_every_token(live, folder):
-    tensors = published_tensors(random_tensors(folder, seed=5), "int8")
-    live.token_s = SLOW_S
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(generate, live.client, [[5, 6]], {**LONG, "max_new_tokens": 600})
-        live.wait_for("num_running_reqs", 1)
-        live.worker.call(lambda engine: switch(engine, tensors, "3")).result()
-        live.token_s = 0.0
-        meta = pending.result()[0]["meta_info"]
-    first, second = meta["weight_versions"]
-    assert (first["version"], second["version"], meta["weight_version"]) == ("default", "3", "3")
-    assert first["start"] == 0 and 0 < first["end"] == second["start"] and second["end"] == 600
-
-
 class Bomb:
     """Unpickled, it would run."""
 
@@ -254,18 +223,6 @@ def test_health_info_and_flush(live):
     assert live.post("/pause_generation", {"mode": "abort"}).status_code == 400
 
 
-def test_requests_share_a_connection_which_nobody_keeps_open(live):
-    def connections() -> int:
-        found = psutil.Process().net_connections("tcp")
-        return sum(f":{c.raddr.port}" in live.url for c in found if c.raddr)
-
-    for _ in range(2):  # the second time after the first connection was closed
-        for _ in range(3):
-            live.client.server_info()
-        assert connections() <= 1  # on a machine that is busy it may be closed already
-        wait_until(lambda: not connections())
-
-
 def test_answers_on_a_connection_that_is_kept_are_not_delayed():
     async def delays_answers() -> bool:
         connected = asyncio.get_running_loop().create_future()
@@ -284,21 +241,14 @@ def test_answers_on_a_connection_that_is_kept_are_not_delayed():
 
 
 def test_an_api_key_guards_everything_but_health(folder):
-    guarded = LiveServer(folder, api_key="secret")
-    try:
+    with LiveServer(folder, api_key="secret") as guarded:
         assert httpx.get(guarded.url + "/health", trust_env=False).status_code == 200
         assert guarded.post("/generate", {"input_ids": [5]}).status_code == 401
         assert guarded.client.server_info()["scheme"] == "int8"
-    finally:
-        guarded.close()
 
 
-def test_a_failing_step_fails_its_requests_and_the_health_check(folder):
-    server = LiveServer(folder)
-    server.worker.engine.decoder.forward = None
-    try:
-        with pytest.raises(EngineError, match="500"):
-            generate(server.client, [[5]], {"max_new_tokens": 2})
-        assert httpx.get(server.url + "/health", trust_env=False).status_code == 503
-    finally:
-        server.close()
+def test_a_failing_step_fails_its_requests_and_the_health_check(live):
+    live.worker.engine.decoder.forward = None
+    with pytest.raises(EngineError, match="500"):
+        generate(live.client, [[5]], {"max_new_tokens": 2})
+    assert httpx.get(live.url + "/health", trust_env=False).status_code == 503

@@ -70,10 +70,8 @@ def fleet_of(*urls: str, fixed: bool = False, **changes):
 def engines(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("model"), eos_token_id=None)
     weights = published_tensors(random_tensors(folder, seed=3), "int8")
-    live = LiveServer(folder), LiveServer(folder)
-    yield live, weights
-    for one in live:
-        one.close()
+    with LiveServer(folder) as one, LiveServer(folder) as other:
+        yield (one, other), weights
 
 
 @pytest.fixture(scope="module")

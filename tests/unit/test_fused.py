@@ -30,48 +30,41 @@ class OnGPU:
         self.dtype, self.numel = tensor.dtype, tensor.numel
 
 
-def test_tensors_on_a_gpu_are_taken_and_others_are_not(installed):
-    weight = torch.ones(2, 3)
-    assert has_kernels_for(OnGPU(weight)) and has_kernels_for(OnGPU(weight.bfloat16()))
-    assert not has_kernels_for(weight)
-
-
-def test_without_triton_torch_does_it(installed):
-    installed.setattr(fused, "find_spec", lambda name: None)
-    assert not has_kernels_for(OnGPU(torch.ones(2, 3)))
-
-
 @pytest.mark.parametrize(
-    ("compiler", "cc", "headers", "runs"),
+    ("tensor", "runs"),
     [
-        (None, None, True, False),
-        (None, "/opt/cc", True, True),
-        ("/usr/bin/gcc", None, False, False),
-        ("/usr/bin/gcc", None, True, True),
+        (OnGPU(torch.ones(2, 3)), True),
+        (OnGPU(torch.ones(2, 3).bfloat16()), True),
+        (torch.ones(2, 3), False),
+        (OnGPU(torch.ones(2, 3).double()), False),
+        (OnGPU(torch.ones(0, 3)), False),
+        (OnGPU(torch.ones(2).int()), False),
     ],
 )
-def test_without_what_triton_builds_its_launcher_with_torch_does_it(
-    installed, compiler, cc, headers, runs
-):
-    installed.setattr(fused.shutil, "which", lambda name: compiler)
-    installed.setattr(fused.Path, "exists", lambda path: headers or path.name != "Python.h")
-    if cc:
-        installed.setenv("CC", cc)
-    assert has_kernels_for(OnGPU(torch.ones(2, 3))) == runs
-
-
-def test_the_switch_leaves_everything_to_torch(installed):
-    installed.setenv("QURL_TRITON", "0")
-    assert not has_kernels_for(OnGPU(torch.ones(2, 3)))
-    installed.setenv("QURL_TRITON", "1")
-    assert has_kernels_for(OnGPU(torch.ones(2, 3)))
+def test_floats_on_a_gpu_are_taken_and_all_else_is_left_to_torch(installed, tensor, runs):
+    assert has_kernels_for(tensor) == runs
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.ones(2, 3).double(), torch.ones(0, 3), torch.ones(2).int()]
+    ("triton", "compiler", "headers", "env", "runs"),
+    [
+        (False, True, True, {}, False),
+        (True, False, True, {}, False),
+        (True, False, True, {"CC": "/opt/cc"}, True),
+        (True, True, False, {}, False),
+        (True, True, True, {SWITCH: "0"}, False),
+        (True, True, True, {SWITCH: "1"}, True),
+    ],
 )
-def test_other_formats_and_empty_tensors_are_left_to_torch(installed, tensor):
-    assert not has_kernels_for(OnGPU(tensor))
+def test_without_triton_or_what_it_builds_its_launcher_with_torch_does_it(
+    installed, triton, compiler, headers, env, runs
+):
+    installed.setattr(fused, "find_spec", lambda name: triton or None)
+    installed.setattr(fused.shutil, "which", lambda name: "/usr/bin/gcc" if compiler else None)
+    installed.setattr(fused.Path, "exists", lambda path: headers or path.name != "Python.h")
+    for name, value in env.items():
+        installed.setenv(name, value)
+    assert has_kernels_for(OnGPU(torch.ones(2, 3))) == runs
 
 
 def test_the_interpreter_takes_tensors_of_the_cpu(installed):

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from qurl_megatron.engines.embedded import kernels, native
-from qurl_megatron.quant import quantize, quantize_tokens
+from qurl_megatron.quant import activations, quantize, quantize_tokens
 from qurl_megatron.quant.rounding import scheme_named
 from qurl_megatron.schemes import SCHEMES
 
+# [T, I, O]
+SHAPES = [(1, 8, 8), (3, 96, 40), (33, 2816, 64)]
 ROW_WISE = [name for name, row in SCHEMES.items() if row.stored and row.block is None]
 
 
@@ -80,3 +82,12 @@ def test_weights_are_rounded_as_tokens_are(scheme):
     codes, scale = quantize_tokens(x, scheme)
     weight = quantize(x, scheme)
     assert torch.equal(codes.float(), weight.values.float()) and torch.equal(scale, weight.scale)
+
+
+@pytest.mark.parametrize("tokens,inputs,outputs", SHAPES)
+def test_int8_product_is_exact_at_the_largest_codes(tokens, inputs, outputs):
+    torch.manual_seed(0)
+    a = torch.randint(0, 2, (tokens, inputs)).mul(254).sub(127).to(torch.int8)
+    w = torch.randint(0, 2, (outputs, inputs)).mul(254).sub(127).to(torch.int8)
+    a[0], w[0] = 127, 127  # the sum that saturates 16-bit intermediate results
+    assert torch.equal(activations.int8_matmul(a, w).long(), a.long() @ w.long().t())

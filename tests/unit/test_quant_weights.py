@@ -38,25 +38,14 @@ def test_fp8_rounds_half_to_even():
     assert quantized.values.float().tolist() == [[448, 16, 20, -16, 256, 320, 2**-9 * 1.0, -448]]
 
 
-def test_each_output_channel_has_its_own_scale():
-    quantized = quantize(torch.tensor([[1.0, 0.5], [-100.0, 1.0]]), "int8")
-    torch.testing.assert_close(quantized.scale, torch.tensor([[1 / 127], [100 / 127]]))
-    assert quantized.values.tolist() == [[127, 64], [-127, 1]]
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_zero_channel_gets_scale_one(scheme):
-    w = torch.zeros(256, 256)
+@pytest.mark.parametrize("tiny", [0.0, 1e-44])
+def test_zeros_and_weights_too_small_for_a_scale_become_zero_and_not_nan(scheme, tiny):
+    w = torch.full((256, 256), tiny)
     w[128:] = 1.0
     quantized = quantize(w, scheme)
     assert quantized.scale[0, 0] == 1 and (quantized.values[:128].float() == 0).all()
-    assert torch.equal(dequantize(quantized), w)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_too_small_for_a_scale_become_zero_and_not_nan(scheme):
-    quantized = quantize(torch.full((2, 4), 1e-44), scheme)
-    assert (dequantize(quantized) == 0).all() and (quantized.scale == 1).all()
+    assert torch.equal(dequantize(quantized)[128:], w[128:])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -152,18 +141,6 @@ def test_a_weight_without_elements():
         for scheme in SCHEMES:
             quantized = quantize(torch.empty(shape), scheme)
             assert quantized.values.shape == shape and dequantize(quantized).shape == shape
-
-
-def test_the_uaq_factor_leaves_the_codes_of_a_float32_weight():
-    w = weight(1024, 1024)
-    whole, folded = quantize(w, "int8"), quantize(w / 1.5, "int8")
-    changed = (whole.values != folded.values).double().mean().item()
-    # 1.5 is no power of two: a code may change where the weight lies on a rounding boundary to the
-    # last float32 digit. From bfloat16 it is one code in twenty.
-    assert changed < 1e-5
-    assert (whole.values.int() - folded.values.int()).abs().max() <= 1
-    rounded = quantize((w.bfloat16() / 1.5).bfloat16(), "int8")
-    assert (quantize(w.bfloat16(), "int8").values != rounded.values).double().mean() > 0.02
 
 
 def test_tokens_in_groups_of_128_features():

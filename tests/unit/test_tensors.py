@@ -129,10 +129,11 @@ LOADER = ["engines.sglang.loader", "wire.files", "wire.group", "wire.shared_memo
     [
         (["tensors.arch", "tensors.slice", "tensors.table"], {"torch"}),
         (LOADER, {"megatron", "transformers"}),
+        (["checkpoints.backends"], {"modelopt", "transformer_engine"}),
     ],
-    ids=["tensors", "the loader of engines"],
+    ids=["tensors", "the loader of engines", "other quantizers"],
 )
-def test_what_planners_and_engines_import_is_light(modules, heavy):
+def test_heavy_packages_are_imported_by_those_who_need_them(modules, heavy):
     looks = "".join(f"import qurl_megatron.{module}\n" for module in modules)
     looks += f"import sys; print({heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", looks], capture_output=True, text=True)

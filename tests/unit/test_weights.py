@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.checkpoints.ops import FusedQKV, GateUp
 from qurl_megatron.checkpoints.uaq import fold_uaq, unfold_uaq
 from qurl_megatron.kit.errors import ConfigError
@@ -34,14 +33,6 @@ def test_fused_ops_invert_and_commute_with_sharding(width, ranks):
             shard = {name: x.chunk(ranks)[rank] for name, x in hf.items()}
             back = op.to_hf(op.to_megatron(shard))
             assert all(torch.equal(back[name], shard[name]) for name in hf)
-
-
-def test_a_vocabulary_slice_beyond_the_stored_rows_is_zero(tmp_path):
-    reader = HfReader(tiny_checkpoint(tmp_path, "llama", vocab_size=5))
-    embedding = HfTensor("model.embed_tokens.weight", (5, 64), 0)
-    whole = reader.read(embedding)
-    padded = torch.cat([reader.read(embedding, rank, 4, rows=8) for rank in range(4)])
-    assert torch.equal(padded[:5], whole) and not padded[5:].any()
 
 
 def test_folding_scales_norms_up_and_their_readers_down():
