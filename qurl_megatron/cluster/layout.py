@@ -31,6 +31,18 @@ class Component:
         """CPUs in proportion to the GPUs; a component without GPUs has whole nodes."""
         return max(1, self._share(node.cpus, node) // self.tasks)
 
+    def options(self, node: NodeConfig) -> list[str]:
+        """Return the options by which sbatch and srun grant it, but for its memory."""
+        options = [
+            f"--nodes={self.nodes}",
+            f"--ntasks-per-node={self.tasks}",
+            f"--cpus-per-task={self.cpus_per_task(node)}",
+        ]
+        if self.gpus:
+            # Of the node, not of the task: each rank sees all GPUs, and takes that of its number.
+            options.append("--gpus-per-node=" + f"{node.gpu}:{self.gpus}".removeprefix(":"))
+        return options
+
     def memory_gib(self, node: NodeConfig) -> int:
         """Memory in proportion to the GPUs; 0: all of a node's."""
         return self._share(node.memory_gib, node)
@@ -148,27 +160,16 @@ def step(
         "--export=ALL",  # the job has none of the submitter's environment, and its own is the run's
         "--mpi=none",
         "--input=none",
-        f"--nodes={component.nodes}",
+        *component.options(cluster.node),
         f"--ntasks={component.nodes * component.tasks}",
-        f"--ntasks-per-node={component.tasks}",
-        f"--cpus-per-task={component.cpus_per_task(cluster.node)}",
         f"--kill-on-bad-exit={int(together)}",
         f"--relative={first_node}",
     ]
     if folder:
         srun.append(f"--output={folder.replace('%', '%%')}/{name}-%t.log")
-    if component.gpus:
-        # Of the node, not of the task: each rank sees all GPUs, and takes that of its number.
-        srun.append(f"--gpus-per-node={gpus(component, cluster)}")
     if not together:
         srun.append("--no-kill")
     return [*srun, *inside(cluster, command)]
-
-
-def gpus(component: Component, cluster: ClusterConfig) -> str:
-    """Return the number of GPUs as Slurm's options take it, with the site's kind of GPU."""
-    kind = cluster.node.gpu
-    return f"{kind}:{component.gpus}" if kind else str(component.gpus)
 
 
 def inside(cluster: ClusterConfig, command: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig, load_cluster
-from qurl_megatron.cluster.layout import Component, gpus, lay_out, step
+from qurl_megatron.cluster.layout import Component, lay_out, step
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.config.keys import require
 from qurl_megatron.kit.errors import ConfigError
@@ -107,16 +107,9 @@ def _options(job: Script, cluster: ClusterConfig) -> list[str]:
     ]
     named = {"partition": site.partition, "account": site.account, "qos": site.qos}
     options += [f"--{key}={value}" for key, value in named.items() if value]
+    options += [f"--time={site.time_limit}", *nodes.options(cluster.node)]
     memory = nodes.memory_gib(cluster.node)
-    options += [
-        f"--time={site.time_limit}",
-        f"--nodes={nodes.nodes}",
-        f"--ntasks-per-node={nodes.tasks}",
-        f"--cpus-per-task={nodes.cpus_per_task(cluster.node)}",
-        f"--mem={memory}G" if memory else "--mem=0",
-    ]
-    if nodes.gpus:
-        options.append(f"--gpus-per-node={gpus(nodes, cluster)}")
+    options.append(f"--mem={memory}G" if memory else "--mem=0")
     return [*options, *site.extra]
 
 
