@@ -14,7 +14,6 @@ from tests.slurm.conftest import User
 STEPS = 16
 OPTIONS = (f"train.steps={STEPS}", "checkpoint.every=5")
 """Of the run that ``undisturbed`` has the metrics of."""
-FEW = ("train.steps=6", "checkpoint.every=0")
 ENDLESS = ("train.steps=100000", "checkpoint.every=0")
 ONE_RANK = "parallel.tensor=1"
 """Where it is not about ranks: a second one takes ten seconds to start."""

@@ -1,14 +1,19 @@
-"""What ``qurl slurm`` submits, on a real Slurm."""
+"""What ``qurl slurm`` submits, on a real Slurm whose nodes' names resolve nowhere."""
 
+import json
 import re
+import socket
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
 import pytest
 
 from qurl_megatron.cluster import folder
-from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import ROOT, User
+from qurl_megatron.observe.sinks import read_metrics
+from tests.slurm.cluster import NODES, Cluster
+from tests.slurm.conftest import ROOT, SMALL, User
 from tests.slurm.runs import (
     ENDLESS,
     ONE_RANK,
@@ -19,6 +24,7 @@ from tests.slurm.runs import (
     ends_in,
     measured,
     reaches,
+    said,
     steps_done,
     time_is_up,
 )
@@ -110,3 +116,125 @@ def test_engines_on_a_node_of_their_own_meet_the_trainer_before_and_after_a_requ
 def _words(user: User, run_dir: Path) -> list[str]:
     recipe = ROOT / "launch/recipes/quickstart.toml"
     return [str(recipe), *user.overrides, f"train.run_dir={run_dir}"]
+
+
+# ---- the nodes of a job
+
+
+def test_two_jobs_of_one_user_at_once_on_the_same_two_nodes_end_as_each_alone_would(
+    user: User, undisturbed: Path
+):
+    for node in NODES:
+        with pytest.raises(OSError):
+            socket.getaddrinfo(node, None)
+    # A rank on each node, of which both jobs have half.
+    user.describe({"gpus": 1, "cpus": 64}, extra=["--nodelist=train1,train2"])
+    first, first_dir = user.submit("first", *OPTIONS)
+    second, second_dir = user.submit("second", *OPTIONS)
+    user.slurm.wait(lambda: min(steps_done(first_dir), steps_done(second_dir)) >= 1, 180)
+    for job, where in ((first, first_dir), (second, second_dir)):
+        assert user.slurm.facts(job)["NodeList"] == "train[1-2]"
+        assert user.slurm.ended(job) == "COMPLETED", user.log(where)
+    alone = measured(undisturbed)
+    assert measured(first_dir) == measured(second_dir) == alone
+    assert len(alone) == STEPS + 1
+    for where in (first_dir, second_dir):
+        assert list(where.glob(".meet-*")) == []
+        assert user.footprint.left(where) == []
+
+
+@pytest.fixture
+def hide_torch(user: User):
+    """Makes a node bad: torch is an empty folder there; undone at the end."""
+    nodes, torch = [], Path(find_spec("torch").origin).parent
+
+    def hide(node: str) -> None:
+        user.slurm.on(node, "mount", "-t", "tmpfs", "tmpfs", torch)
+        nodes.append(node)
+
+    yield hide
+    for node in nodes:
+        user.slurm.on(node, "umount", "-l", torch)
+
+
+def test_a_bad_node_is_excluded_and_the_job_goes_on_elsewhere(user: User, hide_torch):
+    user.describe({"gpus": 1}, examine_s=60)
+    for node in ("roll1", "train2"):
+        hide_torch(node)
+    job, run_dir = user.submit("moved", "train.steps=6", "checkpoint.every=0")
+    assert user.slurm.ended(job) == "COMPLETED", user.log(run_dir)
+    *moved, last = decisions(run_dir)
+    assert 1 <= len(moved) <= 2 and {*moved} == {"without"} and last == "done"
+    assert user.slurm.facts(job)["NodeList"] == "roll2,train1"
+    bad = re.findall("node (\\S+) is bad: it could not be measured: ", said(run_dir))
+    assert {*bad} <= {"roll1", "train2"}
+    assert steps_done(run_dir) == 6
+
+
+# ---- what an operator sees, and other jobs
+
+
+def test_a_run_whose_numbers_broke_says_so_first(user: User):
+    job, run_dir = user.submit(
+        "broken", "train.steps=20", "train.eval_prompts=0", "optimizer.lr=1e9"
+    )
+    assert user.slurm.ended(job) == "FAILED", user.log(run_dir)
+    assert user.slurm.facts(job)["ExitCode"] == "3:0"
+    text = user.told("logs", run_dir)
+    assert "First cause: numbers, or the guard, halted the run: rank " in text
+    assert "train of step 2 with weights 1" in text
+    assert "Collapse: step 2 broke the policy" in text and "NotFinite" in text
+    ended = user.told("status", run_dir)
+    assert f"ended, job {job}" in ended and "slurm logs" in ended
+
+
+def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(user: User):
+    model = user.overrides[-1].partition("=")[2]
+    (user.folder / "checkpoints_tools").symlink_to(ROOT / "checkpoints_tools")
+    python = user.folder / "bin/python"  # as `source .venv/bin/activate` in site.prolog finds it
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    problems = [{"prompt": f"{n} + 2 =", "answer": str(n + 2)} for n in range(4)]
+    (user.folder / "sums.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    converted, results, bench, study = (
+        user.folder / name for name in ("converted", "results", "bench", "study")
+    )
+    short = ("--model", "tiny", "--schemes", "int8", "--repeats", 1)
+    asked = ("--k", "1", "--max-new-tokens", "4", "--dtype", "float32", "--reward", "exact")
+    jobs = [
+        *_submit(user, "command", "convert", "--hf", model, "--out", converted),
+        *_submit(user, "command", "eval", "sums.jsonl", "--model", model, *asked, "--out", results),
+        *_submit(user, "study", _study(user.folder, model), study),
+        *_submit(user, "command", "bench", "rollout", *short, "--out", bench),
+    ]
+    assert len(jobs) == 5
+    for job in jobs:
+        assert user.slurm.ended(job, 120) == "COMPLETED", _logs(user)
+    assert list(converted.rglob(".metadata")), _logs(user)
+    measured = json.loads((results / "results.json").read_text())["benchmarks"]
+    assert measured["sums"]["problems"] == 4
+    (case,) = json.loads((bench / "rollout.json").read_text())["cases"]
+    assert case["name"] == "embedded int8"
+    cells = sorted(study.glob("runs/*/metrics.jsonl"))
+    assert [max(one.step for one in read_metrics(cell)) for cell in cells] == [2, 2]
+
+
+def _submit(user: User, kind: str, *words: object) -> list[str]:
+    given = ("--kind", kind, "--cluster", user.cluster_file, "--", *words)
+    return re.findall("^job ([0-9]+);", user.told("submit", *given), re.MULTILINE)
+
+
+def _study(where: Path, model: str) -> Path:
+    """A study of one method and two seeds."""
+    overrides = [*SMALL, ONE_RANK, f"model.path={model}", "train.steps=2", "train.eval_prompts=0"]
+    path = where / "study.toml"
+    path.write_text(
+        f'recipe = "{ROOT}/launch/recipes/quickstart.toml"\n'
+        f"overrides = {json.dumps(overrides)}\nseeds = [0, 1]\n"
+        '[methods.acr]\noverrides = ["algo.objective=acr"]\n'
+    )
+    return path
+
+
+def _logs(user: User) -> str:
+    return "\n".join(path.read_text() for path in user.folder.glob("runs/slurm/*"))

@@ -3,13 +3,14 @@
 import json
 import shutil
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from qurl_megatron.checkpoints.integrity import write_record
 from qurl_megatron.cli import main
-from qurl_megatron.cluster import checks, folder
+from qurl_megatron.cluster import checks, commands, folder
 from qurl_megatron.cluster.cluster import (
     ClusterConfig,
     ContainerConfig,
@@ -327,3 +328,40 @@ def test_each_check_says_what_stands_in_the_way(sentence, check, model, monkeypa
     with pytest.raises(ConfigError, match=sentence):
         check(model)
     checks.check_engines(quick(model, "rollout.rendezvous=run/engines"))
+
+
+# ---- Slurm's programs
+
+
+@pytest.mark.parametrize("said", ["17", "17;cluster"])
+def test_the_id_of_a_submitted_job(said, slurm):
+    slurm("sbatch", f"cat >/dev/null; echo '{said}'")
+    assert commands.submit("") == 17
+
+
+def test_an_answer_without_an_id_is_one_sentence(slurm):
+    slurm("sbatch", "cat >/dev/null; echo Submitted")
+    with pytest.raises(ConfigError, match="said 'Submitted' in place of a job id"):
+        commands.submit("")
+
+
+def test_variables_of_the_shell_do_not_overrule_the_script(slurm, monkeypatch):
+    monkeypatch.setenv("SBATCH_EXPORT", "ALL")
+    slurm("sbatch", 'cat >/dev/null; [ -z "$SBATCH_EXPORT" ] && echo 1')
+    assert commands.submit("") == 1
+
+
+def test_a_job_is_found_in_the_queue_with_what_is_known_of_its_times(slurm):
+    lines = "7|PENDING|Priority|N/A|N/A|\\n5|RUNNING|None|2026-11-22T09:00:00|Unknown|n[1-2]\\n"
+    slurm("squeue", f"printf '{lines}'")
+    assert commands.queued(7) == commands.Queued("PENDING", "Priority", "")
+    began = datetime(2026, 11, 22, 9).timestamp()
+    assert commands.queued(5) == commands.Queued("RUNNING", "", "n[1-2]", began)
+    assert commands.queued(6) is None
+
+
+def test_the_facts_of_a_partition_are_those_of_the_default_one_where_none_is_named(slurm):
+    one, other = "PartitionName=a Default=NO MaxTime=1-00:00:00", "PartitionName=b Default=YES"
+    slurm("scontrol", f'case "$4" in "") echo {one}; echo {other};; *) echo {one}; esac')
+    assert commands.partition_facts("")["PartitionName"] == "b"
+    assert commands.partition_facts("a")["MaxTime"] == "1-00:00:00"
