@@ -120,25 +120,21 @@ def network(monkeypatch):
 
     def make(interfaces: dict[str, str], routes: dict[str, str], own: str | None = "127.0.1.1"):
         def look_up(name, *_, **__):
-            if name != "node1":
-                raise OSError("no such name")
-            if own is None:
+            if name != "node1" or own is None:
                 raise OSError("no such name")
             return [(socket.AF_INET, 0, 0, "", (own, 0))]
-
-        monkeypatch.setattr(socket, "gethostname", lambda: "node1")
-        monkeypatch.setattr(socket, "getaddrinfo", look_up)
-        addresses = {
-            name: [SimpleNamespace(family=socket.AF_INET, address=address)]
-            for name, address in {"lo": "127.0.0.1", **interfaces}.items()
-        }
-        monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
 
         def own_address(goal):
             if goal not in routes:
                 raise OSError("no route")
             return routes[goal]
 
+        addresses = {}
+        for name, address in {"lo": "127.0.0.1", **interfaces}.items():
+            addresses[name] = [SimpleNamespace(family=socket.AF_INET, address=address)]
+        monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
         monkeypatch.setattr(place, "own_address", own_address)
 
     return make
@@ -146,41 +142,27 @@ def network(monkeypatch):
 
 TWO = {"eth0": "10.0.0.5", "ib0": "10.9.0.5"}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node0"}
+OUT = {"192.0.2.1": "10.0.0.5"}
+REACHED = {
+    "towards rank 0's node": (TWO, {"node0": "10.9.0.5"}, "127.0.1.1", {}, "ib0"),
+    "on rank 0's own node": (TWO, {"node0": "127.0.0.1", **OUT}, "127.0.1.1", {}, "eth0"),
+    "no name, one interface": ({"ib0": "10.9.0.5"}, {}, None, {}, "ib0"),
+    "one node": (TWO, OUT, "127.0.1.1", {"LOCAL_WORLD_SIZE": "2"}, None),
+    "a name that others can use": (TWO, OUT, "10.0.0.5", {}, None),
+    "the site's interface": (TWO, OUT, "127.0.1.1", {"GLOO_SOCKET_IFNAME": "ib7"}, "ib7"),
+}
 
 
 @pytest.mark.parametrize(
-    ("interfaces", "routes", "chosen", "own"),
-    [
-        # As seen from another node than that of rank 0.
-        (TWO, {"node0": "10.9.0.5"}, "ib0", "127.0.1.1"),
-        # On the node of rank 0 the meeting point is itself.
-        (TWO, {"node0": "127.0.0.1", "192.0.2.1": "10.0.0.5"}, "eth0", "127.0.1.1"),
-        ({"ib0": "10.9.0.5"}, {}, "ib0", None),
-    ],
+    ("interfaces", "routes", "own", "given", "chosen"), REACHED.values(), ids=REACHED
 )
 def test_a_node_that_calls_itself_a_loopback_is_reached_by_its_interface(
-    interfaces, routes, chosen, own, environment, network
+    interfaces, routes, own, given, chosen, environment, network
 ):
     network(interfaces, routes, own)
-    environment |= TORCHRUN
+    environment |= {**TORCHRUN, **given}
     assert place.place_under_launcher(2)
-    assert environment["GLOO_SOCKET_IFNAME"] == chosen
-
-
-def test_on_one_node_or_with_a_name_or_interface_that_others_can_use_nothing_is_set(
-    environment, network
-):
-    network({"eth0": "10.0.0.5"}, {})
-    environment |= {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
-    assert place.place_under_launcher(2)
-    assert "GLOO_SOCKET_IFNAME" not in environment
-    network({"eth0": "10.0.0.5"}, {}, own="10.0.0.5")
-    environment["LOCAL_WORLD_SIZE"] = "1"
-    assert place.place_under_launcher(2)
-    assert "GLOO_SOCKET_IFNAME" not in environment
-    environment["GLOO_SOCKET_IFNAME"] = "ib7"
-    assert place.place_under_launcher(2)
-    assert environment["GLOO_SOCKET_IFNAME"] == "ib7"
+    assert environment.get("GLOO_SOCKET_IFNAME") == chosen
 
 
 @pytest.mark.parametrize(
@@ -189,7 +171,7 @@ def test_on_one_node_or_with_a_name_or_interface_that_others_can_use_nothing_is_
     ids=["its name's", "no name", "the interface of the site"],
 )
 def test_rank_0_tells_an_address_that_others_reach(own, given, address, environment, network):
-    network({"eth0": "10.0.0.5", "ib0": "10.9.0.5"}, {"192.0.2.1": "10.9.0.5"}, own)
+    network(TWO, {"192.0.2.1": "10.9.0.5"}, own)
     environment["GLOO_SOCKET_IFNAME"] = given
     assert place.address_for_others(one_node=False) == address
 
