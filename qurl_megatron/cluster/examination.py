@@ -60,9 +60,6 @@ class Report:
     product_ms: list[float] = field(default_factory=list)  # of each device
     reduce_ms: float | None = None  # None: it has no two devices; inf: it hangs or fails
 
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
-
 
 def measure_node() -> int:
     """Measure this node, and print its report."""
@@ -72,7 +69,7 @@ def measure_node() -> int:
     except Exception as error:  # a sick GPU may raise anything, and that is a finding
         first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
-    print(report.as_json(), flush=True)
+    print(json.dumps(asdict(report)), flush=True)
     if report.reduce_ms == float("inf"):
         os._exit(0)  # a thread that hangs in the driver would keep the process from leaving
     return 0

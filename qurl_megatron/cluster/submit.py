@@ -150,7 +150,7 @@ def submit_training(
     recipe: Path, overrides: Sequence[str], cluster: ClusterConfig, *, dry_run: bool
 ) -> None:
     """Submit a training run."""
-    from qurl_megatron.cluster.checks import check, check_limits
+    from qurl_megatron.cluster.checks import check
 
     config = load(recipe, overrides)
     run_dir = Path(config.train.run_dir)
@@ -163,9 +163,7 @@ def submit_training(
             )
     for line in check(config, cluster):
         print(line)
-    script = render(training_job(config, cluster), cluster)
-    print(f"Slurm: {commands.test_only(script)}")
-    check_limits(cluster.job, commands.partition_facts(cluster.job.partition.partition(",")[0]))
+    script = _ask(training_job(config, cluster), cluster)
     if dry_run:
         return
     folder.write(config, cluster, script)
@@ -200,14 +198,23 @@ def submit_command(job: Script, cluster: ClusterConfig, *, dry_run: bool) -> Non
     from qurl_megatron.cluster.checks import check_container
 
     check_container(cluster)
-    script = render(job, cluster)
-    print(f"Slurm: {commands.test_only(script)}")
+    script = _ask(job, cluster)
     if dry_run:
         return
     with refusing(Path(LOGS), key="the working folder"):
         Path(LOGS).mkdir(parents=True, exist_ok=True)
     number = commands.submit(script)
     print(f"job {number}; its log is {LOGS}/{job.name}-{number}.log")
+
+
+def _ask(job: Script, cluster: ClusterConfig) -> str:
+    """Return the script of a job that Slurm would take."""
+    from qurl_megatron.cluster.checks import check_limits
+
+    script = render(job, cluster)
+    print(f"Slurm: {commands.test_only(script)}")
+    check_limits(cluster.job, commands.partition_facts(cluster.job.partition.partition(",")[0]))
+    return script
 
 
 def cancel(run_dir: Path) -> int:

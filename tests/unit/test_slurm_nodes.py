@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -220,7 +220,7 @@ def examined(**options) -> dict[str, str]:
 
 
 def test_nodes_are_asked_through_srun_and_a_greeting_is_passed_on(slurm, capfd):
-    slurm("srun", f"echo welcome to a1; echo '{report('a1').as_json()}'; echo '[]'")
+    slurm("srun", f"echo welcome to a1; echo '{json.dumps(asdict(report('a1')))}'; echo '[]'")
     assert examined() == {}
     (srun,) = [line for line in slurm.called if line.startswith("srun --job-name=examine")]
     assert "--output" not in srun
