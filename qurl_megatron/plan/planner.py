@@ -32,7 +32,6 @@ class Prediction:
     config: RunConfig
     own: bool  # the recipe's, scaled
     bytes: int  # on the fullest GPU
-    phase: str  # in which it is
     rollout: Phase
     score: Phase
     train: Phase
@@ -111,7 +110,6 @@ class Planner:
             return None
         config, memory = fitting
         assert memory.engine is not None, "SGLang engines have a footprint"
-        _, phase, size = memory.fullest
         score, train = training_time(
             self.roof,
             [arch for arch in (self.models.policy, self.models.critic) if arch],
@@ -125,8 +123,7 @@ class Planner:
             choice=choice,
             config=config,
             own=own,
-            bytes=size,
-            phase=phase,
+            bytes=memory.fullest[2],
             rollout=rollout_time(
                 self.roof,
                 Engine(self.models.policy, config.quant.scheme, choice.engine_tensor),
