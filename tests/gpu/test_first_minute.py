@@ -6,6 +6,7 @@ A model of 20 million parameters learns for a few steps. Every run must keep its
 where an engine's weights, kernels or versions were wrong, the log-probs it reports would be too.
 """
 
+import os
 import signal
 from pathlib import Path
 
@@ -31,6 +32,8 @@ task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
 task_size = 20000
 prompts_per_step = 16
 [rollout]
+backend = "sglang"
+sglang_python = "{python}"
 engines = 2
 engine_first_gpu = 2
 samples_per_prompt = 8
@@ -71,14 +74,14 @@ RUNS = {
         *("model.fp32_output=true", 'rollout.engine_args=["--enable-fp32-lm-head"]'),
     ],
 }
-NEED_SGLANG = "transport", "engine_args", "engine_tensor", "fp32_output"
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("gpu")
     path = root / "recipe.toml"
-    path.write_text(RECIPE.format(root=root))
+    python = os.environ.get("SGLANG_PYTHON", "")
+    path.write_text(RECIPE.format(root=root, python=python))
     return path
 
 
@@ -91,53 +94,43 @@ def assert_close_policies(run_dir: Path, steps: int = 4) -> None:
 
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
-def test_runs_keep_both_policies_close(recipe, engine_options, options):
-    if "rollout.backend=embedded" in engine_options:
-        options = [option for option in options if not any(word in option for word in NEED_SGLANG)]
+def test_runs_keep_both_policies_close(recipe, options):
     run_dir = recipe.parent / "-".join(options).replace("/", "_")
-    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}")
+    done = qurl("train", recipe, *options, f"train.run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert_close_policies(run_dir)
 
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "none"])
-def test_an_engine_and_the_trainer_share_the_only_gpu(recipe, engine_options, scheme):
+def test_an_engine_and_the_trainer_share_the_only_gpu(recipe, scheme):
     options = ["rollout.engines=1", "parallel.tensor=1", f"quant.scheme={scheme}"]
-    if "rollout.backend=sglang" in engine_options:
-        options += ["rollout.colocate=true", "rollout.engine_first_gpu=0", "sync.transport=memory"]
+    options += ["rollout.colocate=true", "rollout.engine_first_gpu=0", "sync.transport=memory"]
     run_dir = recipe.parent / f"only-{scheme}"
-    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}")
+    done = qurl("train", recipe, *options, f"train.run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert_close_policies(run_dir)
 
 
-def test_engines_on_the_ranks_gpus_give_their_memory_back_while_it_trains_and_saves(
-    recipe, engine_options
-):
+def test_engines_on_the_ranks_gpus_give_their_memory_back_while_it_trains_and_saves(recipe):
     """Saved at every step, with engines that take what the ranks leave them."""
-    if "rollout.backend=embedded" in engine_options:
-        pytest.skip("embedded engines take no GPU memory")
     run_dir = recipe.parent / "colocated"
     options = ["rollout.colocate=true", "rollout.engine_first_gpu=0", "checkpoint.every=1"]
-    done = qurl("train", recipe, *engine_options, *options, f"train.run_dir={run_dir}")
+    done = qurl("train", recipe, *options, f"train.run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert_close_policies(run_dir)
 
 
-def test_batches_are_generated_while_the_policy_trains(recipe, engine_options):
+def test_batches_are_generated_while_the_policy_trains(recipe):
     run_dir = recipe.parent / "ahead"
-    done = qurl(
-        *("train", recipe, *engine_options, "rollout.max_staleness=1"),
-        f"train.run_dir={run_dir}",
-    )
+    done = qurl("train", recipe, "rollout.max_staleness=1", f"train.run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert metrics(run_dir)[4]["sync/staleness"] == 1
     assert any(span.lane == "rollout" for span in Timeline.read(run_dir / "timeline.jsonl"))
 
 
-def test_a_killed_engine_comes_back_on_its_gpu(recipe, engine_options):
-    run = Run(recipe, "healed", *engine_options, "train.steps=2000")
+def test_a_killed_engine_comes_back_on_its_gpu(recipe):
+    run = Run(recipe, "healed", "train.steps=2000")
     with run.process():
         run.wait(lambda: run.step() >= 2, 600)
         run.kill(0)

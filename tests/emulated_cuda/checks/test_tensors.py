@@ -1,6 +1,4 @@
-"""Tensors on the emulated device: CUDA's strictness about devices, generators and threads."""
-
-import threading
+"""Tensors on the emulated device: CUDA's strictness about devices and generators."""
 
 import pytest
 import torch
@@ -67,25 +65,6 @@ def test_numbers_and_indices_may_lie_on_the_cpu():
     assert (a + torch.tensor(1.0)).is_cuda and (torch.tensor(2.0) * a).is_cuda
     assert a[torch.tensor([0, 1])].shape == (2, 5)
     torch.testing.assert_close(torch.where(a > 0, a, torch.tensor(0.0)), a.clamp(min=0))
-
-
-def test_backward_runs_in_a_thread_of_the_device():
-    seen = {}
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.update(thread=threading.get_ident(), device=torch.cuda.current_device())
-            return gradient * 2
-
-    x = torch.ones(3, device="cuda:1", requires_grad=True)
-    Double.apply(x).sum().backward()
-    assert seen["device"] == 1 and seen["thread"] != threading.get_ident()
-    assert x.grad.tolist() == [2, 2, 2]
 
 
 def test_random_numbers_come_from_the_generator_of_the_device():

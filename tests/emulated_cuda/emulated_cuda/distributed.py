@@ -4,7 +4,6 @@ import collections
 import functools
 import inspect
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 
@@ -15,23 +14,14 @@ OBJECT_COLLECTIVES = (
 )
 
 
-class Communicator(NamedTuple):
-    """A connection that this process made, with the GPU memory that NCCL takes for it."""
-
-    group: str  # the group's name; groups made by hand have none
-    key: str  # "0" for all ranks, "1:3" for a pair
-    ranks: int
-    device: int
-
-
 _objects: collections.Counter[str] = collections.Counter()
 
 
-def communicators() -> list[Communicator]:
-    """All that this process ever made, in order."""
+def communicators() -> list[str]:
+    """All that this process ever made, in order: "0" is of all ranks, "1:3" of a pair."""
     from emulated_cuda import native
 
-    return [Communicator(*row) for row in native().communicators()]
+    return [key for _, key, _, _ in native().communicators()]
 
 
 def object_collectives() -> collections.Counter[str]:

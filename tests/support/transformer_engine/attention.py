@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.transformer_engine.layers import _Gather, _Module
+from tests.support.transformer_engine.layers import _Module
 
 
 class DotProductAttention(_Module):
@@ -82,7 +82,10 @@ class DotProductAttention(_Module):
         here = positions(starts, rank, size).to(q.device)
         everywhere = here
         if size > 1:
-            k, v = (_Gather.apply(x, self.cp_group) for x in (k, v))
+            # Not before the stand-in is there.
+            from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+            k, v = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (k, v))
             everywhere = torch.cat([positions(starts, r, size) for r in range(size)]).to(q.device)
         out = self._attend(q, k, v, here, everywhere)
         return out.flatten(1) if qkv_format == "thd" else out.flatten(2)

@@ -87,15 +87,23 @@ class Linear(_Module):
         return self._project(inp, is_first_microbatch)
 
     def _project(self, x: Tensor, is_first: bool | None) -> Tensor | tuple[Tensor, Tensor]:
+        from megatron.core.tensor_parallel import mappings  # not before the stand-in is there
+
         split = self.tp_size > 1
         if split and self.parallel_mode == "column":
-            x = (_Gather if self.sequence_parallel else _Copy).apply(x, self.tp_group)
+            enter = mappings.copy_to_tensor_model_parallel_region
+            if self.sequence_parallel:
+                enter = mappings.gather_from_sequence_parallel_region
+            x = enter(x, group=self.tp_group)
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             out = _AccumulatingLinear.apply(x, self.weight, bool(is_first))
         else:
             out = functional.linear(x, self.weight)
         if split and self.parallel_mode == "row":
-            out = (_Scatter if self.sequence_parallel else _Sum).apply(out, self.tp_group)
+            leave = mappings.reduce_from_tensor_model_parallel_region
+            if self.sequence_parallel:
+                leave = mappings.reduce_scatter_to_sequence_parallel_region
+            out = leave(out, group=self.tp_group)
         if self.return_bias:
             return out, self.bias
         return out + self.bias if self.use_bias else out
@@ -200,74 +208,3 @@ class _AccumulatingLinear(torch.autograd.Function):
         weight.grad_added_to_main_grad = True
         # Nobody may read it.
         return grad @ weight.detach(), torch.full_like(weight, float("nan")), None
-
-
-class _Copy(torch.autograd.Function):
-    """Forward nothing; backward the sum over tensor ranks."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """Forward the sum over tensor ranks; backward nothing."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """Forward the whole sequence; backward this rank's part of the sum."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    """Forward this rank's part of the sum; backward the whole sequence."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
-
-
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = dist.get_world_size(group)
-    whole = x.new_empty(size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-    return whole
-
-
-def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = dist.get_world_size(group)
-    part = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
-    return part
