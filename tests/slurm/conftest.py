@@ -1,8 +1,9 @@
-"""One Slurm for all tests of a process, and a small model that their runs begin with."""
+"""One Slurm for all tests of a process, a small model for their runs, and questions to a run."""
 
 import contextlib
 import fcntl
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from qurl_megatron.cluster import folder
+from qurl_megatron.observe.sinks import read_metrics
 from tests.slurm.cluster import CannotStart, Cluster, cluster
 from tests.support.leftovers import MARK, Footprint
 
@@ -23,6 +26,13 @@ SMALL = (
     *("train.eval_samples=1", "train.eval_every=0"),
 )
 """What makes the quickstart a matter of seconds."""
+STEPS = 16
+OPTIONS = (f"train.steps={STEPS}", "checkpoint.every=5")
+"""Of the run that ``undisturbed`` has the metrics of."""
+ENDLESS = ("train.steps=100000", "checkpoint.every=0")
+ONE_RANK = "parallel.tensor=1"
+"""Where it is not about ranks: a second one takes ten seconds to start."""
+TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 
 
 class User:
@@ -121,8 +131,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A run that ``qurl train`` did on this machine, without Slurm, and beside it its model."""
-    from tests.slurm.runs import OPTIONS
-
     own = tmp_path_factory.getbasetemp()
     root = (own if worker_id == "master" else own.parent) / "undisturbed"  # one for all processes
     root.mkdir(exist_ok=True)
@@ -144,3 +152,77 @@ def model(undisturbed: Path) -> Path:
 @pytest.fixture
 def user(slurm: Cluster, model: Path, tmp_path: Path) -> User:
     return User(slurm, tmp_path, model)
+
+
+# ---- runs
+
+
+def measured(run_dir: Path) -> dict[int, dict[str, float]]:
+    """By step, without what depends on the clock."""
+    return {
+        record.step: {k: v for k, v in record.metrics.items() if not TAKES_TIME.match(k)}
+        for record in read_metrics(run_dir / "metrics.jsonl")
+    }
+
+
+def but_published(steps: dict[int, dict[str, float]], step: int) -> dict[int, dict[str, float]]:
+    """The metrics, but for those of one step's publication."""
+    rest = {k: v for k, v in steps[step].items() if not re.match("quant/|sync/|fleet/", k)}
+    return {**steps, step: rest}
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+    return max((json.loads(line)["step"] for line in whole.splitlines()[-3:]), default=0)
+
+
+def reaches(user: User, run_dir: Path, step: int, seconds: float = 180.0) -> None:
+    user.slurm.wait(lambda: steps_done(run_dir) >= step, seconds, f"step {step} of {run_dir}")
+
+
+def said(run_dir: Path, attempt: int | None = None) -> str:
+    """What the supervisor and srun have said, of all attempts or of one."""
+    path = run_dir / "slurm/job.log"
+    text = path.read_text() if path.exists() else ""
+    return text if attempt is None else text.partition(f"qurl: attempt {attempt}, job ")[2]
+
+
+def ended_attempts(run_dir: Path) -> list[folder.Attempt]:
+    return [attempt for attempt in folder.attempts(run_dir) if attempt.ended]
+
+
+def decisions(run_dir: Path) -> list[str]:
+    return [attempt.decision for attempt in ended_attempts(run_dir)]
+
+
+def rank(user: User, number: int) -> psutil.Process:
+    """The process that srun has started for a rank of the user's only run, once there is one."""
+    found: list[psutil.Process] = []
+
+    def there() -> bool:
+        found[:] = [p for p in user.footprint.look() if _is_rank(p, number)]
+        return bool(found)
+
+    user.slurm.wait(there, 60, f"rank {number}")
+    return found[0]
+
+
+def _is_rank(process: psutil.Process, number: int) -> bool:
+    """None of those that a rank has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        words = process.cmdline()
+        procid = process.environ().get("SLURM_PROCID")
+        return words[-3:-1] == ["slurm", "task"] and procid == str(number)
+    return False
+
+
+def time_is_up(user: User, job: int) -> None:
+    """What --signal=B:USR1@N does, at a moment that is known."""
+    done = user.slurm.call("scancel", "--batch", "--signal=USR1", job)
+    assert done.returncode == 0, done.stderr
+
+
+def ends_in(user: User, job: int, seconds: int) -> None:
+    """Cut a running job's time short, as an operator does."""
+    user.slurm.update(f"JobId={job}", f"EndTime=now+{seconds}")

@@ -9,12 +9,12 @@ import pytest
 from qurl_megatron.cluster import folder
 from qurl_megatron.cluster.verdict import NO_PROGRESS
 from qurl_megatron.training.state import TrainState, latest
-from tests.slurm.conftest import User
-from tests.slurm.runs import (
+from tests.slurm.conftest import (
     ENDLESS,
     ONE_RANK,
     OPTIONS,
     STEPS,
+    User,
     but_published,
     ended_attempts,
     measured,

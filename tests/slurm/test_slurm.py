@@ -13,12 +13,14 @@ import pytest
 from qurl_megatron.cluster import folder
 from qurl_megatron.observe.sinks import read_metrics
 from tests.slurm.cluster import NODES, Cluster
-from tests.slurm.conftest import ROOT, SMALL, User
-from tests.slurm.runs import (
+from tests.slurm.conftest import (
     ENDLESS,
     ONE_RANK,
     OPTIONS,
+    ROOT,
+    SMALL,
     STEPS,
+    User,
     decisions,
     ended_attempts,
     ends_in,
@@ -81,7 +83,8 @@ def test_a_run_whose_time_is_up_goes_on_in_the_same_job_and_ends_as_if_it_had_no
 ):
     job, run_dir = user.submit("interrupted", *OPTIONS)
     user.slurm.wait(lambda: user.slurm.state(job) == "RUNNING", 60)
-    refused = user.slurms("submit", *_words(user, run_dir), "--cluster", user.cluster_file)
+    words = (ROOT / "launch/recipes/quickstart.toml", *user.overrides, f"train.run_dir={run_dir}")
+    refused = user.slurms("submit", *words, "--cluster", user.cluster_file)
     assert f"has job {job} in the queue (RUNNING)" in refused.stderr
     reaches(user, run_dir, 3)
     time_is_up(user, job)
@@ -111,11 +114,6 @@ def test_engines_on_a_node_of_their_own_meet_the_trainer_before_and_after_a_requ
     assert re.search(r"engine-0 listens at http://[\d.]+:\d+", said_there)
     user.assert_key_is_kept(job, run_dir, meeting)
     assert user.footprint.left(run_dir) == []
-
-
-def _words(user: User, run_dir: Path) -> list[str]:
-    recipe = ROOT / "launch/recipes/quickstart.toml"
-    return [str(recipe), *user.overrides, f"train.run_dir={run_dir}"]
 
 
 # ---- the nodes of a job
