@@ -10,7 +10,7 @@ from hypothesis import given
 
 from qurl_megatron.cli import main
 from qurl_megatron.cluster import folder
-from qurl_megatron.cluster.logs import KINDS, Log, causes, kind_of, tracebacks
+from qurl_megatron.cluster.logs import KINDS, Log, causes, kind_of
 from qurl_megatron.kit.clock import now
 from qurl_megatron.observe.failures import Failure
 from tests.support.fuzz import damaged_bytes, examples
@@ -85,7 +85,8 @@ EXAMINED = "examine: srun: Job step aborted: Waiting up to 7 seconds"
 FAULT, NODE_LOST = "a fault of the program", "the node fails"
 LOST_NODE = "srun: error: Node failure on train1"
 TWO = [failed(0, "ValueError", "b", 5.0), failed(1, "ValueError", "a", 4.0)]
-UNKEPT = rank_log(2, "Traceback (most recent call last):\n  x\nImportError: y")
+HEAD = "Traceback (most recent call last):\n"
+UNKEPT = rank_log(2, f"{HEAD}  x\nImportError: y")
 CASES = {
     "a reason of its own before collectives that failed earlier": (
         *({"failures": COLLECTIVES}, "rank 3", "GPU memory is used up", ["rank 2", "rank 0"]),
@@ -123,6 +124,7 @@ CASES = {
     "collectives alone": (
         *({"failures": COLLECTIVES[:2]}, "rank 2", "another rank is gone", ["rank 0"]),
     ),
+    "a traceback that is cut off": ({"logs": [rank_log(2, f"x\n{HEAD}")]}, "rank 2", FAULT, []),
     "a rank that could keep nothing is read from its log": (
         *({"logs": [UNKEPT]}, "rank 2", "the environment lacks something", []),
     ),
@@ -164,8 +166,10 @@ def test_the_node_is_that_of_the_rank_or_of_the_line():
         srun(KILLED[2], RANK_KILLED),
         srun("slurmstepd-r1: error: *** JOB 4 ON r1 CANCELLED DUE TO JOB REQUEUE"),
         {"logs": [rank_log(0, "slurmstepd-r1: error: *** STEP 4.0 ON r1 CANCELLED AT 2")]},
+        {"logs": [rank_log(0, f"{HEAD}  File a\nKeyboardInterrupt\n")]},
+        {"logs": [engine(f"{HEAD}  File a\nasyncio.exceptions.CancelledError: x\n")]},
     ],
-    ids=["ranks that srun has killed", "a requeue", "a step that is cancelled for a failed rank"],
+    ids=["ranks that srun killed", "a requeue", "a step that is cancelled", "^C", "a task's end"],
 )
 def test_what_only_follows_is_no_cause(evidence):
     assert causes(**evidence) == []
@@ -186,31 +190,6 @@ def test_what_only_follows_is_no_cause(evidence):
 def test_each_kind_of_failure_has_its_own_advice(message, kind):
     assert kind_of(message).name == kind
     assert len({kind.advice for kind in KINDS}) == len(KINDS)
-
-
-# ---- tracebacks
-
-
-@pytest.mark.parametrize(
-    ("log", "message", "end"),
-    [
-        pytest.param(
-            "x\n" + OUT_OF_MEMORY,
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-            "2.00 GiB",
-            id="SGLang's",
-        ),
-        pytest.param(f"{'Traceback (most recent call last)'}:\n", "cut off", "):", id="cut off"),
-    ],
-)
-def test_a_traceback_is_found_in_a_log(log, message, end):
-    ((logged, text),) = tracebacks(log)
-    assert logged == message and text.endswith(end)
-
-
-@pytest.mark.parametrize("name", ["KeyboardInterrupt", "asyncio.exceptions.CancelledError: x"])
-def test_processes_that_were_asked_to_leave_did_not_fail(name):
-    assert tracebacks(f"Traceback (most recent call last):\n  File a\n{name}\n") == []
 
 
 # ---- the command
