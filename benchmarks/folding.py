@@ -100,7 +100,7 @@ def layerwise(name: str, s: float) -> float:
     for their norms, 1 for all others.
     """
     one = torch.ones((), dtype=torch.float64)
-    return 1.0 / folded(name, one, s, zero_centred=False).item()
+    return 1.0 / folded(name, one, s).item()
 
 
 @dataclass(frozen=True)

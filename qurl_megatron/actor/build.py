@@ -1,6 +1,5 @@
 """From an ``Arch`` to one rank's part of a GPTModel, with weights."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +17,6 @@ from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch, Experts
-
-ACTIVATIONS = {
-    "silu": functional.silu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
 
 
 def transformer_config(
@@ -45,8 +39,7 @@ def transformer_config(
         ffn_hidden_size=arch.intermediate,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_eps,
-        layernorm_zero_centered_gamma=arch.zero_centred_norm,
-        activation_func=ACTIVATIONS[arch.activation],
+        activation_func=functional.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
@@ -66,8 +59,7 @@ def transformer_config(
         # Weights come from a checkpoint: nothing is drawn.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # Megatron fuses the exact functions it knows.
-        bias_activation_fusion=gpu and arch.activation == "silu",
+        bias_activation_fusion=gpu,
         bias_dropout_fusion=gpu,
         # Megatron's own rotation rounds sines and cosines to BF16, as transformers do and as SGLang
         # does without a GPU, and fetches the lengths of packed sequences from the GPU in every
@@ -143,23 +135,10 @@ def build_model(
         rope_scaling=arch.rope_scaling is not None,
         rope_scaling_factor=arch.rope_scaling.factor if arch.rope_scaling else 8.0,
     )
-    if arch.embedding_scale != 1.0 and ranks.first_stage:
-        _scale_embedding(model, arch.embedding_scale)
     if fp32_output and ranks.last_stage:
         model.output_layer.register_forward_pre_hook(_widened, with_kwargs=True)
     _accumulate_in_place(model)
     return model.to(ranks.device)
-
-
-def _scale_embedding(model: GPTModel, scale: float) -> None:
-    """Multiply the first layer's input; GPTModel builds its embedding without such a switch.
-
-    The output layer reads the same weights unscaled where they are tied, so they stay as they are.
-    """
-    # Hugging Face rounds the factor to the weights' dtype before it multiplies.
-    dtype = model.config.params_dtype
-    rounded = torch.tensor(scale, dtype=dtype, device="cpu").item()  # a dry run's is "meta"
-    model.embedding.register_forward_hook(lambda module, inputs, output: output * rounded)
 
 
 def _widened(layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:

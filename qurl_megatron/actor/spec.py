@@ -99,7 +99,6 @@ class HfRMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
         super().__init__()
         self.eps = eps
-        self.zero_centred = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of marked weights over the tensor ranks: each saw a part of
         # the sequence. It adds the attribute, as here.
@@ -108,8 +107,6 @@ class HfRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.zero_centred:
-            return (normed * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 

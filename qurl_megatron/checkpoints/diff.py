@@ -57,8 +57,8 @@ def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
             flips = changed / count
         yield _compare(
             tensor.name,
-            _numbers(first, tensor, scales[0]),
-            _numbers(second, tensor, scales[1]),
+            _numbers(first, tensor.name, scales[0]),
+            _numbers(second, tensor.name, scales[1]),
             flips,
         )
     for name in in_b:
@@ -102,12 +102,12 @@ def _scale_of(checkpoint: Checkpoint, name: str) -> str:
     return scale_name(name, checkpoint.scheme, checkpoint.fmt)
 
 
-def _numbers(stored: Tensor | QuantizedWeight, tensor: HfTensor, scale: float) -> Tensor:
+def _numbers(stored: Tensor | QuantizedWeight, name: str, scale: float) -> Tensor:
     if isinstance(stored, QuantizedWeight):
         stored = dequantize(stored)
     if scale == 1.0:
         return stored
-    return unfolded(tensor.name, stored.float(), scale, zero_centred=tensor.zero_centred)
+    return unfolded(name, stored.float(), scale)
 
 
 def _compare(name: str, a: Tensor, b: Tensor, flips: float | None) -> Difference:

@@ -112,12 +112,7 @@ def load_parameter(
     slices = reader.shards(op, rank=rank, size=size, padded_vocab=padded_vocab)
     return op.to_megatron(
         {
-            tensor.name: folded(
-                tensor.name,
-                slices[tensor.name].float(),
-                uaq_scale,
-                zero_centred=tensor.zero_centred,
-            )
+            tensor.name: folded(tensor.name, slices[tensor.name].float(), uaq_scale)
             for tensor in op.hf
         }
     )
@@ -176,8 +171,8 @@ def read_tensors(
                 "diverged, or is damaged"
             )
         if uaq_role(name) and not fold == unfold == 1.0:
-            value = folded(name, value.float(), fold, zero_centred=tensor.zero_centred)
-            value = unfolded(name, value, unfold, zero_centred=tensor.zero_centred)
+            value = folded(name, value.float(), fold)
+            value = unfolded(name, value, unfold)
         if dtype is not None:
             value = value.to(dtype)
         if dtype == torch.float16 and not is_finite(value):

@@ -58,7 +58,7 @@ def to_megatron(
 
     def stored(op: Op) -> torch.dtype:
         own = source.reader.dtype(op)
-        exact = folds_exactly(op, uaq_scale, own)
+        exact = folds_exactly(uaq_scale, own)
         return dtype or (own if exact else torch.float32)
 
     ops = source.ops()
@@ -90,13 +90,12 @@ def to_megatron(
     return ConversionJob(out, files, finish)
 
 
-def folds_exactly(op: Op, scale: float, dtype: torch.dtype) -> bool:
+def folds_exactly(scale: float, dtype: torch.dtype) -> bool:
     """True where folding rounds nothing: a power of two moves the exponent alone.
 
-    FP16 has too few of them, and a zero-centred norm is added to.
+    FP16 has too few of them.
     """
-    moved = math.frexp(scale)[0] == 0.5 and dtype != torch.float16
-    return scale == 1.0 or moved and not op.hf[0].zero_centred
+    return scale == 1.0 or math.frexp(scale)[0] == 0.5 and dtype != torch.float16
 
 
 def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:

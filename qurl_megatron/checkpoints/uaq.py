@@ -3,8 +3,8 @@
 norm weight * s, linear weight / s: the function stays the same, while the linear's gradient grows
 by s and its quantization step shrinks by s. Everything that reads the norm takes part: q, k and v;
 gate and up, of every expert, and the router that chooses among them. o_proj and down_proj follow no
-norm and stay; so do biases and q/k-norms. A zero-centred norm stores g and multiplies by 1 + g: it
-becomes s(1 + g) - 1. ``config["qurl"]["uaq_scale"]`` records the fold; folding twice is refused.
+norm and stay; so do biases and q/k-norms. ``config["qurl"]["uaq_scale"]`` records the fold;
+folding twice is refused.
 
 This changes a learning rate. The codes of W / s are those of W, and Adam's step does not
 grow with the gradient: as long as its eps is small beside the gradients and nothing else looks at
@@ -28,34 +28,27 @@ from qurl_megatron.tensors.table import uaq_role
 _LARGEST = 1000.0  # the paper's are 1.5 and 2; far beyond, FP32 has no room
 
 
-def folded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
+def folded(name: str, weight: Tensor, scale: float) -> Tensor:
     """``weight`` of the Hugging Face tensor ``name`` with ``scale`` folded in, where it takes part.
 
     Other tensors are returned as they are. Works on any slice of the tensor. Fold in FP32: rounding
     W/1.5 to BF16 alone moves 5 % of INT8 codes.
-
-    Args:
-        zero_centred: the model's norms store their gain minus one.
     """
     role = uaq_role(name)
     if scale == 1.0 or role is None:
         return weight
     if role == "reader":
         return weight / scale
-    if zero_centred:
-        return (1.0 + weight) * scale - 1.0
     return weight * scale
 
 
-def unfolded(name: str, weight: Tensor, scale: float, *, zero_centred: bool) -> Tensor:
+def unfolded(name: str, weight: Tensor, scale: float) -> Tensor:
     """Undo ``folded`` by the same ``scale``, with one rounding more."""
     role = uaq_role(name)
     if scale == 1.0 or role is None:
         return weight
     if role == "reader":
         return weight * scale
-    if zero_centred:
-        return (1.0 + weight) / scale - 1.0
     return weight / scale
 
 
@@ -69,16 +62,17 @@ def fold_uaq(
             norms are not known.
     """
     refuse_second_fold(config, scale)
-    zero = read_family(config).zero_centred_norm
-    out = {n: folded(n, weight, scale, zero_centred=zero) for n, weight in state_dict.items()}
+    read_family(config)  # Gemma's norms multiply by 1 + their weight
+    out = {name: folded(name, weight, scale) for name, weight in state_dict.items()}
     config["qurl"] = {**config.get("qurl", {}), "uaq_scale": scale}
     return out
 
 
 def unfold_uaq(state_dict: Mapping[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """Undo ``fold_uaq`` by the factor the config records, and remove the record."""
-    scale, zero = folded_scale(config), read_family(config).zero_centred_norm
-    out = {n: unfolded(n, weight, scale, zero_centred=zero) for n, weight in state_dict.items()}
+    read_family(config)
+    scale = folded_scale(config)
+    out = {name: unfolded(name, weight, scale) for name, weight in state_dict.items()}
     config.pop("qurl", None)
     return out
 

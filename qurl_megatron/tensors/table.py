@@ -94,7 +94,6 @@ class HfTensor(NamedTuple):  # models have 100,000: a frozen dataclass takes lon
     shape: tuple[int, ...]
     split_dim: int | None = None  # that tensor parallelism splits; None: every rank has it all
     units: Units | None = None  # of that dimension
-    zero_centred: bool = False  # a norm that stores its gain minus one
     quantized: bool = False  # see ``is_quantized``
     vocabulary: bool = False  # see ``is_vocabulary``
 
@@ -123,7 +122,7 @@ def _facts(arch: Arch, key: str) -> tuple | None:
     rows = AXES[row.rows](arch)
     shape: tuple[int, ...] = (rows.length, 1) if value == "weight_scale" else (rows.length,)
     if row.columns is None:
-        return HfTensor(key, shape, zero_centred=arch.zero_centred_norm)[1:]
+        return HfTensor(key, shape)[1:]
     if value != "weight":
         # They run along the output rows, of which every rank of split columns has all.
         return HfTensor(key, shape, *((0, rows) if row.split == 0 else ()))[1:]

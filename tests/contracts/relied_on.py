@@ -106,7 +106,7 @@ MEGATRON = [
     _mc(
         "transformer.TransformerConfig",
         "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size "
-        "normalization layernorm_epsilon layernorm_zero_centered_gamma activation_func "
+        "normalization layernorm_epsilon activation_func "
         "gated_linear_unit add_bias_linear "
         "add_qkv_bias qk_layernorm hidden_dropout attention_dropout tensor_model_parallel_size "
         "pipeline_model_parallel_size context_parallel_size sequence_parallel params_dtype "

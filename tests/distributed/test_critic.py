@@ -81,7 +81,7 @@ def test_values_of_sequences_that_lie_end_to_end_are_those_of_each(backend, qwen
         assert relative(packed["gradients"][name], value) < 2e-5, name
 
 
-@pytest.mark.parametrize("family", all_but(["llama", "gemma", "qwen3_moe"], "gemma"))
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_other_families_have_critics_as_well(family, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family)
     actual = run(tmp_path, backend, recipe(folder, dict(tensor=2, pipeline=2)), "split")
@@ -131,8 +131,7 @@ def check_masters(device, config, expected) -> None:
         assert attach_values(critic, minibatch(ranks, 0))[0].values.dtype == torch.float32
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma"])
-def test_a_body_is_exact_in_fp32_and_not_folded(family, backend, tmp_path):
+def test_a_body_is_exact_in_fp32_and_not_folded(backend, tmp_path):
     import json
 
     from safetensors.torch import load_file, save_file
@@ -140,7 +139,7 @@ def test_a_body_is_exact_in_fp32_and_not_folded(family, backend, tmp_path):
     from qurl_megatron.checkpoints.uaq import fold_uaq
     from qurl_megatron.tensors.arch import read_config
 
-    body = tiny_checkpoint(tmp_path / "body", family)
+    body = tiny_checkpoint(tmp_path / "body", "qwen2")
     plain, described = load_file(body / "model.safetensors"), read_config(body)
     save_file(fold_uaq(plain, described, 1.5), body / "model.safetensors")
     (body / "config.json").write_text(json.dumps(described))

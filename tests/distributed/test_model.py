@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.support.cases import all_but
 from tests.support.logits import IDS, LAYOUTS, assert_logits
 from tests.support.models import FAMILIES, tiny_checkpoint
-from tests.support.ranks import run_on_ranks
 
 
 @pytest.mark.crossed
@@ -62,26 +59,3 @@ def test_experts_split_over_ranks_without_sequence_parallelism_are_refused(tmp_p
     parallel = ParallelConfig(tensor=2, sequence=False)
     with pytest.raises(ConfigError, match="parallel.sequence=false is not supported for models"):
         transformer_config(arch, ModelConfig(path=str(tmp_path)), parallel)
-
-
-def check_embedding(device, folder, ids, expected_BSH) -> None:
-    from qurl_megatron.actor.build import build_model, load_weights, transformer_config
-
-    parallel = ParallelConfig()
-    with megatron_runtime(parallel) as ranks:
-        arch = read_arch(read_config(folder))
-        model_config = ModelConfig(path=str(folder), dtype="bfloat16")
-        model = build_model(arch, transformer_config(arch, model_config, parallel), ranks)
-        load_weights(model, arch, ranks, HfReader(folder), 1.0)
-        actual = model.embedding(input_ids=ids.to(device), position_ids=None).transpose(0, 1)
-        assert torch.equal(actual.cpu(), expected_BSH)
-
-
-def test_bf16_embeddings_are_scaled_by_the_factor_that_hugging_face_rounds(backend, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    folder = tiny_checkpoint(tmp_path / "model", "gemma")
-    ids = torch.arange(128)[None]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    expected = model.get_input_embeddings()(ids).detach()
-    run_on_ranks(check_embedding, 1, backend, tmp_path, folder, ids, expected)

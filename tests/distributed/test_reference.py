@@ -96,7 +96,6 @@ def check_other(device, config, reference, expected) -> None:
         ("llama", dict(pipeline=2)),  # tied: both stages have the embedding
         pytest.param("llama", dict(tensor=2, data=2), marks=pytest.mark.thorough),
         ("qwen3_moe", dict(tensor=2, pipeline=2)),
-        ("gemma", dict(tensor=2)),
     ],
     ids=str,
 )

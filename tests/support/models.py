@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qurl_megatron.types import Prompt, Sample
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gemma")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
 
 _SIZES = {
     "vocab_size": 128,
@@ -33,12 +33,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
-    "gemma": {
-        "head_dim": 32,
-        "hidden_size": 48,  # its square root, by which embeddings are scaled, is no round number
-        "tie_word_embeddings": True,
-        "pad_token_id": None,  # transformers gives a padding token's embedding no gradient
-    },
 }
 
 
@@ -55,11 +49,10 @@ def tiny_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **sizes), dtype=torch.float32
     )
-    gain = 0.0 if family == "gemma" else 1.0  # Gemma's norms store it minus one
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.copy_(noise + (gain if parameter.ndim == 1 else 0.0))
+            parameter.copy_(noise + (1.0 if parameter.ndim == 1 else 0.0))
     model.save_pretrained(folder)
     return folder
 

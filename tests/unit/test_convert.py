@@ -64,9 +64,7 @@ def test_unfolded_again_a_model_is_what_it_was_to_one_rounding(family, tmp_path)
     before = tensors(hf)
     after = tensors(there_and_back(hf, tmp_path, scale=1.5, unfold=True))
     for name, value in before.items():
-        # Zero-centred norms add one before they are scaled: the rounding is of 1 + g.
-        size = (1 + value).abs() if read_config(hf)["model_type"] == "gemma" else value.abs()
-        assert ((after[name] - value).abs() <= 2**-22 * size).all(), name
+        assert ((after[name] - value).abs() <= 2**-22 * value.abs()).all(), name
     assert "qurl" not in read_config(tmp_path / "hf")
 
 
@@ -93,18 +91,6 @@ def test_formats_are_those_of_the_tensors_whatever_the_config_says(scale, dtype,
     assert stored == folded
     for name, value in before.items():
         assert after[name].dtype == value.dtype and torch.equal(after[name], value), name
-
-
-def test_a_power_of_two_does_not_fold_exactly_into_a_zero_centred_norm(tmp_path):
-    hf = tiny_checkpoint(tmp_path / "model", "gemma")
-    before = {name: (x * 1e-3).bfloat16() for name, x in tensors(hf).items()}
-    save_file(before, hf / "model.safetensors")
-    after = tensors(there_and_back(hf, tmp_path, scale=4.0, unfold=True))
-    for name, value in before.items():
-        error = (after[name].double() - value.double()).abs()
-        # (1 + g) in FP32 keeps g to 6e-8, to which the format adds its own rounding.
-        near = 1e-7 + 2**-8 * value.double().abs()
-        assert (error <= (near if "norm" in name else 0.0)).all(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
