@@ -1,6 +1,8 @@
 """Answers that an engine must never give: a proxy in front of a real engine gives them all."""
 
 import re
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,10 +25,9 @@ from tests.support.engine_models import (
     write_model,
 )
 from tests.support.fake_engine import FakeEngine
-from tests.support.names import unanswered
 from tests.support.proxy import FAULTS, LOCKED_OUT, Proxy
 from tests.support.publishing import publish_tensors
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import NEVER_S, PATIENCE_S, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(4)]
 OWNER = Owner("0a", "these tests")  # one run, whatever fleet it has
@@ -196,6 +197,24 @@ def test_a_deadline_holds_for_the_headers_of_every_control_request():
         assert max(pool.map(ask, CONTROL)) < 5  # all of the headers take 7
 
 
+@contextmanager
+def silent_name_server():
+    """Within the block, whoever asks for ``localhost`` is not answered."""
+    known, over = socket.getaddrinfo, threading.Event()
+
+    def resolve(host, *arguments, **options):
+        if host in (b"localhost", "localhost"):
+            over.wait(NEVER_S)
+        return known(host, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", resolve)
+        try:
+            yield
+        finally:
+            over.set()
+
+
 @pytest.mark.parametrize("silence", ["headers drip", "a name server"])
 def test_a_health_check_that_drips_or_waits_for_a_name_server_counts_as_silence(silence, engines):
     (behind, good), weights = engines
@@ -205,7 +224,7 @@ def test_a_health_check_that_drips_or_waits_for_a_name_server_counts_as_silence(
         fleet = stack.enter_context(fleet_of(url, good.url, **watched))
         publish_tensors(fleet, 1, weights)
         if silence == "a name server":
-            stack.enter_context(unanswered())
+            stack.enter_context(silent_name_server())
         else:
             proxy.play(["headers drip"] * 99, at="/server_info")
         wait_until(lambda: [engine.url for engine in fleet.serving()] == [good.url])
