@@ -66,17 +66,13 @@ def title(name: str) -> str:
     return "BF16" if name == "none" else name.upper()
 
 
-def simulation(name: str, key: str = "quant.scheme=") -> str:
-    """Describe a simulated scheme in a sentence; empty for others.
-
-    Args:
-        key: stands before the name.
-    """
+def simulation(name: str) -> str:
+    """Describe a simulated scheme in a sentence; empty for others."""
     row = SCHEMES[name]
     if not row.simulated:
         return ""
     return (
-        f"{key}{name} is simulated: codes from {-row.largest:g} to {row.largest:g} are "
+        f"quant.scheme={name} is simulated: codes from {-row.largest:g} to {row.largest:g} are "
         f"kept and multiplied as INT8 by the embedded engine; no engine computes in "
         f"{name.upper()}, and nothing is smaller or faster for it"
     )

@@ -269,6 +269,17 @@ def load(
     return _with(config, "train.run_dir", default)
 
 
+def overridden(cls: type, tables: dict[str, Any], overrides: typing.Sequence[str]) -> Any:
+    """Some sections of a recipe, a dataclass of them, from tables with overrides on top.
+
+    Raises:
+        ConfigError: as ``load``.
+    """
+    for override in overrides:
+        _set(tables, *_parse(override))
+    return build(cls, tables, kind="section")
+
+
 def _with(config: RunConfig, key: str, value: str) -> RunConfig:
     section, name = key.split(".")
     changed = dataclasses.replace(getattr(config, section), **{name: value})

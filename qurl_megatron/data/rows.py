@@ -46,11 +46,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Columns:
-    """Dotted paths of prompt and answer, where they are set, and the settings' names."""
+    """Dotted paths of prompt and answer, where they are set."""
 
     prompt: str = ""
     answer: str = ""
-    settings: tuple[str, str] = ("data.prompt_key", "data.answer_key")
     needed: bool = True  # answers; rows without one have an empty one where they are not
 
 
@@ -212,11 +211,10 @@ def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[s
     """The question of a row, and where prompt and answer were."""
     if not isinstance(row, dict):
         raise ConfigError(f"{place} must be an object with prompt and answer, got {row!r:.80}")
-    by_prompt, by_answer = columns.settings
-    prompt_key = _key(row, columns.prompt, PROMPT_KEYS, by_prompt, place)
+    prompt_key = _key(row, columns.prompt, PROMPT_KEYS, "data.prompt_key", place)
     answer_key, answer = "", ""
     if columns.needed or columns.answer or _present_keys(row, ANSWER_KEYS):
-        answer_key = _key(row, columns.answer, ANSWER_KEYS, by_answer, place)
+        answer_key = _key(row, columns.answer, ANSWER_KEYS, "data.answer_key", place)
         answer_value = look_up(row, answer_key)
         missing = answer_value is None or isinstance(answer_value, str) and not answer_value.strip()
         if columns.needed or not missing:

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from qurl_megatron.config import DataConfig
 from qurl_megatron.data.rows import Columns, DataFile, Question, as_text, read_file
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.kit.disk import write_whole
@@ -29,6 +30,7 @@ from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.kit.shipped import shipped
 from qurl_megatron.rewards.pool import Tally
+from qurl_megatron.rewards.verifiers import Score
 from qurl_megatron.types import Prompt
 
 Key = tuple[str, int]
@@ -72,28 +74,24 @@ class Benchmark:
         lengths = [len(prompt.input_ids) for prompt in self.prompts]
         place = self.problems[lengths.index(longest)].question.place
         raise ConfigError(
-            f"{place}: the longest prompt, {longest} tokens, and --max-new-tokens {max_new_tokens} "
-            f"exceed the {limit:.0f} tokens that the engine takes; {fix}"
+            f"{place}: the longest prompt, {longest} tokens, and rollout.max_new_tokens="
+            f"{max_new_tokens} exceed the {limit:.0f} tokens that the engine takes; {fix}"
         )
 
 
 def read_benchmarks(
-    paths: Sequence[Path],
-    *,
-    prompt_key: str = "",
-    answer_key: str = "",
-    answers: bool = True,
+    paths: Sequence[Path], config: DataConfig, *, answers: bool = True
 ) -> list[Benchmark]:
     """Read and check all files.
 
     Args:
-        prompt_key, answer_key: dotted paths in a row; empty: the usual names.
+        config: has the keys of prompts and answers.
         answers: every row must have an answer; otherwise a missing one is empty.
 
     Raises:
         ConfigError: a file is missing, empty or malformed, or two have the same name.
     """
-    columns = Columns(prompt_key, answer_key, ("--prompt-key", "--answer-key"), needed=answers)
+    columns = Columns(config.prompt_key, config.answer_key, needed=answers)
     benchmarks: dict[str, Benchmark] = {}
     for path in paths:
         path = shipped(path, "launch/benchmarks")
@@ -254,8 +252,8 @@ def _lines(answers: Iterable[GradedAnswer]) -> bytes:
 
 def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
     """Count the answers without a score, and why; earlier processes' count, too."""
-    tally = Tally()
+    scores: list[Score] = []
     for answer in answers:
         cause, _, reason = answer.unscored.partition(": ")
-        tally.count(Unscored(cause, reason) if cause else None)
-    return tally
+        scores.append(Unscored(cause, reason) if cause else answer.reward)
+    return Tally.of(scores)

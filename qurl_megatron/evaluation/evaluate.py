@@ -9,8 +9,6 @@ all of its responses. There each response has a seed of its own, but the engine'
 on what shares its batch.
 """
 
-import argparse
-import dataclasses
 import json
 import math
 import platform
@@ -20,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,13 +37,13 @@ from qurl_megatron.evaluation.benchmarks import (
     tally_of,
     with_prompts,
 )
-from qurl_megatron.evaluation.eval_plan import EvaluationPlan, make_plans
+from qurl_megatron.evaluation.eval_plan import EvaluationPlan
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.collect import EVALUATION, collect, greedy
 from qurl_megatron.fleet.fleet import IN_ALL, Fleet
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.disk import claimed, write_whole
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.rewards import RewardPool, check_rewards
 from qurl_megatron.rewards.pool import RewardDown, graded, refuse_none_scored
@@ -60,44 +58,33 @@ ATTEMPTS = 3  # at a batch whose engines have all failed
 PROGRESS_S = 10.0  # between two lines of progress
 
 
-def evaluate(arguments: argparse.Namespace, defaults: EvaluationPlan | None = None) -> int:
+def evaluate(files: Sequence[Path], plans: Sequence[EvaluationPlan]) -> int:
     """Answer the benchmarks, write the results and print the table.
 
     Args:
-        defaults: of a run's recipe.
+        plans: one, or two to compare, which differ by their model alone.
 
     Raises:
         ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
     """
-    plans = make_plans(arguments, defaults or EvaluationPlan())
-    last = plans[-1]  # the plans differ by their model alone
-    refuse_not_installed(last.rollout)
-    if last.scheme in ROLLOUT and (simulated := simulation(last.scheme, "--scheme ")):
+    plan = plans[-1]
+    config = plan.config
+    refuse_not_installed(config.rollout)
+    if plan.scheme in ROLLOUT and (simulated := simulation(plan.scheme)):
         print(simulated, flush=True)
-    check_rewards(last.reward, last.reward_key)
-    check_environment(last.rollout)
-    benchmarks = read_benchmarks(
-        arguments.benchmarks,
-        prompt_key=last.prompt_key,
-        answer_key=last.answer_key,
-        answers=bool(last.reward.kind),
-    )
+    check_rewards(config.reward)
+    check_environment(config.rollout)
+    benchmarks = read_benchmarks(files, config.data, answers=bool(config.reward.kind))
     for benchmark in benchmarks:
         print(benchmark.summary, flush=True)
-    fitted = arguments.max_new_tokens is None
-    scores = [_evaluate(plan, benchmarks, fitted=fitted) for plan in plans]
-    if arguments.before:
+    scores = [_evaluate(plan, benchmarks) for plan in plans]
+    if len(plans) > 1:
         _compare(plans, benchmarks, scores)
     return 0
 
 
-def _evaluate(
-    plan: EvaluationPlan, benchmarks: Sequence[Benchmark], *, fitted: bool
-) -> list[results.Scores]:
+def _evaluate(plan: EvaluationPlan, benchmarks: Sequence[Benchmark]) -> list[results.Scores]:
     """Have one plan's engines answer, write the results and print them.
-
-    Args:
-        fitted: responses end where the model's context does, if it is shorter than the plan's.
 
     Returns:
         The scores of each benchmark.
@@ -106,44 +93,46 @@ def _evaluate(
         ConfigError: an engine cannot be reached or fails for good; no response has a score; there
             are answers made with other settings.
     """
-    if not plan.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
+    config = plan.config
+    if not config.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
         print(f"comparing the checksums of {checkpoint}", flush=True)
         refuse_damaged(checkpoint)  # once, where each engine would for itself
     described = description_of(plan.model)
     tokenizer = Tokenizer(described)
+    chat = config.data.chat
     prompted = []
     for benchmark in benchmarks:
-        prompted.append(with_prompts(benchmark, tokenizer, chat=plan.chat, suffix=plan.suffix))
+        prompted.append(with_prompts(benchmark, tokenizer, chat=chat, suffix=plan.suffix))
     room = plan.context - max(benchmark.longest for benchmark in prompted)
-    if fitted and 1 <= room < plan.rollout.max_new_tokens:
+    if plan.fitted and 1 <= room < config.rollout.max_new_tokens:
         print(
             f"responses end at {room} tokens, which the model's context leaves beside the longest "
-            "prompt (--max-new-tokens sets another limit)",
+            "prompt (rollout.max_new_tokens sets another limit)",
             flush=True,
         )
-        rollout = dataclasses.replace(plan.rollout, max_new_tokens=int(room))
-        plan = dataclasses.replace(plan, rollout=rollout)
+        config = replace(config, rollout=replace(config.rollout, max_new_tokens=int(room)))
+        plan = replace(plan, config=config)
     with ExitStack() as stack:
         stack.enter_context(claimed(plan.out, "an evaluation"))
-        if not plan.rollout.urls:  # else the engines must say first which weights they serve
+        if not config.rollout.urls:  # else the engines must say first which weights they serve
             _answer_files(plan, prompted, plan.settings)
-        print(f"evaluating {plan.model} by {plan.reward.setting}", flush=True)
+        print(f"evaluating {plan.model} by {config.reward.setting}", flush=True)
         fleet = Fleet(
-            plan.rollout,
+            config.rollout,
             plan.model,
             scheme=plan.scheme,
-            dtype=plan.dtype,
+            dtype=config.model.dtype,
             log_dir=plan.out / "logs",
             # A model that only its engines understand may say it elsewhere; tokens are but decoded.
             vocabulary=read_config(described).get("vocab_size", 2**31),
             fixed=True,
         )
         try:
-            rewards = stack.enter_context(RewardPool(plan.reward, plan.reward_key))
+            rewards = stack.enter_context(RewardPool(config.reward))
             turns = None
-            if plan.rollout.environment:
-                pool = stack.enter_context(EnvironmentPool(plan.rollout))
-                turns = Turns(pool, tokenizer, chat=plan.chat)
+            if config.rollout.environment:
+                pool = stack.enter_context(EnvironmentPool(config.rollout))
+                turns = Turns(pool, tokenizer, chat=chat)
             stack.enter_context(fleet)
             evaluator = Evaluator(plan, fleet, rewards, tokenizer, turns)
             scores = _answer(evaluator, prompted)
@@ -170,16 +159,16 @@ def _answer_files(
 
 def _answer(evaluator: "Evaluator", benchmarks: Sequence[Benchmark]) -> list[results.Scores]:
     """Answer benchmark after benchmark, writing the results so far after each."""
-    plan = evaluator.plan
+    plan, config = evaluator.plan, evaluator.plan.config
     settings = plan.settings
     engines = describe_engines(evaluator.fleet, plan.context)
-    if plan.rollout.urls:
+    if config.rollout.urls:
         served = {f"{engine['model']} @ {engine['weight_version']}" for engine in engines}
         settings["served"] = sorted(served)
     files = _answer_files(plan, benchmarks, settings)
     if limits := [engine["max_tokens"] for engine in engines if "max_tokens" in engine]:
         for benchmark in benchmarks:
-            benchmark.check_lengths(plan.rollout.max_new_tokens, min(limits))
+            benchmark.check_lengths(config.rollout.max_new_tokens, min(limits))
     versions = {"qurl": __version__, "python": platform.python_version()}
     document: dict[str, Any] = {
         "model": str(plan.model),
@@ -213,24 +202,24 @@ def _answer(evaluator: "Evaluator", benchmarks: Sequence[Benchmark]) -> list[res
         average = results.mean(scores)
         lines.append(("mean", None, average, None))
         _write(plan.out / "results.json", {**document, "mean": results.as_json(average)})
-    table = results.table(lines, right_or_wrong=plan.reward.right_or_wrong)
+    table = results.table(lines, right_or_wrong=config.reward.right_or_wrong)
     write_whole(plan.out / "results.md", "\n\n".join([table, *_notes(plan, every)]) + "\n")
     return scores
 
 
 def _notes(plan: EvaluationPlan, answers: Sequence[GradedAnswer]) -> list[str]:
     """Warn of responses without a score, and of conversations that ended early."""
-    notes = []
+    config, notes = plan.config, []
     if (tally := tally_of(answers)).failed:
         notes.append(
             f"{how_many(tally.failed, 'response')} could not be scored and got "
-            f"{plan.reward.failed:g}: {tally.said()}"
+            f"{config.reward.failed:g}: {tally.said()}"
         )
     if left_out := sum(answer.left_out for answer in answers):
         notes.append(
             f"{left_out} of {how_many(len(answers), 'response')} ended early: what the environment "
-            f"said next did not fit into --max-new-tokens {plan.rollout.max_new_tokens}, which "
-            "all turns and its words share; raise it, or have the environment say less"
+            f"said next did not fit into rollout.max_new_tokens={config.rollout.max_new_tokens}, "
+            "which all turns and its words share; raise it, or have the environment say less"
         )
     return notes
 
@@ -251,7 +240,7 @@ def _compare(
     document = {"before": str(before.model), "after": str(after.model), "benchmarks": changes}
     path = after.out.parent / f"{before.out.name}_to_{after.out.name}.json"
     _write(path, document)
-    table = results.pair_table(lines, right_or_wrong=after.reward.right_or_wrong)
+    table = results.pair_table(lines, right_or_wrong=after.config.reward.right_or_wrong)
     write_whole(path.with_suffix(".md"), table + "\n")
     print(f"before: {before.model}, after: {after.model}\n{table}\nresults: {path}", flush=True)
 
@@ -312,7 +301,7 @@ class Evaluator:
             _Round(self, benchmark, file, mode, each).answer()
         new = [answer for answer in file.every if answer.key not in before]
         try:
-            refuse_none_scored(tally_of(new), self.rewards.setting)
+            refuse_none_scored(tally_of(new), self.rewards.config.setting)
         except (ConfigError, RewardDown):
             file.forget({answer.key for answer in new})
             raise
@@ -392,7 +381,7 @@ class _Round:
     ) -> list[Sample]:
         fleet, plan, turns = self.evaluator.fleet, self.evaluator.plan, self.evaluator.turns
         if self.mode == "greedy":
-            limit = plan.rollout.max_new_tokens
+            limit = plan.config.rollout.max_new_tokens
             return greedy(fleet, prompts, limit, finished=finished, turns=turns)
         return collect(
             fleet,
@@ -412,9 +401,10 @@ class _Round:
             seconds: that the engines took for them.
         """
         evaluator = self.evaluator
-        scored, grades = graded(samples, evaluator.rewards, evaluator.tokenizer)
+        samples, scores = graded(samples, evaluator.rewards, evaluator.tokenizer)
         answers = []
-        for place, (sample, failure) in enumerate(zip(scored, grades.failures, strict=True)):
+        for place, (sample, score) in enumerate(zip(samples, scores, strict=True)):
+            unscored = f"{score.cause}: {score.why}" if isinstance(score, Unscored) else ""
             index = sample.prompt.index
             answers.append(
                 GradedAnswer(
@@ -428,7 +418,7 @@ class _Round:
                     seconds=seconds / len(samples),
                     version=max(version for version, _ in sample.versions),
                     text=sample.text,
-                    unscored=f"{failure.cause}: {failure.why}" if failure else "",
+                    unscored=unscored,
                     left_out=sample.left_out,
                 )
             )

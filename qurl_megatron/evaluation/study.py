@@ -274,6 +274,6 @@ def _evaluation(cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
         for q in held_out_questions(config.data, config.train.eval_prompts, answers=answers):
             row = {**q.metadata, "prompt": list(q.turns) or q.text, "answer": q.answer}
             file.write(json.dumps(row) + "\n")
-    command = [*qurl, "eval", str(questions), "--prompt-key", "prompt", "--answer-key", "answer"]
-    command += ["--run", str(run_dir(out, cell)), "--out", str(folder)]
-    return [*command, "--scheme", "none", "--k", "1"]
+    command = [*qurl, "eval", str(questions), "--run", str(run_dir(out, cell))]
+    settings = ("data.prompt_key=prompt", "data.answer_key=answer", "quant.scheme=none")
+    return [*command, "--out", str(folder), "--k", "1", *settings]

@@ -13,14 +13,13 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from qurl_megatron.config.sections import RewardConfig, RolloutConfig
 from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.kit.errors import ConfigError
 
@@ -87,9 +86,9 @@ def _module(named: str, target: str) -> ModuleType:
     except FileNotFoundError as error:
         if error.filename != target:
             raise ConfigError(f"{named} cannot be imported: {last_line(error)}") from None
-        begins = "the working folder" if named.startswith("--") else "the recipe's folder"
         raise ConfigError(
-            f"{named}: {target} does not exist; a relative path begins at {begins}"
+            f"{named}: {target} does not exist; a relative path begins at the recipe's folder, or "
+            "in qurl eval at the working folder"
         ) from None
     except SyntaxError as error:
         raise ConfigError(
@@ -124,27 +123,14 @@ def last_line(error: BaseException) -> str:
     return message
 
 
-def named_code(reward: RewardConfig, rollout: RolloutConfig, loss: str = "") -> dict[str, str]:
-    """Return the names of code, "file.py:name" or "package.module:name", by key.
-
-    Args:
-        loss: ``algo.function``; evaluations have none.
-    """
-    names_by_key = {
-        "reward.function": reward.function,
-        "rollout.environment": rollout.environment,
-        "algo.function": loss,
-    }
-    return {key: name for key, name in names_by_key.items() if name}
-
-
-def checksums(named: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksums of ``named_code`` by key, leaving out code in no readable file."""
+def checksums(names: Iterable[str]) -> dict[str, str]:
+    """Return the checksums of code named "file.py:name" or "package.module:name", by these names;
+    of none that is empty, or in no readable file."""
     sums = {}
-    for key, name in named.items():
+    for name in filter(None, names):
         path = _file_of(name)
         if path and path.is_file() and os.access(path, os.R_OK):
-            sums[key] = checksum_of(path)
+            sums[name] = checksum_of(path)
     return sums
 
 

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.data.tokenizer import Tokenizer
@@ -37,19 +37,6 @@ class Item:
     response: str
     answer: str
     metadata: dict[str, Any]
-    failure: Unscored | None = None  # known beforehand: nothing is asked for a score
-
-    @property
-    def line(self) -> str:
-        """The fields that a reward gets, as JSON."""
-        return as_line(
-            {
-                "prompt": self.prompt,
-                "response": self.response,
-                "answer": self.answer,
-                "metadata": self.metadata,
-            }
-        )
 
 
 @dataclass
@@ -65,12 +52,16 @@ class Tally:
         """Responses without a score."""
         return self.causes.total()
 
-    def count(self, failure: Unscored | None) -> None:
-        """Add a response."""
-        self.responses += 1
-        if failure is not None:
-            self.causes[failure.cause] += 1
-            self.first.setdefault(failure.cause, failure.why)
+    @classmethod
+    def of(cls, scores: Iterable[Score]) -> Self:
+        """Count the responses that have these scores."""
+        tally = cls()
+        for score in scores:
+            tally.responses += 1
+            if isinstance(score, Unscored):
+                tally.causes[score.cause] += 1
+                tally.first.setdefault(score.cause, score.why)
+        return tally
 
     def add(self, other: "Tally") -> None:
         self.responses += other.responses
@@ -109,37 +100,22 @@ class Tally:
         return ", ".join(parts)
 
 
-@dataclass(frozen=True)
-class Grades:
-    """Finite scores, in the order of the responses."""
-
-    scores: list[float]
-    tally: Tally
-    failures: list[Unscored | None]  # why a response has no score of its own
-
-
 class RewardPool:
     """Use as a context manager; leaving it ends the workers."""
 
-    def __init__(self, config: RewardConfig, key: str = "reward") -> None:
+    def __init__(self, config: RewardConfig) -> None:
         """
-        Args:
-            key: of its section, or the option that names it; for messages.
-
         Raises:
             ConfigError: the environment has no key for the reward's server.
         """
         self.config = config
-        option = key.startswith("--")
-        self.setting = f"{key}={config.described}" if option else config.setting
-        self.tally = Tally()  # of all calls
         self.workers: WorkerPool | None = None
         self.judge = Judge(config) if config.url else None
         self._leaving = threading.Event()
         if config.function or config.kind and config.kind not in IN_PROCESS:
             self.workers = WorkerPool(
                 task="reward" if config.function else "check",
-                setting=self.setting,
+                setting=config.setting,
                 count=config.workers,
                 memory_gb=config.memory_gb,
                 limit_key="reward.timeout_s",
@@ -161,8 +137,13 @@ class RewardPool:
         if self.workers:
             self.workers.leave()
 
-    def grade(self, items: Sequence[Item], stop: Callable[[], bool] = lambda: False) -> Grades:
-        """Score responses, whatever they hold and whatever the reward does.
+    def grade(
+        self, items: Sequence[Item | Unscored], stop: Callable[[], bool] = lambda: False
+    ) -> list[Score]:
+        """Return the scores of responses, whatever they hold and whatever the reward does.
+
+        Args:
+            items: Unscored where that is known beforehand: nothing is asked for a score.
 
         Raises:
             RuntimeError: no worker can be started; its own message is on stderr.
@@ -170,18 +151,11 @@ class RewardPool:
             ConfigError, RewardDown: the reward cannot be used any more; or gave no score, and the
                 recipe wants the run to end then.
         """
-        config, tally = self.config, Tally()
-        found = iter(self._scores([item for item in items if item.failure is None], stop))
-        scores: list[float] = []
-        failures: list[Unscored | None] = []
+        found = iter(self._scores([item for item in items if isinstance(item, Item)], stop))
+        scores: list[Score] = []
         for item in items:
-            score = item.failure or next(found)
-            failure = score if isinstance(score, Unscored) else None
-            scores.append(config.failed if isinstance(score, Unscored) else score)
-            failures.append(failure)
-            tally.count(failure)
-        self.tally.add(tally)
-        if tally.failed and config.on_failure == "stop":
+            scores.append(next(found) if isinstance(item, Item) else item)
+        if self.config.on_failure == "stop" and (tally := Tally.of(scores)).failed:
             fix = FIXES.get(tally.only_cause, "fix the reward")
             raise _error(
                 tally,
@@ -189,7 +163,7 @@ class RewardPool:
                 f"{tally.said()}; {fix}, or set reward.on_failure=score to give such responses "
                 "reward.failed",
             )
-        return Grades(scores, tally, failures)
+        return scores
 
     def _scores(self, items: Sequence[Item], stop: Callable[[], bool]) -> list[Score]:
         config, scorer = self.config, self.judge or self.workers
@@ -197,7 +171,7 @@ class RewardPool:
             return [KINDS[config.kind](item.response, item.answer) for item in items]
         if config.kind:  # ours look at response and answer alone
             items = [replace(item, prompt="", metadata={}) for item in items]
-        lines = [item.line for item in items]
+        lines = [as_line(vars(item)) for item in items]
         # Samples of one prompt often agree to the letter: each distinct item is scored once.
         distinct = list(dict.fromkeys(lines))
         if not distinct:
@@ -212,8 +186,8 @@ def graded(
     rewards: RewardPool,
     tokenizer: Tokenizer,
     stop: Callable[[], bool] = lambda: False,
-) -> tuple[list[Sample], Grades]:
-    """Return the samples with text and reward, and their grades.
+) -> tuple[list[Sample], list[Score]]:
+    """Return the samples with text and reward, and their scores, of which some may be missing.
 
     Raises:
         As ``RewardPool.grade``.
@@ -223,25 +197,27 @@ def graded(
         text, policy_text = tokenizer.said(sample)
         texts.append(text)
         policy_texts.append(policy_text)
-    grades = rewards.grade(items_of(samples, policy_texts), stop)
+    scores = rewards.grade(items_of(samples, policy_texts), stop)
     graded_samples = []
-    for sample, text, reward in zip(samples, texts, grades.scores, strict=True):
+    for sample, text, score in zip(samples, texts, scores, strict=True):
+        reward = rewards.config.failed if isinstance(score, Unscored) else score
         graded_samples.append(replace(sample, text=text, reward=reward))
-    return graded_samples, grades
+    return graded_samples, scores
 
 
-def items_of(samples: Iterable[Sample], texts: Iterable[str]) -> list[Item]:
+def items_of(samples: Iterable[Sample], texts: Iterable[str]) -> list[Item | Unscored]:
     """Turn decoded responses of the policy into items, as rewards get them.
 
     A response whose conversation failed in the environment has no score.
     """
-    items = []
+    items: list[Item | Unscored] = []
     for sample, text in zip(samples, texts, strict=True):
-        prompt, failure = sample.prompt, sample.failure
-        if failure is not None:
+        if (failure := sample.failure) is not None:
             event = {**CAUSES, "invalid": "said no message"}[failure.cause]
-            failure = unscored("environment", f"{event}: {failure.why}")
-        items.append(Item(prompt.text, text, prompt.answer, prompt.metadata, failure))
+            items.append(unscored("environment", f"{event}: {failure.why}"))
+        else:
+            prompt = sample.prompt
+            items.append(Item(prompt.text, text, prompt.answer, prompt.metadata))
     return items
 
 
@@ -268,15 +244,12 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
     raise _error(tally, f"{none_scored}: {tally.said()}; {fix}")
 
 
-def check_rewards(config: RewardConfig, key: str = "reward") -> None:
+def check_rewards(config: RewardConfig) -> None:
     """
-    Args:
-        key: as for ``RewardPool``.
-
     Raises:
         ConfigError: the recipe's function cannot be used, or there is no key for its server.
     """
-    pool = RewardPool(config, key)
+    pool = RewardPool(config)
     if pool.workers and config.function:
         pool.workers.check()
 

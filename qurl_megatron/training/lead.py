@@ -323,5 +323,5 @@ class Lead:
         self, samples: list[Sample], stop: Callable[[], bool] = lambda: False
     ) -> tuple[list[Sample], Tally]:
         with self._grading:  # the workers take one batch at a time
-            results, grades = graded(samples, self.rewards, self.prompts.tokenizer, stop)
-        return results, grades.tally
+            results, scores = graded(samples, self.rewards, self.prompts.tokenizer, stop)
+        return results, Tally.of(scores)

@@ -38,7 +38,7 @@ from qurl_megatron.kit.stop import StopRequest
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.publish.publisher import Publisher, make_sender
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.own_code import checksums, named_code
+from qurl_megatron.rewards.own_code import checksums
 from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_stop_ids
 from qurl_megatron.training import checkpoint
@@ -168,8 +168,8 @@ def adapt(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainSt
     remarks = []
     if claimed.changes:
         remarks.append(f"settings changed: {', '.join(map(str, claimed.changes))}")
-    named = named_code(config.reward, config.rollout, config.algo.function)
-    own_code = checksums(named)
+    sums = checksums(config.own_code.values())
+    own_code = {key: sums[name] for key, name in config.own_code.items() if name in sums}
     for key, checksum in own_code.items():
         if state.own_code.get(key, checksum) == checksum:
             continue
@@ -177,9 +177,8 @@ def adapt(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainSt
         if key != "algo.function":
             comparable = False
             consequence = "held-out scores from here on are not compared with earlier ones"
-        remarks.append(
-            f"the code of {key}={named[key]} has changed since step {state.step}: {consequence}"
-        )
+        named = f"{key}={config.own_code[key]}"
+        remarks.append(f"the code of {named} has changed since step {state.step}: {consequence}")
     state = replace(state, own_code=own_code)
     return state if comparable else state.without_scores(), remarks
 

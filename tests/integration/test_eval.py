@@ -52,20 +52,11 @@ def bench(model) -> Path:
 
 
 def command(bench: Path, model: Path, out: Path, *options: str) -> list[str]:
-    settings = ["--dtype", "float32", "--max-new-tokens", str(NEW), "--k", str(K)]
+    settings = ["model.dtype=float32", f"rollout.max_new_tokens={NEW}", "--k", str(K)]
     # A random model's distribution is flat: at a low temperature it is right now and then.
-    settings += ["--temperature", "0.1", "--top-p", "0.9", "--reward", "last_number"]
-    return [
-        *QURL,
-        "eval",
-        str(bench),
-        "--model",
-        str(model),
-        "--out",
-        str(out),
-        *settings,
-        *options,
-    ]
+    settings += ["rollout.temperature=0.1", "--top-p", "0.9", "reward.kind=last_number"]
+    given = ["--model", str(model), "--out", str(out)]
+    return [*QURL, "eval", str(bench), *given, *settings, *options]
 
 
 def responses(out: Path) -> list[dict]:
@@ -115,7 +106,7 @@ def test_killed_twice_an_evaluation_ends_in_the_same_bits(model, bench, tmp_path
     assert again | {"tokens_per_s": 0} == numbers | {"tokens_per_s": 0}
 
     other = subprocess.run(
-        command(bench, model, out, "--scheme", "int8"), capture_output=True, text=True, timeout=300
+        command(bench, model, out, "quant.scheme=int8"), capture_output=True, text=True, timeout=300
     )
     assert other.returncode == 2
     assert "other settings (scheme: none there, int8 here)" in other.stderr
@@ -157,7 +148,7 @@ def test_a_run_is_evaluated_by_its_own_recipe_before_and_after_and_sglang_wants_
     assert results["model"] == str(run.dir / "checkpoints/step_000001")
 
     done = subprocess.run(
-        [*arguments, "--backend", "sglang"], capture_output=True, text=True, timeout=300
+        [*arguments, "rollout.backend=sglang"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
     assert "SGLang cannot load the Megatron checkpoint" in done.stderr

@@ -207,9 +207,9 @@ MISTAKES = [
     ),
     Mistake(
         "a reward of no such name",
-        f"{EVAL} --model mine/foreign --reward maths",
-        "--reward maths",
-        "give one of them",
+        f"{EVAL} --model mine/foreign reward.kind=maths",
+        "reward.kind must be one of",
+        "did you mean math?",
     ),
     Mistake(
         "a port that is taken",

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.rewards import Item
+from qurl_megatron.rewards.verifiers import Score
 
 MISBEHAVE = '''
 import asyncio, functools, os, subprocess, sys, time
@@ -82,6 +84,11 @@ def write_functions(folder: Path) -> Path:
 
 def items(*responses: str) -> list[Item]:
     return [Item("1 + 1 =", response, "2", {}) for response in responses]
+
+
+def causes(scores: list[Score]) -> list[float | str]:
+    """The scores; in place of one that is missing, its cause."""
+    return [score.cause if isinstance(score, Unscored) else score for score in scores]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from qurl_megatron.config import RewardConfig
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
-from qurl_megatron.rewards.pool import items_of
+from qurl_megatron.rewards.pool import Tally, items_of
 from qurl_megatron.rewards.worker import as_reply, call
 from qurl_megatron.rewards.workers import EnvironmentPool, check_environment
 from tests.support.environments import write_classes
@@ -102,22 +102,14 @@ def test_what_cannot_be_used_is_refused_before_the_run(own, name, message):
 def test_a_response_that_failed_in_it_has_no_score():
     plain = random_samples(3)
     lost = replace(plain[1], failure=Unscored("timeouts", "rollout.turn_timeout_s=3"))
-    samples = [plain[0], lost, plain[2]]
-    with RewardPool(RewardConfig(kind="exact", failed=-1)) as rewards:
-        grades = rewards.grade(items_of(samples, ["", "x", ""]))
-    assert grades.scores == [1, -1, 1]
-    assert (grades.tally.failed, grades.tally.causes["environment"]) == (1, 1)
-    why = "took too long: rollout.turn_timeout_s=3"
-    assert f"1 failed in the environment ({why})" in grades.tally.said()
-    assert grades.failures[1].why == why
-    raised = replace(plain[0], failure=Unscored("exceptions", "ValueError: no tool"))
+    items = items_of([plain[0], lost, plain[2]], ["", "x", ""])
+    failure = Unscored("environment", "took too long: rollout.turn_timeout_s=3")
     with RewardPool(RewardConfig(kind="exact")) as rewards:
-        rewards.grade(items_of(samples, ["", "", ""]))
-        tally = rewards.grade(items_of([raised, lost, raised], ["", "", ""])).tally
-        why = "took too long: rollout.turn_timeout_s=3"
-        assert rewards.tally.said() == f"4 failed in the environment ({why})"
-    assert tally.causes == {"environment": 3}
+        scores = rewards.grade(items)
+    assert scores == [1, failure, 1]
+    tally = Tally.of(scores)
+    assert tally.said() == f"1 failed in the environment ({failure.why})"
     assert tally.said({"environment"}) and not tally.said({"timeouts"})
     strict = RewardConfig(kind="exact", on_failure="stop")
     with RewardPool(strict) as rewards, pytest.raises(ConfigError, match="1 of 3 responses could"):
-        rewards.grade(items_of(samples, ["", "", ""]))
+        rewards.grade(items)

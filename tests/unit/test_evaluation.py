@@ -8,14 +8,13 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from qurl_megatron.cli import main
-from qurl_megatron.config.sections import RewardConfig, RolloutConfig
+from qurl_megatron.config import DataConfig, load, to_toml
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer as Words
 from qurl_megatron.evaluation import results
@@ -28,7 +27,6 @@ from qurl_megatron.evaluation.benchmarks import (
     with_prompts,
 )
 from qurl_megatron.evaluation.eval_plan import EvaluationPlan, add_options, make_plans
-from qurl_megatron.evaluation.evaluate import evaluate
 from qurl_megatron.evaluation.results import (
     interval,
     pass_at,
@@ -38,6 +36,8 @@ from qurl_megatron.fleet.collect import NEUTRAL, sample_seed
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import quantization_config
 from tests.support.fake_engine import FakeEngine, token_at
+
+USUAL = DataConfig(path="-")  # with prompts and answers under their usual names
 
 # Estimates.
 
@@ -174,7 +174,7 @@ def test_a_benchmark_is_read_under_any_of_its_usual_names(tmp_path):
         '{"problem": "1 + 2", "answer": 3}\n'
         '{"question": "half", "answer": 0.5, "id": 7}\n'
     )
-    [found] = read_benchmarks([path])
+    [found] = read_benchmarks([path], USUAL)
     assert found.name == "mixed"
     assert asked(found) == [
         ("x", "1 + 1", "2"),
@@ -182,7 +182,7 @@ def test_a_benchmark_is_read_under_any_of_its_usual_names(tmp_path):
         ("7", "half", "0.5"),
     ]
     path.write_text('{"prompt": "not this", "ask": "1 + 1", "my": {"want": "2"}}\n')
-    [found] = read_benchmarks([path], prompt_key="ask", answer_key="my.want")
+    [found] = read_benchmarks([path], DataConfig(path="-", prompt_key="ask", answer_key="my.want"))
     assert asked(found) == [("1", "1 + 1", "2")]
 
 
@@ -190,17 +190,17 @@ def test_a_bad_line_is_named_with_its_file(tmp_path):
     path, good = tmp_path / "bench.jsonl", {"prompt": "1 + 1", "answer": "2"}
     for rows, message in (
         ([], "bench.jsonl holds no prompts"),
-        ([good, {"prompt": "a"}], "bench.jsonl line 2 has no .* or answer or .* --answer-key"),
+        ([good, {"prompt": "a"}], "bench.jsonl line 2 has no .* or answer or .* data.answer_key"),
         ([good | {"id": 4}, good | {"id": "4"}], "line 2 has the id '4' of .* line 1; ids"),
     ):
         path.write_text("\n".join(map(json.dumps, rows)))
         with pytest.raises(ConfigError, match=message):
-            read_benchmarks([path])
+            read_benchmarks([path], USUAL)
     (tmp_path / "a").mkdir()
     path.write_text(json.dumps(good))
     same_name = shutil.copy(path, tmp_path / "a/bench.jsonl")
     with pytest.raises(ConfigError, match="both named bench"):
-        read_benchmarks([path, Path(same_name)])
+        read_benchmarks([path, Path(same_name)], USUAL)
 
 
 def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
@@ -212,7 +212,7 @@ def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "1 + 1"}]
     rows = [{"prompt": prompt, "answer": 2, "level": 1} for prompt in ("1 + 1", turns)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    [benchmark] = read_benchmarks([path])
+    [benchmark] = read_benchmarks([path], USUAL)
     text, chat = with_prompts(benchmark, Shown(), chat=False, suffix="Think.").prompts
     assert json.loads(text.input_ids[0]) == text.text == "1 + 1\nThink."
     ended = {"role": "user", "content": "1 + 1\nThink."}
@@ -223,7 +223,7 @@ def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
 
 def test_the_benchmarks_that_ship_are_whole():
     shipped = Path(__file__).parents[2] / "launch/benchmarks"
-    sums, toy = read_benchmarks(sorted(shipped.glob("*.jsonl")))
+    sums, toy = read_benchmarks(sorted(shipped.glob("*.jsonl")), USUAL)
     assert (sums.name, toy.name) == ("sums", "toy_math")
     for problem in sums.problems:
         terms = problem.question.text.rpartition(": ")[2].removesuffix(" =")
@@ -287,18 +287,35 @@ def bench(tmp_path) -> Path:
 
 
 def run(bench: Path, model: Path, out: Path, *options: str, more: Sequence[str] = ()) -> int:
-    short = ["--max-new-tokens", "4", "--reward", "last_number", "--out", str(out)]
-    return main(["eval", str(bench), *more, "--model", str(model), *short, *options])
+    settings = ["rollout.max_new_tokens=4", "reward.kind=last_number", "--out", str(out)]
+    return main(["eval", str(bench), *more, "--model", str(model), *settings, *options])
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def planned(*words: str) -> list[EvaluationPlan]:
     parser = argparse.ArgumentParser()
     add_options(parser)
-    return parser.parse_args(arguments)
+    arguments, overrides = parser.parse_known_args(["bench.jsonl", *words])
+    return make_plans(arguments, overrides)
+
+
+@pytest.fixture
+def trained(model, tmp_path) -> Path:
+    """A run of step 4, whose settings are for SGLang engines that share its GPU."""
+    recipe = f'[model]\npath = "{model}"\n[data]\ntask = "chain_sum"\n'
+    (tmp_path / "recipe.toml").write_text(recipe)
+    settings = ("rollout.backend=sglang", "rollout.colocate=true", "rollout.temperature=0.7")
+    settings += ("rollout.samples_per_prompt=16", "reward.function=a:b")
+    (tmp_path / "run").mkdir()
+    text = to_toml(load(tmp_path / "recipe.toml", settings))
+    (tmp_path / "run/config.toml").write_text(text)
+    checkpoint = tmp_path / "run/checkpoints/step_000004"
+    shutil.copytree(model, checkpoint)
+    (checkpoint / "state.json").write_text("{}")
+    return tmp_path / "run"
 
 
 def urls(*engines: FakeEngine) -> list[str]:
-    return [part for engine in engines for part in ("--url", engine.url)]
+    return [f"rollout.urls={json.dumps([engine.url for engine in engines])}"]
 
 
 def responses(out: Path) -> list[dict]:
@@ -314,7 +331,7 @@ def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(
     embedded, bench, model, tmp_path, capsys
 ):
     with FakeEngine(embedded=embedded) as one, FakeEngine(embedded=embedded) as two:
-        sampled = ["--k", "3", "--temperature", "0.6", "--top-p", "0.95", "--seed", "5"]
+        sampled = ["--k", "3", "rollout.temperature=0.6", "--top-p", "0.95", "--seed", "5"]
         assert run(bench, model, tmp_path / "out", *urls(one, two), *sampled) == 0
         asked = [
             (len(ids), params)
@@ -417,7 +434,7 @@ def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, 
         "    return len(response.split()) / (4 if prompt == '7 7 7 7' else 8)\n"
     )
     with FakeEngine() as engine:
-        options = [*urls(engine), "--k", "1", "--reward", f"{own}:score"]
+        options = [*urls(engine), "--k", "1", "reward.kind=", f"reward.function={own}:score"]
         assert run(bench, model, tmp_path / "out", *options) == 0
         found = json.loads((tmp_path / "out/results.json").read_text())
         assert found["settings"]["reward"] == f"{own}:score"
@@ -454,15 +471,18 @@ def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refuse
         "def fails(response, **others):\n    raise KeyError('unit')\n"
     )
     with FakeEngine() as engine:
-        options = [*urls(engine), "--k", "1", "--reward"]
-        assert run(bench, model, tmp_path / "out", *options, "exact") == 2
+        options = [*urls(engine), "--k", "1"]
+        assert run(bench, model, tmp_path / "out", *options) == 2
         assert "line 1 has no reward_model.ground_truth or" in capsys.readouterr().err
-        assert run(bench, model, tmp_path / "out", *options, f"{own}:score") == 0
+        options += ["reward.kind="]
+        score = f"reward.function={own}:score"
+        assert run(bench, model, tmp_path / "out", *options, score) == 0
         assert "ladder.jsonl: 2 prompts in prompt, no answers\n" in capsys.readouterr().out
+        fails = f"reward.function={own}:fails"
         for _ in range(2):  # nothing is kept of answers without a score, nor said to be 0 % right
-            assert run(bench, model, tmp_path / "bad", *options, f"{own}:fails") == 2
+            assert run(bench, model, tmp_path / "bad", *options, fails) == 2
             error = capsys.readouterr().err.splitlines()[-1]
-            none = f"qurl: --reward={own}:fails scored none of 2 responses: 2 raised (K"
+            none = f"qurl: {fails} scored none of 2 responses: 2 raised (K"
             assert error.startswith(none)
             assert {path.name for path in (tmp_path / "bad").iterdir()} <= {".lock", "logs"}
     found = json.loads((tmp_path / "out/results.json").read_text())
@@ -475,14 +495,12 @@ def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_
         "class Asks:\n    def step(self, **given):\n"
         "        return {'role': 'user', 'content': '7 7 7'}\n"
     )
-    rollout = RolloutConfig(environment=f"{own}:Asks", max_turns=2, environment_workers=1)
+    turns = [f"rollout.environment={own}:Asks", "rollout.max_turns=2"]
     out = tmp_path / "out"
-    options = ["--k", "1", "--reward", "last_number", "--max-new-tokens", "4", "--out", str(out)]
     with FakeEngine() as engine:
         engine.stop_every = 5
-        arguments = parsed([str(bench), *options, *urls(engine)])
         for _ in range(2):  # again, when all is there already
-            assert evaluate(arguments, EvaluationPlan(model=model, rollout=rollout)) == 0
+            assert run(bench, model, out, *urls(engine), "--k", "1", *turns) == 0
             # Turns of 1 to 5 tokens: one of 5 is cut off, and nothing is said to it.
             said = capsys.readouterr().out
             assert "\n\n5 of 6 responses ended early: what the environment said next did" in said
@@ -494,7 +512,7 @@ def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_
 
 def test_a_default_length_leaves_room_for_the_longest_prompt(bench, model, tmp_path, capsys):
     with FakeEngine() as engine:
-        given = ["--out", str(tmp_path / "out"), "--k", "1", "--reward", "exact", *urls(engine)]
+        given = ["--out", str(tmp_path / "out"), "--k", "1", "reward.kind=exact", *urls(engine)]
         assert main(["eval", str(bench), "--model", str(model), *given]) == 0
         asked = [
             params for body in engine.bodies("/generate") for params in body["sampling_params"]
@@ -503,69 +521,51 @@ def test_a_default_length_leaves_room_for_the_longest_prompt(bench, model, tmp_p
     assert "responses end at 57 tokens, which the model's context leaves" in capsys.readouterr().out
 
 
-def test_before_and_after_are_two_plans_of_the_same_settings(bench, model, tmp_path):
-    shutil.copytree(model, tmp_path / "step_000004")
-    theirs = EvaluationPlan(
-        run=tmp_path / "run", model=tmp_path / "step_000004", start=model, scheme="int8"
-    )
-
-    def planned(*options: str, theirs: EvaluationPlan = theirs):
-        return make_plans(parsed([str(bench), "--k", "2", *options]), theirs)
-
-    first, second = planned("--before", "--backend", "embedded")
-    assert (first.model, second.model) == (model, tmp_path / "step_000004")
-    assert first.out == tmp_path / "run/eval/start"
-    assert second.out == tmp_path / "run/eval/step_000004"
+def test_before_and_after_are_two_plans_of_the_settings_of_a_run(model, trained, tmp_path):
+    words = ["--run", str(trained), "rollout.backend=embedded", "--k", "2"]
+    first, second = planned(*words, "--before", "--step", "4")
+    assert (first.model, second.model) == (model, trained / "checkpoints/step_000004")
+    assert (first.out, second.out) == (trained / "eval/start", trained / "eval/step_000004")
     assert dataclasses.replace(first, model=second.model, out=second.out) == second
-    [alone] = planned()
-    assert alone == second
+    assert planned(*words) == [second]
+    rollout = second.config.rollout
+    assert (rollout.backend, rollout.temperature, rollout.colocate) == ("embedded", 0.7, False)
+    assert (second.scheme, second.top_p, second.responses["sampled"]) == ("int8", 1.0, 2)
+    assert second.config.reward.function == "a:b"  # another takes its place, as in a recipe
+    [exact] = planned(*words, "reward.function=", "reward.kind=exact")
+    assert exact.config.reward.described == "exact"
     with pytest.raises(ConfigError, match="--before evaluates two models of --run; leave --model"):
-        planned("--before", "--model", str(model))
-    with pytest.raises(ConfigError, match="the run began with model.path=gone, which is not a"):
-        planned("--before", theirs=dataclasses.replace(theirs, start=Path("gone")))
+        planned(*words, "--before", "--model", str(model))
     with pytest.raises(ConfigError, match="--step names a checkpoint of --run, and --model"):
-        planned("--step", "4", "--model", str(model))
+        planned(*words, "--step", "4", "--model", str(model))
+    text = (trained / "config.toml").read_text()
+    (trained / "config.toml").write_text(text.replace(str(model), "gone"))
+    with pytest.raises(ConfigError, match="the run began with model.path=gone, which is not a"):
+        planned(*words, "--before")
 
 
-def plan_of(bench: Path, folder: Path, *options: str, **theirs: Any) -> EvaluationPlan:
-    [plan] = make_plans(
-        parsed([str(bench), "--model", str(folder), *options]), EvaluationPlan(**theirs)
-    )
-    return plan
-
-
-def test_a_run_on_sglang_engines_can_be_evaluated_by_an_embedded_one(bench, model):
-    """None of the settings of its own engines is in the way."""
-    theirs = RolloutConfig(
-        backend="sglang", engines=8, engine_tensor=4, engine_args=("--tp=4",), colocate=True
-    )
-    given = ["--backend", "embedded", "--engines", "1", "--scheme", "none", "--k", "1"]
-    plan = plan_of(bench, model, *given, scheme="int8", rollout=theirs)
-    used = plan.rollout
-    assert (used.backend, used.engines, used.engine_tensor) == ("embedded", 1, 1)
-    assert plan.scheme == "none" and not used.engine_args and not used.colocate
-
-
-def test_a_quantized_folder_is_evaluated_as_it_is(bench, model, tmp_path):
+def test_a_quantized_folder_is_evaluated_as_it_is(model, trained, tmp_path):
     folder = tmp_path / "out-int8"
     shutil.copytree(model, folder)
     stored = {"quantization_config": quantization_config("int8", "compressed-tensors", ["lm_head"])}
     (folder / "config.json").write_text(json.dumps(stored))
-    for options in ([], ["--scheme", "int8"]):
-        assert plan_of(bench, folder, *options).scheme == "int8"
-    assert plan_of(bench, folder).out == Path("runs/eval/out-int8")
-    assert plan_of(bench, folder, run=tmp_path, scheme="fp8", model=model).scheme == "int8"
+    fp8 = ["--run", str(trained), "rollout.backend=embedded"]
+    (trained / "config.toml").write_text(
+        (trained / "config.toml").read_text().replace("int8", "fp8")
+    )
+    for options in ([], ["quant.scheme=int8"], fp8):
+        [plan] = planned("--model", str(folder), *options)
+        assert plan.scheme == "int8" and plan.out == Path("runs/eval/out-int8")
     with pytest.raises(ConfigError, match="out-int8 holds weights of scheme int8, not fp8; give"):
-        plan_of(bench, folder, "--scheme", "fp8")
+        planned("--model", str(folder), "quant.scheme=fp8")
 
 
-def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model, tmp_path, capsys):
-    shutil.copytree(model, tmp_path / "step_000004")
-    theirs = EvaluationPlan(run=tmp_path, model=tmp_path / "step_000004", start=model)
-    arguments = parsed([str(bench), "--before", "--max-new-tokens", "4", "--k", "2"])
-    before, _ = make_plans(arguments, theirs)
+def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model, trained, capsys):
+    words = ["--run", str(trained), "--before", "--k", "2", "rollout.backend=embedded"]
+    words += ["reward.function=", "rollout.max_new_tokens=4"]
+    before, _ = planned(*words)
     before.out.mkdir(parents=True)
-    [benchmark] = read_benchmarks([bench])
+    [benchmark] = read_benchmarks([bench], USUAL)
     problems = with_prompts(benchmark, Words(model), chat=False, suffix="").fingerprint
     for settings, change in (
         ({"problems": "", **before.settings}, r"problems:  there, \w+ here"),
@@ -573,44 +573,33 @@ def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model
     ):
         path = before.out / "ladder.samples.jsonl"
         path.write_text(json.dumps({"settings": settings}) + "\n")
-        message = rf"start/ladder.* other settings \({change}.*delete that"
-        with pytest.raises(ConfigError, match=message):
-            evaluate(arguments, theirs)
-    assert "evaluating" not in capsys.readouterr().out
-
-
-def test_an_option_takes_the_place_of_a_runs_reward(bench, model):
-    function = RewardConfig(function="a:b")
-
-    def reward(*options: str, theirs: RewardConfig = function) -> RewardConfig:
-        return plan_of(bench, model, *options, reward=theirs).reward
-
-    assert reward() == function
-    assert reward("--reward", "exact") == RewardConfig(kind="exact")
-    assert reward("--reward", "a:b", theirs=RewardConfig(kind="exact")).kind == ""
-    with pytest.raises(ConfigError, match="--reward exakt is not one of math, last_number, exact"):
-        reward("--reward", "exakt")
+        assert main(["eval", str(bench), *words]) == 2
+        output = capsys.readouterr()
+        assert re.search(rf"start/ladder.* other settings \({change}.*delete that", output.err)
+        assert "evaluating" not in output.out
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--k", "0"], "--k must be 1 or more, got 0"),
-        (["--temperature", "0"], "--temperature 0 would make all responses to a problem the"),
+        (["--k", "0"], "rollout.samples_per_prompt must be 1 or more, got 0"),
         (["--top-p", "0"], r"--top-p must lie in \(0, 1\], got 0"),
         (["--seed", "-1"], "--seed must be 0 or more"),
-        (["--tensor", "2"], "--tensor and --engine-arg are for --backend sglang"),
-        (["--url", "http://127.0.0.1:9", "--scheme", "int8"], "--scheme is for engines that are"),
-        (["--backend", "sglang", "--scheme", "int4"], "int4 is simulated by embedded engines"),
-        (["--backend", "sglang", "--scheme", "int8"], "scheme none, not int8; convert it with"),
+        (["algo.cap=2"], "unknown section algo; known: model, data, quant, rollout, reward"),
+        (
+            ['rollout.urls=["http://127.0.0.1:9"]', "quant.scheme=int8"],
+            "quant.scheme is for engines that are started here; leave it or rollout.urls out",
+        ),
+        (["rollout.backend=sglang", "quant.scheme=int4"], "int4 is simulated by embedded engines"),
+        (["rollout.backend=sglang", "quant.scheme=int8"], "none, not int8; convert it with"),
         (["--model", "nowhere"], "--model nowhere is not a folder"),
         (["--run", "nowhere"], "--run nowhere does not exist; name the folder of a run, its tra"),
         (["--run", "."], r"--run \. holds no checkpoint of a run; name the train.run_dir of one"),
         (["--before"], "--before is for the checkpoints of a run; name it with --run RUN_DIR"),
         (["--step", "3"], "--step is for the checkpoints of a run"),
         (
-            ["--reward", "nowhere.py:score"],
-            "--reward=/.*nowhere.py:score: .* does not exist; a relative path begins at the work",
+            ["reward.kind=", "reward.function=nowhere.py:score"],
+            "reward.function=/.*/nowhere.py:score: .* does not exist; a relative path begins at",
         ),
     ],
 )
@@ -634,10 +623,10 @@ def test_a_prompt_that_no_engine_takes_is_named_before_any_is_asked(
     with FakeEngine() as engine:
         info = engine.server_info() | stated
         engine.server_info = lambda: info
-        new = ["--max-new-tokens", "58" if limit == 64 else "4"]
-        assert run(bench, model, tmp_path / "out", *urls(engine), *new) == 2
+        new = f"rollout.max_new_tokens={58 if limit == 64 else 4}"
+        assert run(bench, model, tmp_path / "out", *urls(engine), new) == 2
         assert engine.bodies("/generate") == []
     error = capsys.readouterr().err
-    assert "ladder.jsonl line 6: the longest prompt, 7 tokens, and --max-new-tokens" in error
+    assert "ladder.jsonl line 6: the longest prompt, 7 tokens, and rollout.max_new_tokens=" in error
     assert f"exceed the {limit} tokens that the engine takes" in error
     assert fix in error and error.count("\n") == 1

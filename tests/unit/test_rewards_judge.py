@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool, check_rewards
 from qurl_megatron.rewards.judge import Judge
-from qurl_megatron.rewards.pool import RewardDown, refuse_none_scored
+from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from qurl_megatron.rewards.verifiers import Score
-from qurl_megatron.rewards.workers import Abandoned
+from qurl_megatron.rewards.workers import Abandoned, as_line
 from tests.support.rewards import answered, items, numbers, reward_server
 from tests.support.waiting import NEVER_S, wait_until
 
@@ -30,7 +30,7 @@ def no_pauses(monkeypatch):
 def asked(url: str, *responses: str, **options) -> list[Score]:
     """The scores of some responses, asked for in one request."""
     judge = Judge(RewardConfig(url=url, **options))
-    return judge.answers([item.line for item in items(*responses)], lambda: False)
+    return judge.answers([as_line(vars(item)) for item in items(*responses)], lambda: False)
 
 
 def test_requests_are_batches_without_a_key_and_scores_come_back_in_order(monkeypatch):
@@ -40,8 +40,7 @@ def test_requests_are_batches_without_a_key_and_scores_come_back_in_order(monkey
         reward_server(numbers) as server,
         RewardPool(RewardConfig(url=server.url, batch=3, workers=2)) as pool,
     ):
-        grades = pool.grade(items(*texts))
-    assert grades.scores == [float(text) for text in texts]
+        assert pool.grade(items(*texts)) == [float(text) for text in texts]
     assert max(map(len, server.asked)) <= 3
     first = next(item for items in server.asked for item in items if item["response"] == "0")
     assert first == {"prompt": "1 + 1 =", "response": "0", "answer": "2", "metadata": {}}
@@ -117,12 +116,11 @@ def test_all_requests_have_one_deadline_and_what_has_a_score_keeps_it(monkeypatc
     monkeypatch.setattr(Judge, "_read", read_and_strike)
     with reward_server(first_only) as server:
         config = RewardConfig(url=server.url, workers=3, url_deadline_s=100.0, timeout_s=NEVER_S)
-        with RewardPool(dataclasses.replace(config, failed=-2.0)) as pool:
+        with RewardPool(config) as pool:
             pool.judge = Judge(config, clock=lambda: seconds[0])
-            grades = pool.grade(items("3", "4", "5"))
-    assert grades.scores == [3.0, -2.0, -2.0]
-    assert grades.tally.causes == {"unanswered": 2}
-    assert grades.tally.first["unanswered"] == f"{server.url} within reward.url_deadline_s=100"
+            scores = pool.grade(items("3", "4", "5"))
+    late = Unscored("unanswered", f"{server.url} within reward.url_deadline_s=100")
+    assert scores == [3.0, late, late]
 
 
 @pytest.mark.parametrize("on_failure", ["score", "stop"])
@@ -131,8 +129,7 @@ def test_where_only_servers_failed_the_run_may_be_started_again(on_failure):
         with reward_server(answer) as server:
             config = RewardConfig(url=server.url, url_retries=0, on_failure=on_failure)
             with RewardPool(config) as pool, pytest.raises(*expected[:1], match=expected[1]):
-                pool.grade(items("1"))
-                refuse_none_scored(pool.tally, config.setting)
+                refuse_none_scored(Tally.of(pool.grade(items("1"))), config.setting)
 
     ends(answered(503), RewardDown, "start its server")
     ends(answered(404), ConfigError, "answered 404.*fix what the server says is wrong")
@@ -170,7 +167,7 @@ def test_a_key_comes_from_the_environment_and_is_never_shown(monkeypatch, capfd)
         reward_server(numbers) as server,
         RewardPool(dataclasses.replace(config, url=server.url)) as pool,
     ):
-        assert pool.grade(items("1")).scores == [1.0]
+        assert pool.grade(items("1")) == [1.0]
     assert [headers["Authorization"] for headers in server.headers] == ["Bearer s3cret"]
     assert "s3cret" not in repr(asked("http://127.0.0.1:1/", "1", url_retries=0))
     assert "s3cret" not in "".join(capfd.readouterr())

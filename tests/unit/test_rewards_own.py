@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,8 @@ from qurl_megatron.rewards import Item, RewardPool
 from qurl_megatron.rewards.pool import RewardDown, Tally, refuse_none_scored
 from qurl_megatron.rewards.verifiers import as_score
 from qurl_megatron.rewards.worker import call, own_reward, score_of
-from tests.support.rewards import items, write_functions
+from qurl_megatron.rewards.workers import as_line
+from tests.support.rewards import causes, items, write_functions
 from tests.support.waiting import wait_until
 
 
@@ -58,8 +58,7 @@ def test_a_file_finds_modules_beside_it_but_they_hide_none_that_is_installed(tmp
 
 def test_gaps_of_a_table_are_null_in_json():
     gaps = {"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}
-    line = Item("p", "r", "a", gaps).line
-    assert json.loads(line)["metadata"] == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+    assert json.loads(as_line(gaps)) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
 
 
 def test_a_function_of_a_module_is_found_and_may_leave_fields_out(own, monkeypatch):
@@ -152,11 +151,10 @@ def test_a_reason_fits_on_a_line_and_does_nothing_to_a_terminal():
 
 def test_each_way_to_fail_has_its_cause_and_costs_no_other_response_its_score(pool):
     ways = ("raise", "exit", "die", "hang", "nan", "inf", "none", "text", "huge")
-    grades = pool.grade(items("0.25", *ways, "true", "stdin", "7"))
-    assert grades.scores == [0.25] + [-1.0] * 9 + [1.0, 0.0, 7.0]
-    tally = grades.tally
-    assert (tally.responses, tally.failed) == (13, 9)
-    assert tally.causes == {"exceptions": 2, "crashes": 1, "timeouts": 1, "invalid": 5}
+    scores = pool.grade(items("0.25", *ways, "true", "stdin", "7"))
+    found = ["exceptions", "exceptions", "crashes", "timeouts", *["invalid"] * 5]
+    assert causes(scores) == [0.25, *found, 1.0, 0.0, 7.0]
+    tally = Tally.of(scores)
     assert tally.first["exceptions"] == "ValueError: no unit in this response (own.py, line 7)"
     assert "2 raised (ValueError: no unit in this" in tally.said()
     metrics = {name: metric.value for name, metric in tally.metrics().items()}
@@ -168,14 +166,12 @@ def test_a_child_that_a_reward_forks_never_answers_in_its_place(own):
     texts = [text for i in range(8) for text in (f"{i}.5", "forks", "forks-to-raise", f"{i}.25")]
     expected = [score for i in range(8) for score in (i + 0.5, 7.0, 8.0, i + 0.25)]
     with RewardPool(RewardConfig(function=f"{own}:score", workers=1)) as pool:
-        grades = pool.grade(items(*texts))
-    assert grades.scores == expected
-    assert not grades.tally.failed
+        assert pool.grade(items(*texts)) == expected
 
 
 def test_what_a_function_started_ends_with_its_worker(pool, tmp_path):
     marked = Item("", "children", str(tmp_path), {})
-    assert pool.grade([marked]).tally.causes == {"timeouts": 1}
+    assert causes(pool.grade([marked])) == ["timeouts"]
 
     def started() -> list[psutil.Process]:
         found = psutil.process_iter(["cmdline"])
@@ -184,14 +180,12 @@ def test_what_a_function_started_ends_with_its_worker(pool, tmp_path):
     wait_until(lambda: not started())
 
 
-@pytest.mark.parametrize("times, score", [(1, 1.0), (2, -1.0)])
+@pytest.mark.parametrize("times, score", [(1, 1.0), (2, "crashes")])
 def test_a_response_whose_worker_is_killed_is_scored_by_another_one_once(
     pool, tmp_path, times, score
 ):
     killed = Item("", "killed", f"{times} {tmp_path}/seen", {})
-    grades = pool.grade([killed, *items("0.5")])
-    assert grades.scores == [score, 0.5]
-    assert grades.tally.causes == ({"crashes": 1} if times == 2 else {})
+    assert causes(pool.grade([killed, *items("0.5")])) == [score, 0.5]
 
 
 def test_a_dict_like_verls_is_its_score():
@@ -200,12 +194,10 @@ def test_a_dict_like_verls_is_its_score():
 
 
 def test_a_run_that_is_to_stop_is_told_why(own):
-    with (
-        RewardPool(RewardConfig(function=f"{own}:score", on_failure="stop")) as pool,
-        pytest.raises(ConfigError) as error,
-    ):
-        assert pool.grade(items("1")).scores == [1.0]
-        pool.grade(items("1", "raise"))
+    with RewardPool(RewardConfig(function=f"{own}:score", on_failure="stop")) as pool:
+        assert pool.grade(items("1")) == [1.0]
+        with pytest.raises(ConfigError) as error:
+            pool.grade(items("1", "raise"))
     assert str(error.value) == (
         "1 of 2 responses could not be scored: 1 raised (ValueError: no unit in this response "
         "(own.py, line 7)); fix the reward, or set reward.on_failure=score to give such responses "
@@ -213,31 +205,37 @@ def test_a_run_that_is_to_stop_is_told_why(own):
     )
 
 
-def test_a_reward_that_scores_nothing_is_named_with_what_it_said(own):
-    with RewardPool(RewardConfig(function=f"{own}:score")) as pool:
-        pool.grade(items("raise", "nan"))
-        scorer = pool.config.setting
-        assert scorer == f"reward.function={own}:score"
-        with pytest.raises(ConfigError) as error:
-            refuse_none_scored(pool.tally, scorer)
-        assert str(error.value) == (
-            f"{scorer} scored none of 2 responses: 1 raised (ValueError: no unit in this response "
-            "(own.py, line 7)), 1 got no finite number (nan); fix it, and call it "
-            'on one response first, as docs/rewards.md shows under "Try it"'
-        )
-        pool.grade(items("1"))
-    refuse_none_scored(pool.tally, scorer)  # one in three has a score
-    refuse_none_scored(Tally(), scorer)
-    lost = Tally(2, Counter(environment=2), {"environment": "no tool"})
-    with pytest.raises(ConfigError, match=r"environment \(no tool\); fix rollout.environment$"):
-        refuse_none_scored(lost, scorer)
+NONE, DOWN = Unscored("exceptions", "KeyError"), Unscored("unanswered", "http://a:1 is silent")
+LOST = Unscored("environment", "raised: Oops")
 
 
-def test_an_environment_that_fails_too_takes_no_blame_from_a_server_that_is_down():
-    causes = Counter({"unanswered": 3, "environment": 1})
-    first = {"unanswered": "http://judge:1 did not answer", "environment": "raised: Oops"}
-    with pytest.raises(RewardDown, match=r"\(raised: Oops\); start its server, or have it answer$"):
-        refuse_none_scored(Tally(4, causes, first), "reward.url=http://judge:1")
-    both = causes + Counter(exceptions=1)
-    with pytest.raises(ConfigError, match="scored none of 5 .*; fix it, and call it on one resp"):
-        refuse_none_scored(Tally(5, both, first | {"exceptions": "KeyError"}), "reward.url")
+@pytest.mark.parametrize(
+    "scores, kind, message",
+    [
+        (
+            [NONE, Unscored("invalid", "nan")],
+            ConfigError,
+            "SCORER scored none of 2 responses: 1 raised (KeyError), 1 got no finite number (nan); "
+            "fix it, and call it on one response first, as docs/rewards.md shows under "
+            '"Try it"',
+        ),
+        (
+            [LOST] * 2,
+            ConfigError,
+            "none of 2 responses could be scored: 2 failed in the environment (raised: Oops); fix "
+            "rollout.environment",
+        ),
+        (  # which takes no blame from a server that is down
+            [DOWN, LOST],
+            RewardDown,
+            "SCORER scored none of 2 responses: 1 got no answer (http://a:1 is silent), 1 failed "
+            "in the environment (raised: Oops); start its server, or have it answer",
+        ),
+    ],
+)
+def test_a_reward_that_scores_nothing_is_named_with_what_it_said(scores, kind, message):
+    with pytest.raises(kind) as error:
+        refuse_none_scored(Tally.of(scores), "SCORER")
+    assert str(error.value) == message and type(error.value) is kind
+    refuse_none_scored(Tally.of([*scores, 0.0]), "SCORER")  # one has a score
+    refuse_none_scored(Tally(), "SCORER")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from qurl_megatron.config import RewardConfig
-from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.rewards import Item, RewardPool
-from qurl_megatron.rewards.workers import WorkerPool
+from qurl_megatron.rewards.workers import WorkerPool, as_line
+from tests.support.rewards import causes
 from tests.support.waiting import NEVER_S, wait_until
 
 TOWER = ("$9^{9^{9^{9^{9}}}}$", "10^{10^{10^{10}}}")  # math-verify alone needs 6 s to give up
@@ -31,13 +31,12 @@ def workers_of(config: RewardConfig) -> WorkerPool:
 
 def line(pair: tuple[str, str]) -> str:
     """A text and the answer it should give, as an item."""
-    return Item("", *pair, {}).line
+    return as_line(vars(Item("", *pair, {})))
 
 
 def scores(pool: WorkerPool, pairs: list[tuple[str, str]]) -> list[float | str]:
     """The scores; in place of one that is missing, the cause."""
-    found = pool.answers([line(pair) for pair in pairs], lambda: False)
-    return [one.cause if isinstance(one, Unscored) else one for one in found]
+    return causes(pool.answers([line(pair) for pair in pairs], lambda: False))
 
 
 def pids(pool: WorkerPool) -> list[int]:
@@ -147,7 +146,7 @@ def test_workers_ignore_ctrl_c_and_import_no_torch(pool):
 def test_cheap_kinds_start_no_process(kind):
     with RewardPool(RewardConfig(kind=kind, workers=2)) as pool:
         items = [Item("", "12", "12", {}), Item("", "13", "12", {})]
-        assert pool.grade(items).scores == [1.0, 0.0]
+        assert pool.grade(items) == [1.0, 0.0]
         assert pool.workers is None
 
 

@@ -401,8 +401,8 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     called = [(call["cell"], "asked" in call) for call in calls(root)]
     assert called == [(CELLS[1], False), (CELLS[1], True), (CELLS[4], False), (CELLS[4], True)]
     evaluation = calls(root)[1]
-    keys = ["--prompt-key", "prompt", "--answer-key", "answer"]  # whatever the recipe's are
-    assert evaluation["given"] == [*keys, "--scheme", "none", "--k", "1"]
+    keys = ["data.prompt_key=prompt", "data.answer_key=answer"]  # whatever the recipe's are
+    assert evaluation["given"] == ["--k", "1", *keys, "quant.scheme=none"]
     held_out = held_out_questions(load(root / "recipe.toml").data, 4)
     rows = [{**q.metadata, "prompt": q.text, "answer": q.answer} for q in held_out]
     assert evaluation["asked"] == rows
