@@ -74,16 +74,16 @@ test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 
 # One format at a time: three of a 32B model do not fit into one GPU of 80 GiB.
 bench-gpu:  ## rollouts at 7B to 32B, the loss at TP 1 to 8, and quantizing
-	set -e; for shape in 7B 14B 32B; do for scheme in bf16 int8 fp8; do \
-	  out=rollout_gpu_$${shape}_$$scheme; \
-	  $(GPU_PYTHON) -m qurl_megatron.cli bench rollout --engine sglang --model $$shape --schemes $$scheme \
+	set -e; for shape in Math-7B 14B 32B; do for scheme in bf16 int8 fp8; do \
+	  out=rollout_gpu_$${shape#Math-}_$$scheme; \
+	  $(GPU_PYTHON) -m qurl_megatron.cli bench rollout --engine sglang --model Qwen2.5-$$shape --schemes $$scheme \
 	    --prompts 16 --samples 8 --mean 500 --max 4096 --publish 1 --repeats 5 \
 	    $(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) --out runs/bench-gpu/$$out; \
 	  cp runs/bench-gpu/$$out/rollout.json docs/results/$$out.json; \
 	done; done
 	$(GPU_PYTHON) -m benchmarks.loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu
 	cp runs/bench-gpu/loss.json docs/results/loss_gpu.json
-	$(GPU_PYTHON) -m benchmarks.quantize --device cuda --model 7B --out runs/bench-gpu
+	$(GPU_PYTHON) -m benchmarks.quantize --device cuda --model Qwen2.5-Math-7B --out runs/bench-gpu
 	cp runs/bench-gpu/quantize.json docs/results/quantize_gpu.json
 	$(GPU_PYTHON) -m benchmarks.performance  # shows them
 

@@ -13,7 +13,9 @@ from qurl_megatron.bench.record import SCHEMA, BenchRecord, Case, recorded
 from qurl_megatron.kit.errors import ConfigError, reading
 
 
-def parser_of(name: str, description: str, *, model: str = "0.5B") -> argparse.ArgumentParser:
+def parser_of(
+    name: str, description: str, *, model: str = "Qwen2.5-0.5B-Instruct"
+) -> argparse.ArgumentParser:
     """Return a parser with the options of all benchmarks.
 
     Args:

@@ -34,11 +34,11 @@ from benchmarks.harness import measure as record_of
 from benchmarks.harness import parser_of
 from benchmarks.machine_limits import limits
 from benchmarks.quantize import switched
+from benchmarks.repeats import Repeats, interleaved, yardstick
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.algo import objective, token_log_probs
 from qurl_megatron.bench.command import count
-from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import Repeats, interleaved, progress, yardstick
+from qurl_megatron.bench.record import Case, Figure, progress
 from qurl_megatron.bench.rollout_engines import config_of
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.kit.errors import ConfigError

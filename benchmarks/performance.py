@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.against import most_figures
 from benchmarks.harness import read
+from benchmarks.repeats import ANOTHER_LOAD
 from qurl_megatron.bench.record import SCHEMA, BenchRecord, Case, Figure, percent
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many, number
@@ -58,6 +59,8 @@ reason given below the table. Some records were made by benchmarks and with opti
 peers, vLLM, latencies, joules, `decode`, `convert`, `scale` and `versions`.
 [performance-notes.md](performance-notes.md) sets these figures beside what was aimed at.
 """
+MEANINGS = {ANOTHER_LOAD: f"{ANOTHER_LOAD}: something else used the machine meanwhile"}
+"""Of reasons without a note of their case."""
 
 
 def rendered(folder: Path = RESULTS) -> str:
@@ -178,7 +181,8 @@ def _remarks(cases: list[Case]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for case in cases:
         for reason in case.reasons:
-            reasons.setdefault(case.why(reason), []).append(case.name)
+            why = case.why(reason) if reason in case.notes else MEANINGS.get(reason, reason)
+            reasons.setdefault(why, []).append(case.name)
     for why, names in reasons.items():
         every = set(names) == {case.name for case in cases if case.figures}
         lines.append(f"{why} ({'every case' if every else '; '.join(names)}).")

@@ -27,9 +27,9 @@ import psutil
 from benchmarks.harness import measure as record_of
 from benchmarks.harness import parser_of
 from benchmarks.machine_limits import fastest
+from benchmarks.repeats import Repeats, interleaved, yardstick
 from qurl_megatron.bench.command import count
-from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import Repeats, interleaved, progress, yardstick
+from qurl_megatron.bench.record import Case, Figure, progress
 from qurl_megatron.bench.rollout_engines import config_of, write_random
 from qurl_megatron.config import (
     ModelConfig,

@@ -4,7 +4,7 @@ Masters are in float32, trained and converted weights in BF16. On a GPU with
 Triton both ways take turns: torch's operations, and the kernels of ``fused``. The limit is a plain
 copy on the same device that reads and writes as many bytes as weights, codes and scales have.
 
-    python -m benchmarks.quantize --device cuda --model 7B --out DIR
+    python -m benchmarks.quantize --device cuda --model Qwen2.5-Math-7B --out DIR
 """
 
 import argparse
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.harness import measure, parser_of
 from benchmarks.machine_limits import fastest
-from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import interleaved, progress
+from benchmarks.repeats import interleaved
+from qurl_megatron.bench.record import Case, Figure, progress
 from qurl_megatron.bench.rollout_engines import config_of
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.kit.fused import SWITCH, has_kernels_for

@@ -43,8 +43,8 @@ def add_rollout(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="h1024",
         metavar="SHAPE_OR_PATH",
-        help="a shape (tiny, h1024, 0.5B, ..., 32B), a folder of launch/models, or any folder with "
-        "a config.json; default h1024",
+        help="a shape of launch/models (tiny, h1024, Qwen2.5-14B, ...), or any folder with a "
+        "config.json; default h1024",
     )
     add(
         "--schemes",

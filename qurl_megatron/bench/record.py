@@ -3,7 +3,7 @@
 A **figure** is one measured quantity, all its repeats kept, some beside the limit of the machine. A
 **case** is one setting (a scheme, a layout) with its figures. A **record** is one run of one
 benchmark on one machine, and the JSON file that it leaves. Repeat i of every case was measured in
-the same round, beside the yardstick's i-th time.
+the same round.
 """
 
 import json
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.disk import write_whole
@@ -27,9 +27,7 @@ from qurl_megatron.observe.text import NARROW_SPACE, aligned, number
 
 SCHEMA = "qurl-bench/1"
 
-ANOTHER_LOAD = "another load"
-MEANINGS = {ANOTHER_LOAD: "something else used the machine meanwhile"}
-"""Of reasons without a note of their case."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +72,13 @@ class Case:
     name: str
     keys: Mapping[str, str | int | float | bool | None]  # all that was set
     figures: list[Figure] = field(default_factory=list)
-    yardsticks: list[float] = field(default_factory=list)  # seconds, beside each repeat
+    yardsticks: list[float] = field(default_factory=list)  # seconds of benchmarks/repeats.py
     reasons: list[str] = field(default_factory=list)  # not to compare it; empty: it is valid
     notes: dict[str, Any] = field(default_factory=dict)
 
     def why(self, reason: str) -> str:
-        """Return a reason with its case's note, or with its meaning."""
-        meaning = self.notes.get(reason, MEANINGS.get(reason, ""))
-        return f"{reason}: {meaning}" if meaning else reason
+        """Return a reason with its case's note."""
+        return f"{reason}: {self.notes[reason]}" if reason in self.notes else reason
 
     def figure(self, name: str) -> Figure:
         return next(figure for figure in self.figures if figure.name == name)
@@ -145,6 +142,38 @@ def recorded(
     return BenchRecord(
         benchmark=benchmark, command=command, started=start, environment=machine, cases=cases
     )
+
+
+def in_turns(
+    candidates: Mapping[str, Callable[[], T]],
+    *,
+    repeats: int,
+    warm_up: int,
+    seen: Callable[[str, T], object],
+) -> dict[str, list[T]]:
+    """Return the results of all candidates, called in rounds.
+
+    A machine warms up, and others use it. Each round has the opposite order of the last (A B, B A,
+    ...), which gives a slow drift to all alike.
+
+    Args:
+        warm_up: rounds before those that count.
+        seen: called with the name and result of each call that counts, e.g. to show progress.
+    """
+    results: dict[str, list[T]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for place in range(-warm_up, repeats):
+        for name in names if place % 2 == 0 else reversed(names):
+            result = candidates[name]()
+            if place >= 0:
+                results[name].append(result)
+                seen(name, result)
+    return results
+
+
+def progress(what: str) -> None:
+    """A line on standard error: benchmarks take minutes, and standard output is for the table."""
+    print(what, file=sys.stderr, flush=True)
 
 
 HEADS = ("case", "figure", "median", "unit", "spread", "limit", "share")

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.bench.record import Case, Figure, in_turns, progress
 from qurl_megatron.bench.rollout_engines import (
     StartedEngine,
     Version,
@@ -94,15 +93,15 @@ def _measured(options: argparse.Namespace) -> list[Case]:
             engine = started(config, folder, versions[kind], own_logs)
             engines[subject.name] = stack.enter_context(engine)
         loads = {name: _loads(engine, lengths, vocab, options) for name, engine in engines.items()}
-        measured = interleaved(loads, repeats=options.repeats, seen=_show)
+        measured = in_turns(loads, repeats=options.repeats, warm_up=1, seen=_show)
     if not options.out:
         shutil.rmtree(logs)
     settings = {name: getattr(options, name) for name in SETTINGS}
     settings["tokens"] = sum(lengths)
     cases = []
     for subject in configs:
-        repeats, identity = measured[subject.name], engines[subject.name].identity
-        cases.append(case_of(subject, settings, repeats, identity))
+        outcomes, identity = measured[subject.name], engines[subject.name].identity
+        cases.append(case_of(subject, settings, outcomes, identity))
     return cases
 
 
@@ -148,7 +147,7 @@ def _show(name: str, outcome: LoadOutcome) -> None:
 def case_of(
     subject: Subject,
     settings: Mapping[str, str | int | float | bool | None],
-    repeats: Repeats[LoadOutcome],
+    outcomes: Sequence[LoadOutcome],
     identity: dict[str, object],
 ) -> Case:
     """Return figures and reasons of all repeats.
@@ -157,7 +156,6 @@ def case_of(
         settings: of the load, as keys of the case.
         identity: what the engine says of itself.
     """
-    outcomes = repeats.results
     reasons: dict[str, str] = {}
     for outcome in outcomes:
         reasons |= outcome.reasons()
@@ -168,8 +166,7 @@ def case_of(
         name=subject.name,
         keys={**keys, "tensor": subject.tensor, **settings},
         figures=figures_of(outcomes) if timed else [],
-        yardsticks=repeats.yardsticks,
-        reasons=[*reasons, *repeats.reasons],
+        reasons=list(reasons),
         notes={"identity": identity, **reasons},
     )
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from qurl_megatron.bench.record import Case, Figure
-from qurl_megatron.bench.repeats import Repeats, interleaved, progress
+from qurl_megatron.bench.record import Case, Figure, in_turns, progress
 from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import History
@@ -71,7 +70,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         if not model.exists():
             progress(f"making {model}")
             train(recipe, settings, 1, Path(folder) / "making")
-        measured = interleaved(
+        measured = in_turns(
             runs,
             repeats=options.repeats,
             warm_up=0,
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         "steps": options.steps,
         "overrides": " ".join(options.overrides),
     }
-    return [case_of(name, common, repeats) for name, repeats in measured.items()]
+    return [case_of(name, common, usual_steps) for name, usual_steps in measured.items()]
 
 
 def train(recipe: Path, overrides: Sequence[str], steps: int, run_dir: Path) -> None:
@@ -117,14 +116,13 @@ def read_run(run_dir: Path) -> UsualStep:
     )
 
 
-def case_of(name: str, common: dict[str, str | int], repeats: Repeats[UsualStep]) -> Case:
+def case_of(name: str, common: dict[str, str | int], runs: Sequence[UsualStep]) -> Case:
     """Return the phases of all repeats, and their overlap, which follows and is not compared.
 
     Args:
         name: the case's own overrides.
         common: keys of all cases.
     """
-    runs = repeats.results
     figures = []
     for phase in runs[0].seconds:
         values = [run.seconds[phase] for run in runs]
@@ -133,10 +131,4 @@ def case_of(name: str, common: dict[str, str | int], repeats: Repeats[UsualStep]
     figures[0] = replace(figures[0], limit=longer_side, limit_of="the longer side")
     shares = [100 * run.overlap for run in runs]
     figures.append(Figure(name="overlap", unit="%", better=None, repeats=shares))
-    return Case(
-        name=name,
-        keys={**common, "case": name},
-        figures=figures,
-        yardsticks=repeats.yardsticks,
-        reasons=repeats.reasons,
-    )
+    return Case(name=name, keys={**common, "case": name}, figures=figures)

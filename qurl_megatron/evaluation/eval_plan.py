@@ -164,39 +164,24 @@ def make_plans(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[
     Raises:
         ConfigError: options or settings are impossible, or do not go together.
     """
-    run_dir, step = arguments.run_dir, arguments.step
-    top_p, folder = 0.95, Path("runs/eval")
-    tables: dict[str, Any] = {
-        "model": {},
-        "data": {},
-        "quant": {"scheme": "none"},
-        "rollout": {"temperature": 0.6, "max_new_tokens": 4096},
-        "reward": {"workers": len(os.sched_getaffinity(0))},
-    }
+    _refuse(arguments)
+    model, run_dir, top_p = arguments.model, arguments.run_dir, arguments.top_p
+    folder = run_dir / "eval" if run_dir and not model else Path("runs/eval")
     if run_dir:
-        chosen, tables = _of_run(run_dir, step)
-        top_p = 1.0  # the recipe's policy, all of it
-        folder = folder if arguments.model else run_dir / "eval"
-    elif arguments.before or step is not None:
-        option = "--before" if arguments.before else "--step"
-        raise ConfigError(f"{option} is for the checkpoints of a run; name it with --run RUN_DIR")
-    elif not arguments.model:
-        raise ConfigError("qurl eval needs --model, or --run")
-    if arguments.model and step is not None:
-        raise ConfigError("--step names a checkpoint of --run, and --model another model; give one")
-    start = Path(tables["model"].get("path", ""))
-    model = arguments.model or chosen
-    tables["model"]["path"] = str(model)
-    if not model.is_dir():
-        raise ConfigError(f"--model {model} is not a folder; name a checkpoint")
+        checkpoint, tables = _of_run(run_dir, arguments.step)
+        model = model or checkpoint
+        top_p = top_p or 1.0  # the recipe's policy, all of it
+    else:
+        tables = {
+            "model": {"path": str(model)},
+            "data": {},
+            "quant": {"scheme": "none"},
+            "rollout": {"temperature": 0.6, "max_new_tokens": 4096},
+            "reward": {"workers": len(os.sched_getaffinity(0))},
+        }
+        top_p = top_p or 0.95
     given = {override.partition("=")[0].strip() for override in overrides}
     config = _config(tables, arguments.k, given, overrides)
-    if arguments.top_p is not None:
-        top_p = arguments.top_p
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"--top-p must lie in (0, 1], got {top_p:g}")
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed must be 0 or more, got {arguments.seed}")
 
     def plan(model: Path, out: Path) -> EvaluationPlan:
         return EvaluationPlan(
@@ -212,15 +197,38 @@ def make_plans(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[
 
     if not arguments.before:
         return [plan(model, arguments.out or folder / model.resolve().name)]
-    if arguments.model or config.rollout.urls:
-        raise ConfigError("--before evaluates two models of --run; leave --model and urls out")
+    if config.rollout.urls:
+        raise ConfigError("--before starts engines for two models; leave rollout.urls out")
+    start, folder = Path(config.model.path), arguments.out or folder
     if not start.is_dir():
         raise ConfigError(
             f"--before: the run began with model.path={start}, which is not a folder (any more); "
             "put that model back, or evaluate another with --model"
         )
-    folder = arguments.out or folder
     return [plan(start, folder / "start"), plan(model, folder / model.name)]
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: options are impossible, or do not go together.
+    """
+    model, run_dir, step = arguments.model, arguments.run_dir, arguments.step
+    if not run_dir and (arguments.before or step is not None):
+        option = "--before" if arguments.before else "--step"
+        raise ConfigError(f"{option} is for the checkpoints of a run; name it with --run RUN_DIR")
+    if not run_dir and not model:
+        raise ConfigError("qurl eval needs --model, or --run")
+    if model and step is not None:
+        raise ConfigError("--step names a checkpoint of --run, and --model another model; give one")
+    if model and arguments.before:
+        raise ConfigError("--before evaluates two models of --run; leave --model out")
+    if model and not model.is_dir():
+        raise ConfigError(f"--model {model} is not a folder; name a checkpoint")
+    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
+        raise ConfigError(f"--top-p must lie in (0, 1], got {arguments.top_p:g}")
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed must be 0 or more, got {arguments.seed}")
 
 
 def _of_run(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
@@ -247,7 +255,8 @@ def _of_run(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
             f"{', '.join(map(str, by_step))}"
         )
     tables = read_tables(run_dir / RECIPE, "recipe", "name the folder of a run")
-    own = {section.name: tables[section.name] for section in dataclasses.fields(EvaluationConfig)}
+    names = [section.name for section in dataclasses.fields(EvaluationConfig)]
+    own = {name: tables.get(name, {}) for name in names}
     return by_step[max(by_step) if step is None else step], own
 
 
@@ -259,6 +268,8 @@ def _config(
     Args:
         given: keys of the overrides.
     """
+    if "model.path" in given:
+        raise ConfigError("model.path: name the model to evaluate with --model")
     adopted = {}
     if "rollout.urls" in given:
         adopted["start_timeout_s"] = ADOPTED_S

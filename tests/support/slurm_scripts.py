@@ -17,8 +17,8 @@ READY = {
     "train_32b.sbatch": "train launch/recipes/grpo_qwen2.5_32b.toml",
     "convert_14b.sbatch": CONVERT.format("Qwen2.5-14B"),
     "convert_32b.sbatch": CONVERT.format("Qwen2.5-32B"),
-    "bench_32b.sbatch": "bench rollout --model 32B --engine sglang --tensor 8 --schemes int8 "
-    "--prompts 64 --samples 8 --mean 2000 --max 16384 --publish 1 "
+    "bench_32b.sbatch": "bench rollout --model Qwen2.5-32B --engine sglang --tensor 8 "
+    "--schemes int8 --prompts 64 --samples 8 --mean 2000 --max 16384 --publish 1 "
     "--out runs/bench/rollout_32b",
 }
 """Words of each: ``train`` and a recipe, or a command."""

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import loss, machine_limits, publish, quantize
 from benchmarks.harness import measure, read
-from qurl_megatron.bench.repeats import Repeats
+from benchmarks.repeats import Repeats
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +63,16 @@ def test_the_high_water_mark_is_of_what_happened_inside():
     before, after = map(float, out.stdout.split())
     assert 124 < before < 144
     assert 44 < after < 64
+
+
+def test_the_limits_of_the_machine_are_above_0_however_slow_it_is(monkeypatch):
+    found = machine_limits.measured_limits("cpu")
+    assert set(found) == {"read_gb_s", "int8_gop_s", "bf16_gflop_s", "fp32_gflop_s"}
+    assert min(found.values()) > 0
+    monkeypatch.setattr(machine_limits, "fastest", lambda act, device: 100.0)
+    found = machine_limits.measured_limits("cpu")
+    assert found["fp32_gflop_s"] == pytest.approx(2 * 64**3 / 1e11, rel=1e-3)
+    assert min(found.values()) > 0
 
 
 def of_quantize(*words: str):

@@ -1,9 +1,14 @@
 import json
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import repeats
 from benchmarks.harness import read
-from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure
+from benchmarks.repeats import Repeats, interleaved
+from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, commit, in_turns
 from qurl_megatron.kit.errors import ConfigError
 
 
@@ -35,13 +40,6 @@ def test_a_figure_tells_median_spread_and_its_share_of_the_limit():
     assert speed().share is None and speed(repeats=[3.0]).spread == 0
 
 
-def test_a_record_comes_back_as_it_was_written(tmp_path):
-    written = record(int8(yardsticks=[0.1, 0.1, 0.2], notes={"threads": 2}))
-    written.keep(tmp_path / "new")
-    assert read(tmp_path / "new/decode.json") == written
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["decode.json"]
-
-
 @pytest.mark.parametrize(
     "spoil, sentence",
     [
@@ -55,8 +53,9 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     ],
 )
 def test_a_damaged_record_is_refused_in_one_sentence(tmp_path, spoil, sentence):
-    path = tmp_path / "decode.json"
-    record(int8()).keep(tmp_path)
+    path, whole = tmp_path / "decode.json", record(int8(yardsticks=[0.1], notes={"threads": 2}))
+    whole.keep(tmp_path)
+    assert read(path) == whole
     damaged = json.loads(path.read_text())
     if spoil:
         spoil(damaged)
@@ -69,10 +68,66 @@ def test_a_damaged_record_is_refused_in_one_sentence(tmp_path, spoil, sentence):
 
 def test_the_table_shows_every_figure_and_why_a_case_cannot_be_compared():
     fp8 = Case(name="fp8, batch 8", keys={}, reasons=["not run"], notes={"not run": "needs CUDA"})
-    lines = record(int8(), int8(figures=[speed()], reasons=["another load"]), fp8).table()
+    lines = record(int8(), int8(figures=[speed()], reasons=["failed"]), fp8).table()
     head, first, second, reason, last = lines.splitlines()
     assert tuple(head.split()) == HEADS
     for shown in ("int8, batch 8", "decode", "100", "tokens/s", "400 DRAM bytes", "25"):
         assert shown in first
-    assert "another load: something else used the machine" in reason
+    assert reason.endswith(": failed")
     assert last.startswith("fp8, batch 8") and last.endswith("not run: needs CUDA")
+
+
+def test_rounds_alternate_forwards_and_backwards_and_warm_up_does_not_count():
+    called, seen = [], []
+    found = in_turns(
+        {name: lambda name=name: called.append(name) or len(called) for name in "abc"},
+        repeats=2,
+        warm_up=1,
+        seen=lambda name, number: seen.append(number),
+    )
+    assert "".join(called) == "cba" + "abc" + "cba" and seen == [4, 5, 6, 7, 8, 9]
+    assert found == {"a": [4, 9], "b": [5, 8], "c": [6, 7]}
+
+
+def test_a_repeat_has_its_own_seconds_and_not_the_yardsticks(monkeypatch):
+    now = [0.0]  # a clock that only what is called moves
+    monkeypatch.setattr(repeats, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes(seconds: float) -> float:
+        now[0] += seconds
+        return seconds
+
+    found = interleaved({"a": lambda: takes(3.0)}, repeats=2, measure=lambda: takes(5.0))["a"]
+    assert found.seconds == found.results == [3.0, 3.0] and found.yardsticks == [5.0, 5.0]
+
+
+def test_a_machine_that_others_use_is_a_reason_and_one_burst_is_not(monkeypatch):
+    monkeypatch.setattr(repeats._Shortest, "seconds", 1.0)
+    assert Repeats(yardsticks=[1.01, 1.1, 3.0]).reasons == []
+    # However even, they are above what this machine has shown it can do.
+    assert Repeats(yardsticks=[1.5, 1.5, 1.5]).reasons == ["another load"]
+
+
+def test_an_environment_needs_no_torch():
+    """A parent that measures its children's memory stays small."""
+    code = "import sys; from qurl_megatron.bench import record; record.environment()"
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def git(folder, *words: str) -> str:
+    own = ["-c", "user.name=a", "-c", "user.email=a@b", "-C", str(folder)]
+    done = subprocess.run(["git", *own, *words], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_a_commit_with_changes_is_told_from_a_clean_one(tmp_path):
+    assert commit(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-qm", "a")
+    head = git(tmp_path, "rev-parse", "--short=12", "HEAD")
+    assert commit(tmp_path) == head
+    (tmp_path / "a").write_text("2")
+    assert commit(tmp_path) == head + "+changes"

@@ -65,8 +65,9 @@ def test_training_and_evaluation_read_the_same(tmp_path):
         verl_table(tmp_path / "verl.parquet", SUMS),
         slime_lines(tmp_path / "slime.jsonl", SUMS),
     ):
-        [benchmark] = read_benchmarks([path])
-        trained_on = training_questions(DataConfig(path=str(path)))
+        config = DataConfig(path=str(path))
+        [benchmark] = read_benchmarks([path], config)
+        trained_on = training_questions(config)
         assert [problem.question for problem in benchmark.problems] == trained_on
         assert benchmark.summary.startswith(f"{path}: 2 prompts in prompt (chats)")
 

@@ -1,21 +1,21 @@
-"""Repeats that can be compared: candidates in turns, forwards and backwards, beside a yardstick.
+"""Repeats that can be compared: candidates in turns, beside a yardstick.
 
-A machine is never quite the same twice: it warms up, and others use it. So candidates are
-measured one after another in rounds, each round in the opposite order of the last (A B, B A, ...),
-which gives a slow drift to all alike. Beside every repeat stands the **yardstick**, the seconds of
-a short piece of work that never changes. Where the yardstick takes longer than it can, something
-else used the machine, and the repeat does not measure us.
+A machine is never quite the same twice: others use it. Beside every repeat stands the
+**yardstick**, the seconds of a short piece of work that never changes. Where it takes longer than
+it can, something else used the machine, and the repeat does not measure us.
 """
 
 import hashlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
-from qurl_megatron.bench.record import ANOTHER_LOAD
+from qurl_megatron.bench.record import in_turns
+
+ANOTHER_LOAD = "another load"
 
 LOADED = 1.25
 """The machine counts as loaded where the median yardstick takes so many times its shortest."""
@@ -49,36 +49,32 @@ def interleaved(
     candidates: Mapping[str, Callable[[], T]],
     *,
     repeats: int,
-    warm_up: int = 1,
     measure: Callable[[], float] | None = None,
     seen: Callable[[str, T], object] | None = None,
 ) -> dict[str, Repeats[T]]:
-    """Call all candidates ``repeats`` times, in rounds of alternating order.
+    """Call all candidates ``repeats`` times, after a round that does not count.
 
     Args:
-        warm_up: rounds before those that count.
         measure: seconds of fixed work, called right before and after each call; the mean is
             kept. Default: ``yardstick``.
         seen: called with the name and result of each call that counts, e.g. to show progress.
     """
     measure = measure or yardstick
-    names = list(candidates)
-    measured: dict[str, Repeats[T]] = {name: Repeats() for name in names}
-    for number in range(-warm_up, repeats):
-        for name in names if number % 2 == 0 else reversed(names):
-            before = measure()
-            start = time.perf_counter()
-            result = candidates[name]()
-            seconds = time.perf_counter() - start
-            if number < 0:
-                continue
-            variant = measured[name]
-            variant.seconds.append(seconds)
-            variant.results.append(result)
-            variant.yardsticks.append((before + measure()) / 2)
-            if seen:
-                seen(name, result)
-    return measured
+
+    def timed(candidate: Callable[[], T]) -> tuple[float, T, float]:
+        before = measure()
+        start = time.perf_counter()
+        result = candidate()
+        seconds = time.perf_counter() - start
+        return seconds, result, (before + measure()) / 2
+
+    def seen_result(name: str, turn: tuple[float, T, float]) -> None:
+        if seen:
+            seen(name, turn[1])
+
+    turns = {name: partial(timed, candidate) for name, candidate in candidates.items()}
+    measured = in_turns(turns, repeats=repeats, warm_up=1, seen=seen_result)
+    return {name: Repeats(*map(list, zip(*rows, strict=True))) for name, rows in measured.items()}
 
 
 class _Shortest:
@@ -102,8 +98,3 @@ def yardstick() -> float:
         pieces.append(time.perf_counter() - start)
     _Shortest.seconds = min(_Shortest.seconds, *pieces)
     return min(pieces)
-
-
-def progress(what: str) -> None:
-    """A line on standard error: benchmarks take minutes, and standard output is for the table."""
-    print(what, file=sys.stderr, flush=True)
