@@ -43,10 +43,6 @@ def measured(draw: random.Random, *, slower: float = 1.0, noise: str = "even") -
         if noise == "drift":
             machine = [m * (1 + 0.12 * i / REPEATS) for i, m in enumerate(machine)]
         own = [1.0] * REPEATS
-        if noise == "bursts that the yardstick misses":
-            start = draw.randrange(REPEATS)
-            for i in range(start, min(start + draw.randrange(1, 5), REPEATS)):
-                own[i] *= draw.uniform(1.3, 2)
         if noise == "a tenth of jitter":
             own = [draw.lognormvariate(0, 0.1) for _ in range(REPEATS)]
         repeats = [(10 + number) * slower * m * draw.lognormvariate(0, 0.02) for m in machine]
@@ -66,17 +62,10 @@ def code(old: BenchRecord, new: BenchRecord) -> int:
     return EXIT_CODES[word(old, new)]
 
 
-NOISES = (
-    "even",
-    "bursts",
-    "drift",
-    "an outlier",
-    "a tenth of jitter",
-    "bursts that the yardstick misses",
-)
+NOISES = ("even", "bursts", "drift", "an outlier")
 
 
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", [*NOISES, "a tenth of jitter"])
 def test_noise_is_no_regression(noise):
     """Of 20,000 other seeds of the jitter 25 are false alarms."""
     draw = random.Random(noise)
@@ -84,7 +73,7 @@ def test_noise_is_no_regression(noise):
     assert words.count("regression") == 0
 
 
-@pytest.mark.parametrize("noise", ["even", "bursts", "drift", "an outlier"])
+@pytest.mark.parametrize("noise", NOISES)
 def test_a_tenth_slower_is_found(noise):
     draw = random.Random(noise)
     words = [
@@ -116,31 +105,9 @@ def test_equal_better_and_worse_have_exit_codes_0_0_and_1(
     assert main([words[0], str(tmp_path / "none.json")]) == 2
 
 
-def test_a_rate_is_worse_when_it_falls():
-    def rates(value: float) -> BenchRecord:
-        repeats = [value + i / 100 for i in range(REPEATS)]
-        rate = Figure(name="decode", unit="tokens/s", better="higher", repeats=repeats)
-        return record(case("a", [], [1.0] * REPEATS, figures=[rate]))
-
-    assert code(rates(100), rates(90)) == 1
-    assert code(rates(90), rates(100)) == 0
-
-
-@pytest.mark.parametrize(
-    ("unit", "costs", "yardsticks"),
-    [
-        ("MiB", (1.0, 1.0), (1.0, 2.0)),  # bytes are the same on a slower machine
-        ("s", (1.0, 1.08), (1.0, 1.08)),  # seconds of any device are not
-        ("GPU s", (1.0, 1.08), (1.0, 1.08)),
-    ],
-)
-def test_seconds_are_divided_by_the_yardstick_and_bytes_are_not(unit, costs, yardsticks):
-    records = []
-    for cost, yardstick in zip(costs, yardsticks, strict=True):
-        repeats = [cost * (10 + i / 100) for i in range(REPEATS)]
-        figure = Figure(name="cost", unit=unit, better="lower", repeats=repeats)
-        records.append(record(case("a", [], [yardstick] * REPEATS, figures=[figure])))
-    assert code(*records) == 0
+def test_seconds_are_divided_by_the_yardstick():
+    slower = case("a", [1.08 * (10 + i / 100) for i in range(REPEATS)], [1.08] * REPEATS)
+    assert code(record(EVEN), record(slower)) == 0
 
 
 EVEN = case("a", [10 + i / 100 for i in range(REPEATS)])
@@ -200,11 +167,6 @@ def test_times_of_a_machine_whose_memory_was_slower_are_no_verdict_but_bytes_are
     assert [each.verdict for each in alike] == ["regression", "equal"]
 
 
-def test_what_was_zero_and_is_zero_is_equal():
-    nothing = record(case("a", [0.0] * REPEATS))
-    assert [each.verdict for each in compare(nothing, nothing)] == ["equal"]
-
-
 def test_a_figure_that_is_only_told_is_neither_compared_nor_missed():
     def with_tail(value: float, better=None) -> BenchRecord:
         repeats = [value + i for i in range(REPEATS)]
@@ -216,7 +178,7 @@ def test_a_figure_that_is_only_told_is_neither_compared_nor_missed():
         assert (compared.name, compared.verdict) == ("a: decode", "equal")
 
 
-@pytest.mark.parametrize("repeats", [5, 6, 7])
+@pytest.mark.parametrize("repeats", [5, 7])
 def test_so_many_figures_and_no_more_can_be_told_worse_with_so_few_repeats(repeats):
     def ends(figures: int) -> int:
         def of(factor: float) -> BenchRecord:
@@ -227,8 +189,3 @@ def test_so_many_figures_and_no_more_can_be_told_worse_with_so_few_repeats(repea
 
     most = most_figures(repeats)
     assert (ends(most), ends(most + 1)) == (1, 3)
-
-
-def test_what_could_be_run_on_neither_side_is_no_verdict_and_one_regression_is_enough():
-    gone = dataclasses.replace(EVEN, name="b")
-    assert code(record(EVEN, gone), record(WORSE)) == 1
