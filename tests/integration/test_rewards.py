@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from qurl_megatron.checkpoints.integrity import refuse_damaged
 from tests.support.rewards import reward_server
-from tests.support.runs import QURL, Run, make_recipe
+from tests.support.runs import Run, make_recipe
 
 REWARD = """
 def score(prompt, response, answer, metadata):
@@ -42,16 +41,6 @@ def trained(tiny) -> Run:
         assert run.ended() == 0, run.stderr()
     assert run.left() == []
     return run
-
-
-def test_a_name_that_is_wrong_ends_the_command_before_a_model_is_made(tiny):
-    command = [*QURL, "train", str(tiny), "reward.kind=", "reward.function=own.py:scor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tiny.parent)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == (
-        f"qurl: reward.function={tiny.parent}/own.py:scor: {tiny.parent}/own.py has no scor; did "
-        "you mean score?\n"
-    )
 
 
 def test_a_run_trains_on_what_has_a_score_and_counts_the_rest(trained):

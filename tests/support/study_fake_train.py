@@ -1,7 +1,7 @@
 """``qurl train`` and ``qurl eval`` as a study sees them, without a model: metrics, log, exit code.
 
-The run directory is ROOT/out/runs/CELL. It adds its calls to ROOT/calls.jsonl and their ends to
-ROOT/ends; a second signal ends it unsaved. ROOT/behaviour.json has its orders, by cell:
+The run directory is ROOT/out/runs/CELL. It adds its calls to ROOT/calls.jsonl; a second signal ends
+it unsaved. ROOT/behaviour.json has its orders, by cell:
 
     "fail_at": step     fail before this step
     "hold_at": step     after this step wait for a signal
@@ -65,13 +65,13 @@ def train() -> int:
     metrics = run_dir / "metrics.jsonl"
     run_dir.mkdir(parents=True, exist_ok=True)
     first = 1 + len(metrics.read_text().splitlines()) if metrics.exists() else 1
-    calls, ends = root / "calls.jsonl", root / "ends"
-    call = {"cell": run_dir.name, "given": given, "first": first, "makes_model": makes_model}
-    call |= {"beside": count(calls) - count(ends), "omp": os.environ.get("OMP_NUM_THREADS")}
+    calls = root / "calls.jsonl"
+    call = {"cell": run_dir.name, "first": first, "makes_model": makes_model}
+    call["omp"] = os.environ.get("OMP_NUM_THREADS")
     with calls.open("a") as file:
         file.write(json.dumps(call) + "\n")
     if "meet" in orders:
-        wait_for(lambda: count(calls) >= orders["meet"])
+        wait_for(lambda: len(calls.read_text().splitlines()) >= orders["meet"])
         time.sleep(MOMENT_S)
     steps = int(given["train.steps"])
     for step in range(first, steps + 1):
@@ -83,12 +83,9 @@ def train() -> int:
             "rollout/kl_k3": 0.01 * step,
             "rollout/rho_max": 2.0 * step,
             "policy/clip_fraction": 0.25,
-            "acr/active_fraction": 0.5 * step,
-            "acr/rescued_fraction": 0.25 * step,
             "quant/code_flip_rate": 0.125,
             "quant/weight_update": 2e-6,
             "quant/weight_error": 1e-3,
-            "quant/update_passed": 0.75,
             "time/step": 9.0 if step == 1 else float(step),
         }
         if step == steps:
@@ -108,13 +105,7 @@ def train() -> int:
         (newest / "state.json").write_text("{}")
         (newest / "hf").mkdir(exist_ok=True)
         (newest / "weights").write_text("large")
-    with ends.open("a") as file:
-        file.write(f"{run_dir.name}\n")
     return 0
-
-
-def count(file: Path) -> int:
-    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -48,15 +48,3 @@ def test_the_page_names_every_key_argument_role_and_metric():
     assert len(own) == 5
     for word in (*own, *STEP_FIELDS, *ROLES, *conversation_metrics(random_samples(1))):
         assert re.search(rf"\b{word}\b", PAGE), word
-
-
-def test_the_recipe_of_the_house_has_a_calculator_that_takes_one_step_at_a_time():
-    config = load(ROOT / "launch/recipes/calculator.toml").rollout
-    check_environment(config)
-    said = [{"role": "user", "content": "What is the result: 4 - 7 + 12 ="}]
-    with EnvironmentPool(config) as pool:
-        for content in (" -3 + 12 =", " 9 =", " 9 ="):
-            reply = pool.ask(said, "2.", "9", {}).result(PATIENCE_S)
-            assert reply == {"role": "tool", "content": content}
-            said.append(reply)
-        assert pool.ask(said, "9", "9", {}).result(PATIENCE_S) is None

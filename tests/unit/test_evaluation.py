@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -94,10 +93,6 @@ def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def asked(benchmark: Benchmark) -> list[tuple[str, str, str]]:
-    return [(p.id, p.question.text, p.question.answer) for p in benchmark.problems]
-
-
 def benchmark_of(name: str, problems: int) -> Benchmark:
     made = tuple(Problem(str(i), Question("?", "1")) for i in range(problems))
     return Benchmark(name, Path(f"{name}.jsonl"), made)
@@ -176,14 +171,8 @@ def test_a_benchmark_is_read_under_any_of_its_usual_names(tmp_path):
     )
     [found] = read_benchmarks([path], USUAL)
     assert found.name == "mixed"
-    assert asked(found) == [
-        ("x", "1 + 1", "2"),
-        ("2", "1 + 2", "3"),
-        ("7", "half", "0.5"),
-    ]
-    path.write_text('{"prompt": "not this", "ask": "1 + 1", "my": {"want": "2"}}\n')
-    [found] = read_benchmarks([path], DataConfig(path="-", prompt_key="ask", answer_key="my.want"))
-    assert asked(found) == [("1", "1 + 1", "2")]
+    asked = [(p.id, p.question.text, p.question.answer) for p in found.problems]
+    assert asked == [("x", "1 + 1", "2"), ("2", "1 + 2", "3"), ("7", "half", "0.5")]
 
 
 def test_a_bad_line_is_named_with_its_file(tmp_path):
@@ -228,9 +217,8 @@ def test_the_benchmarks_that_ship_are_whole():
     for problem in sums.problems:
         terms = problem.question.text.rpartition(": ")[2].removesuffix(" =")
         assert re.fullmatch(r"\d [+-] \d [+-] \d", terms)
-        assert sum(int(t) for t in re.findall(r"[+-]?\d", terms.replace(" ", ""))) == int(
-            problem.question.answer
-        )
+        numbers = map(int, re.findall(r"[+-]?\d", terms.replace(" ", "")))
+        assert sum(numbers) == int(problem.question.answer)
 
 
 def test_answers_on_disk_survive_a_cut_line_and_refuse_other_settings(tmp_path):
@@ -273,29 +261,44 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def bench(tmp_path) -> Path:
+class Ladder:
     """Six prompts of 2 to 7 tokens; every other answer is the last of four tokens."""
-    path = tmp_path / "ladder.jsonl"
-    rows = []
-    for length in range(2, 8):
-        last = token_at(length + 3)
-        answer = str(last if length % 2 else last + 1)
-        rows.append({"id": f"n{length}", "prompt": " ".join(["7"] * length), "answer": answer})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root, self.model, self.path = root, model, root / "ladder.jsonl"
+        rows = []
+        for length in range(2, 8):
+            last = token_at(length + 3)
+            answer = str(last if length % 2 else last + 1)
+            rows.append({"id": f"n{length}", "prompt": " ".join(["7"] * length), "answer": answer})
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def evaluated(self, *words: object, out: str = "out") -> int:
+        """The exit code of ``qurl eval``; ``words`` win over what is short."""
+        settings = ["rollout.max_new_tokens=4", "reward.kind=last_number", "--k", "1"]
+        given = ["--model", self.model, "--out", self.root / out, *settings, *words]
+        return main(["eval", str(self.path), *map(str, given)])
+
+    def results(self, out: str = "out") -> dict:
+        return json.loads((self.root / out / "results.json").read_text())
+
+    def score(self, out: str = "out") -> dict:
+        """The results of the benchmark itself, but for its speed."""
+        score = self.results(out)["benchmarks"]["ladder"]
+        del score["tokens_per_s"]
+        return score
+
+    def responses(self, out: str = "out") -> list[dict]:
+        lines = (self.root / out / "ladder.samples.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines[1:]]
+        for answer in found:
+            answer.pop("seconds")
+        return sorted(found, key=lambda a: (a["mode"], a["problem"], a["sample"]))
 
 
-def run(bench: Path, model: Path, out: Path, *options: str, more: Sequence[str] = ()) -> int:
-    settings = ["rollout.max_new_tokens=4", "reward.kind=last_number", "--out", str(out)]
-    return main(["eval", str(bench), *more, "--model", str(model), *settings, *options])
-
-
-def planned(*words: str) -> list[EvaluationPlan]:
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    arguments, overrides = parser.parse_known_args(["bench.jsonl", *words])
-    return make_plans(arguments, overrides)
+@pytest.fixture
+def ladder(model, tmp_path) -> Ladder:
+    return Ladder(tmp_path, model)
 
 
 @pytest.fixture
@@ -314,25 +317,23 @@ def trained(model, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def urls(*engines: FakeEngine) -> list[str]:
-    return [f"rollout.urls={json.dumps([engine.url for engine in engines])}"]
+def planned(*words: str) -> list[EvaluationPlan]:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    arguments, overrides = parser.parse_known_args(["bench.jsonl", *words])
+    return make_plans(arguments, overrides)
 
 
-def responses(out: Path) -> list[dict]:
-    lines = (out / "ladder.samples.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines[1:]]
-    for answer in found:
-        answer.pop("seconds")
-    return sorted(found, key=lambda a: (a["mode"], a["problem"], a["sample"]))
+def urls(*engines: FakeEngine) -> str:
+    return f"rollout.urls={json.dumps([engine.url for engine in engines])}"
 
 
-@pytest.mark.parametrize("embedded", [True, False])
-def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(
-    embedded, bench, model, tmp_path, capsys
-):
+@pytest.mark.parametrize("kind", ["embedded", "sglang"])
+def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(kind, ladder, capsys):
+    embedded = kind == "embedded"
     with FakeEngine(embedded=embedded) as one, FakeEngine(embedded=embedded) as two:
-        sampled = ["--k", "3", "rollout.temperature=0.6", "--top-p", "0.95", "--seed", "5"]
-        assert run(bench, model, tmp_path / "out", *urls(one, two), *sampled) == 0
+        sampled = ["--k", 3, "rollout.temperature=0.6", "--top-p", 0.95, "--seed", 5]
+        assert ladder.evaluated(urls(one, two), *sampled) == 0
         asked = [
             (len(ids), params)
             for engine in (one, two)
@@ -348,176 +349,144 @@ def test_every_problem_is_asked_greedily_and_k_times_and_the_results_say_so(
         sample_seed(5, 0, problem, sample) for problem in range(6) for sample in range(3)
     }
 
-    found = json.loads((tmp_path / "out/results.json").read_text())
-    ladder = found["benchmarks"]["ladder"]
-    assert ladder["problems"] == 6 and ladder["weight_versions"] == [-1]
-    assert ladder["greedy"]["accuracy"] == ladder["sampled"]["accuracy"] == 0.5
-    assert ladder["sampled"]["k"] == 3 and set(ladder["sampled"]["pass_at"]) == {"1", "2", "3"}
-    assert ladder["sampled"]["truncated"] == 1.0 and ladder["sampled"]["tokens"] == 4.0
-    assert ladder["rows"][1] == {"id": "n3", "greedy": 1.0, "sampled": 1.0}
-    low, high = ladder["greedy"]["ci95"]
+    score, found = ladder.score(), ladder.results()
+    assert score["problems"] == 6 and score["weight_versions"] == [-1]
+    assert score["greedy"]["accuracy"] == score["sampled"]["accuracy"] == 0.5
+    assert score["sampled"]["k"] == 3 and set(score["sampled"]["pass_at"]) == {"1", "2", "3"}
+    assert score["sampled"]["truncated"] == 1.0 and score["sampled"]["tokens"] == 4.0
+    assert score["rows"][1] == {"id": "n3", "greedy": 1.0, "sampled": 1.0}
+    low, high = score["greedy"]["ci95"]
     assert low < 0.5 < high
     assert found["settings"]["served"] == ["fake @ default"]
-    assert [engine["kind"] for engine in found["engines"]] == [
-        "embedded" if embedded else "sglang"
-    ] * 2
+    assert [engine["kind"] for engine in found["engines"]] == [kind] * 2
     assert found["versions"].keys() >= {"qurl", "python", "torch", "math-verify"}
-    first = responses(tmp_path / "out")[0]
-    assert first["text"] == " ".join(str(token_at(2 + i)) for i in range(4))
-    table = (tmp_path / "out/results.md").read_text()
+    assert ladder.responses()[0]["text"] == " ".join(str(token_at(2 + i)) for i in range(4))
+    table = (ladder.root / "out/results.md").read_text()
     assert table in capsys.readouterr().out
     assert re.search(r"^\| ladder +\| +6 \| 50\.0 \[.+\] \| 50\.0 \[.+\] \| +50\.0 \|", table, re.M)
 
 
 @pytest.mark.parametrize("embedded", [True, False])
 def test_an_evaluation_that_lost_its_engine_goes_on_and_ends_as_if_it_had_not(
-    embedded, bench, model, tmp_path, capsys
+    embedded, ladder, capsys
 ):
     # As many responses as make a batch of an embedded engine of two problems; an SGLang engine
     # takes one at a time.
-    k = ["--k", "128"] if embedded else ["--k", "300"]
     with FakeEngine(embedded=embedded) as engine:
-        assert run(bench, model, tmp_path / "whole", *urls(engine), *k) == 0
+        words = [urls(engine), "--k", 128 if embedded else 300]
+        assert ladder.evaluated(*words, out="whole") == 0
         requests = len(engine.calls)
         engine.faults = [""] * (requests - 2) + ["500"] * 50
-        engine.calls.clear()
-        assert run(bench, model, tmp_path / "out", *urls(engine), *k) == 2
+        assert ladder.evaluated(*words) == 2
         [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("qurl:")]
         assert "answered 500" in line or "no engine is serving" in line
         assert line.endswith("; the answers so far are kept, and the same command goes on")
-        done = responses(tmp_path / "out")
-        assert 0 < len(done) < len(responses(tmp_path / "whole"))
+        assert 0 < len(ladder.responses()) < len(ladder.responses("whole"))
 
         engine.faults = []
-        engine.calls.clear()
-        assert run(bench, model, tmp_path / "out", *urls(engine), *k) == 0
-        assert len(engine.bodies("/generate")) == 2
-        assert responses(tmp_path / "out") == responses(tmp_path / "whole")
-        scores = [
-            json.loads((tmp_path / name / "results.json").read_text())["benchmarks"]["ladder"]
-            for name in ("whole", "out")
-        ]
-        for score in scores:
-            del score["tokens_per_s"]
-        assert scores[0] == scores[1]
-
-        engine.calls.clear()
-        assert run(bench, model, tmp_path / "out", *urls(engine), *k) == 0
-        assert engine.bodies("/generate") == []  # all is there
-        assert run(bench, model, tmp_path / "out", *urls(engine), *k, "--seed", "9") == 2
+        for asked in (2, 0):  # the second time all is there
+            engine.calls.clear()
+            assert ladder.evaluated(*words) == 0
+            assert len(engine.bodies("/generate")) == asked
+        assert ladder.responses() == ladder.responses("whole")
+        assert ladder.score() == ladder.score("whole")
+        assert ladder.evaluated(*words, "--seed", 9) == 2
         assert "other settings (seed: 0 there, 9 here)" in capsys.readouterr().err
 
 
-def test_an_engine_that_failed_once_is_asked_again_and_benchmarks_have_a_mean(
-    bench, model, tmp_path, capsys
-):
-    other = tmp_path / "other.jsonl"
+def test_an_engine_that_failed_once_is_asked_again_and_benchmarks_have_a_mean(ladder, capsys):
+    other = ladder.root / "other.jsonl"
     other.write_text(json.dumps({"prompt": "7 7", "answer": str(token_at(5))}) + "\n")
     with FakeEngine() as engine:
         engine.faults = ["500"]
-        options = [*urls(engine), "--k", "2", "--suffix", "8 8 8"]
-        assert run(bench, model, tmp_path / "out", *options, more=[str(other)]) == 0
+        assert ladder.evaluated(other, urls(engine), "--suffix", "8 8 8") == 0
         assert min(len(b["input_ids"][0]) for b in engine.bodies("/generate")) == 5
         assert {b["input_ids"][0][-1] for b in engine.bodies("/generate")} == {8}
-    found = json.loads((tmp_path / "out/results.json").read_text())
     # Three more tokens of prompt: every last token is another, so no answer is right any more.
-    assert found["mean"]["greedy"]["accuracy"] == 0.0
-    assert found["benchmarks"]["other"]["greedy"]["ci95"] is None
+    assert ladder.results()["mean"]["greedy"]["accuracy"] == 0.0
+    assert ladder.results()["benchmarks"]["other"]["greedy"]["ci95"] is None
     assert "| mean " in capsys.readouterr().out
 
 
-def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(bench, model, tmp_path, capsys):
-    own = tmp_path / "own.py"
-    own.write_text(
-        "def score(prompt, response, **others):\n"
-        "    if prompt == '7 7':\n        raise ValueError('too short')\n"
-        "    return len(response.split()) / (4 if prompt == '7 7 7 7' else 8)\n"
-    )
+OWN = """
+def score(prompt, response, **others):
+    if prompt == '7 7':
+        raise ValueError('too short')
+    return len(response.split()) / (4 if prompt == '7 7 7 7' else 8)
+
+def fails(response, **others):
+    raise KeyError('unit')
+"""
+
+
+def test_a_function_of_ones_own_scores_and_what_it_cannot_is_told(ladder, capsys):
+    own = ladder.root / "own.py"
+    own.write_text(OWN)
     with FakeEngine() as engine:
-        options = [*urls(engine), "--k", "1", "reward.kind=", f"reward.function={own}:score"]
-        assert run(bench, model, tmp_path / "out", *options) == 0
-        found = json.loads((tmp_path / "out/results.json").read_text())
-        assert found["settings"]["reward"] == f"{own}:score"
-        ladder = found["benchmarks"]["ladder"]
-        assert ladder["greedy"]["accuracy"] == pytest.approx((4 * 0.5 + 1) / 6)
-        told = capsys.readouterr().out
+        words = [urls(engine), "reward.kind=", f"reward.function={own}:score"]
         lost = (
             "1 response could not be scored and got 0: 1 raised (ValueError: too short "
-            "(own.py, line 3))\n"
+            "(own.py, line 4))\n"
         )
-        assert lost in told
-        whole = (tmp_path / "out/results.json").read_text()
-        assert ladder["unscored"] == 1
-        # Again, when all is there already.
-        assert run(bench, model, tmp_path / "out", *options) == 0
-        assert lost in capsys.readouterr().out
-        assert (tmp_path / "out/results.json").read_text() == whole
-        samples = tmp_path / "out/ladder.samples.jsonl"
-        text = samples.read_text()
-        own.write_text(own.read_text().replace("/ (", "/ 2 / ("))
-        assert run(bench, model, tmp_path / "out", *options) == 2
+        for _ in range(2):  # again, when all is there already
+            assert ladder.evaluated(*words) == 0
+            assert lost in capsys.readouterr().out
+        score, samples = ladder.score(), ladder.responses()
+        assert ladder.results()["settings"]["reward"] == f"{own}:score"
+        assert score["greedy"]["accuracy"] == pytest.approx((4 * 0.5 + 1) / 6)
+        assert score["unscored"] == 1
+        own.write_text(OWN.replace("/ (", "/ 2 / ("))
+        assert ladder.evaluated(*words) == 2
         edited = rf"other settings \(code of {own}:score: [0-9a-f]+ there, [0-9a-f]+ here\)"
         assert re.search(edited, capsys.readouterr().err)
-        assert samples.read_text() == text
+        assert ladder.responses() == samples
 
 
-def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refused(
-    bench, model, tmp_path, capsys
-):
-    bench.write_text('{"prompt": "7 7"}\n{"prompt": "7 7 7", "answer": ""}\n')
-    own = tmp_path / "own.py"
-    own.write_text(
-        "def score(response, answer, **others):\n    return 1.0 if answer == '' else 0.0\n\n"
-        "def fails(response, **others):\n    raise KeyError('unit')\n"
-    )
+def test_a_function_may_do_without_answers_and_one_that_scores_nothing_is_refused(ladder, capsys):
+    ladder.path.write_text('{"prompt": "7 7 7"}\n{"prompt": "7 7 7 7", "answer": ""}\n')
+    own = ladder.root / "own.py"
+    own.write_text(OWN)
     with FakeEngine() as engine:
-        options = [*urls(engine), "--k", "1"]
-        assert run(bench, model, tmp_path / "out", *options) == 2
+        assert ladder.evaluated(urls(engine)) == 2
         assert "line 1 has no reward_model.ground_truth or" in capsys.readouterr().err
-        options += ["reward.kind="]
-        score = f"reward.function={own}:score"
-        assert run(bench, model, tmp_path / "out", *options, score) == 0
+        words = [urls(engine), "reward.kind="]
+        assert ladder.evaluated(*words, f"reward.function={own}:score") == 0
         assert "ladder.jsonl: 2 prompts in prompt, no answers\n" in capsys.readouterr().out
-        fails = f"reward.function={own}:fails"
         for _ in range(2):  # nothing is kept of answers without a score, nor said to be 0 % right
-            assert run(bench, model, tmp_path / "bad", *options, fails) == 2
+            assert ladder.evaluated(*words, f"reward.function={own}:fails", out="bad") == 2
             error = capsys.readouterr().err.splitlines()[-1]
-            none = f"qurl: {fails} scored none of 2 responses: 2 raised (K"
+            none = f"qurl: reward.function={own}:fails scored none of 2 responses: 2 raised (K"
             assert error.startswith(none)
-            assert {path.name for path in (tmp_path / "bad").iterdir()} <= {".lock", "logs"}
-    found = json.loads((tmp_path / "out/results.json").read_text())
-    assert found["benchmarks"]["ladder"]["greedy"]["accuracy"] == 1.0
+            assert {path.name for path in (ladder.root / "bad").iterdir()} <= {".lock", "logs"}
+    assert ladder.score()["greedy"]["accuracy"] == 0.75
 
 
-def test_conversations_that_ended_early_are_counted_and_noted(bench, model, tmp_path, capsys):
-    own = tmp_path / "own.py"
+def test_conversations_that_ended_early_are_counted_and_noted(ladder, capsys):
+    own = ladder.root / "own.py"
     own.write_text(
         "class Asks:\n    def step(self, **given):\n"
         "        return {'role': 'user', 'content': '7 7 7'}\n"
     )
-    turns = [f"rollout.environment={own}:Asks", "rollout.max_turns=2"]
-    out = tmp_path / "out"
     with FakeEngine() as engine:
         engine.stop_every = 5
+        turns = [f"rollout.environment={own}:Asks", "rollout.max_turns=2"]
         for _ in range(2):  # again, when all is there already
-            assert run(bench, model, out, *urls(engine), "--k", "1", *turns) == 0
+            assert ladder.evaluated(urls(engine), *turns) == 0
             # Turns of 1 to 5 tokens: one of 5 is cut off, and nothing is said to it.
             said = capsys.readouterr().out
             assert "\n\n5 of 6 responses ended early: what the environment said next did" in said
-            assert (out / "results.md").read_text() in said
-    found = json.loads((out / "results.json").read_text())
-    assert found["benchmarks"]["ladder"]["left_out"] == 5
-    assert sum("left_out" in one for one in responses(out)) == 5
+            assert (ladder.root / "out/results.md").read_text() in said
+    assert ladder.score()["left_out"] == 5
+    assert sum("left_out" in one for one in ladder.responses()) == 5
 
 
-def test_a_default_length_leaves_room_for_the_longest_prompt(bench, model, tmp_path, capsys):
+def test_a_default_length_leaves_room_for_the_longest_prompt(ladder, capsys):
     with FakeEngine() as engine:
-        given = ["--out", str(tmp_path / "out"), "--k", "1", "reward.kind=exact", *urls(engine)]
-        assert main(["eval", str(bench), "--model", str(model), *given]) == 0
-        asked = [
-            params for body in engine.bodies("/generate") for params in body["sampling_params"]
-        ]
-    assert {params["max_new_tokens"] for params in asked} == {57}  # of 64, beside 7
+        given = ["--out", str(ladder.root / "out"), "--k", "1", "reward.kind=exact", urls(engine)]
+        assert main(["eval", str(ladder.path), "--model", str(ladder.model), *given]) == 0
+        bodies = engine.bodies("/generate")
+    asked = [params["max_new_tokens"] for body in bodies for params in body["sampling_params"]]
+    assert {*asked} == {57}  # of 64, beside 7
     assert "responses end at 57 tokens, which the model's context leaves" in capsys.readouterr().out
 
 
@@ -560,20 +529,20 @@ def test_a_quantized_folder_is_evaluated_as_it_is(model, trained, tmp_path):
         planned("--model", str(folder), "quant.scheme=fp8")
 
 
-def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model, trained, capsys):
+def test_answers_made_otherwise_are_refused_before_an_engine_starts(ladder, trained, capsys):
     words = ["--run", str(trained), "--before", "--k", "2", "rollout.backend=embedded"]
     words += ["reward.function=", "rollout.max_new_tokens=4"]
     before, _ = planned(*words)
     before.out.mkdir(parents=True)
-    [benchmark] = read_benchmarks([bench], USUAL)
-    problems = with_prompts(benchmark, Words(model), chat=False, suffix="").fingerprint
+    [benchmark] = read_benchmarks([ladder.path], USUAL)
+    problems = with_prompts(benchmark, Words(ladder.model), chat=False, suffix="").fingerprint
     for settings, change in (
         ({"problems": "", **before.settings}, r"problems:  there, \w+ here"),
         ({"problems": problems, **before.settings, "dtype": "x"}, "dtype: x there, bfloat16 here"),
     ):
         path = before.out / "ladder.samples.jsonl"
         path.write_text(json.dumps({"settings": settings}) + "\n")
-        assert main(["eval", str(bench), *words]) == 2
+        assert main(["eval", str(ladder.path), *words]) == 2
         output = capsys.readouterr()
         assert re.search(rf"start/ladder.* other settings \({change}.*delete that", output.err)
         assert "evaluating" not in output.out
@@ -603,8 +572,8 @@ def test_answers_made_otherwise_are_refused_before_an_engine_starts(bench, model
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(options, message, bench, model, tmp_path, capsys):
-    assert run(bench, model, tmp_path / "out", *options) == 2
+def test_a_mistake_is_one_sentence(options, message, ladder, capsys):
+    assert ladder.evaluated(*options) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1, error
 
@@ -618,13 +587,13 @@ def test_a_mistake_is_one_sentence(options, message, bench, model, tmp_path, cap
     ],
 )
 def test_a_prompt_that_no_engine_takes_is_named_before_any_is_asked(
-    stated, limit, fix, bench, model, tmp_path, capsys
+    stated, limit, fix, ladder, capsys
 ):
     with FakeEngine() as engine:
         info = engine.server_info() | stated
         engine.server_info = lambda: info
         new = f"rollout.max_new_tokens={58 if limit == 64 else 4}"
-        assert run(bench, model, tmp_path / "out", *urls(engine), new) == 2
+        assert ladder.evaluated(urls(engine), new) == 2
         assert engine.bodies("/generate") == []
     error = capsys.readouterr().err
     assert "ladder.jsonl line 6: the longest prompt, 7 tokens, and rollout.max_new_tokens=" in error

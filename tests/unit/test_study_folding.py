@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.folding import (
@@ -22,7 +21,6 @@ from qurl_megatron.tensors.table import is_quantized, uaq_role
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
 ADAM = Setting("Adam alone")
-UAQ = "uaq,int8"
 
 
 def test_the_rates_are_s_for_what_reads_a_norm_and_its_reverse_for_the_norm():
@@ -91,22 +89,3 @@ def test_in_the_papers_models_two_thirds_of_the_linear_weights_take_part(path):
 
 def test_the_page_has_the_table_of_the_record():
     assert table(json.loads(RECORD.read_text())) in PAGE
-
-
-def test_uaq_beside_larger_learning_rates_is_on_the_page_as_its_record_has_it():
-    told = json.loads((ROOT / "docs/results/uaq_or_lr.json").read_text())
-    for name, group in told["groups"].items():
-        row = [told["methods"][name.partition(",")[0]]["label"]]
-        for what in ("accuracy_trained", "accuracy"):
-            found, uaq = (100 * np.array(told["groups"][g][what]["values"]) for g in (name, UAQ))
-            assert len(found) == 8
-            more, t = uaq - found, 2.365  # of 7 degrees of freedom
-            interval = f"{more.mean():.1f} ± {t * more.std(ddof=1) / 8**0.5:.1f}"
-            row += [
-                f"{found.mean():.1f} ± {found.std(ddof=1):.1f}",
-                "–" if name == UAQ else interval,
-            ]
-        flips = group["code_flip_rate"]
-        row.append("–" if flips is None else f"{100 * flips['mean']:.1f} %")
-        assert f"| {' | '.join(row)} |" in PAGE
-        assert flips is None or f"{group['update_passed']['mean']:.3f}" == "1.000"
