@@ -4,7 +4,6 @@ Every help reads the options, so what measures is imported when it is asked for.
 """
 
 import argparse
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -46,19 +45,13 @@ def add_rollout(parser: argparse.ArgumentParser) -> None:
         help="a shape of launch/models (tiny, h1024, Qwen2.5-14B, ...), or any folder with a "
         "config.json; default h1024",
     )
-    add(
-        "--schemes",
-        type=names_of(*SCHEMES),
-        default=list(SCHEMES),
-        metavar="A,B",
-        help=f"default {','.join(SCHEMES)}",
-    )
+    add("--schemes", choices=SCHEMES, nargs="+", default=list(SCHEMES), help="default: all")
     add(
         "--engine",
-        type=names_of("embedded", "sglang"),
+        choices=("embedded", "sglang"),
+        nargs="+",
         default=["embedded"],
-        metavar="A,B",
-        help="embedded, sglang or both; default embedded",
+        help="default embedded",
     )
     add(
         "--tensor",
@@ -125,19 +118,6 @@ def _add_common(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for BENCHMARK.json; default: only the table"
     )
-
-
-def names_of(*known: str) -> Callable[[str], list[str]]:
-    """Return argparse's type of a list of known names, with commas between them."""
-
-    def names(text: str) -> list[str]:
-        chosen = [name for name in text.split(",") if name]
-        unknown = [name for name in chosen if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is not among {', '.join(known)}")
-        return chosen
-
-    return names
 
 
 def count(text: str) -> int:

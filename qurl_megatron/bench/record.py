@@ -205,12 +205,6 @@ INSTRUCTIONS = {  # a flag of /proc/cpuinfo, and its name
     "amx_int8": "AMX INT8",
     "amx_bf16": "AMX BF16",
     "sha_ni": "SHA",
-    # Of ARM
-    "asimddp": "INT8 dot products",
-    "i8mm": "INT8 matrices",
-    "bf16": "BF16 matrices",
-    "sve": "SVE",
-    "sha2": "SHA",
 }
 PACKAGES = ("torch", "megatron-core", "sglang", "vllm", "transformers", "numpy")
 
@@ -218,7 +212,7 @@ PACKAGES = ("torch", "megatron-core", "sglang", "vllm", "transformers", "numpy")
 def environment() -> dict[str, Any]:
     """Return all facts of this machine and installation."""
     cpuinfo = _cpuinfo()
-    flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
+    flags = cpuinfo.get("flags", "").split()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": cpuinfo.get("model name") or platform.processor() or platform.machine(),
@@ -228,7 +222,7 @@ def environment() -> dict[str, Any]:
         "instructions": [name for flag, name in INSTRUCTIONS.items() if flag in flags],
         "gpus": gpus(),
         "python": platform.python_version(),
-        "versions": _versions(),
+        "versions": {d.name: d.version for d in metadata.distributions() if d.name in PACKAGES},
         "commit": commit(Path(__file__).parent),
         "load_before": load(),
     }
@@ -241,16 +235,6 @@ def load() -> float:
 def started() -> str:
     """Now, as a record writes it."""
     return datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def commit(folder: Path) -> str | None:

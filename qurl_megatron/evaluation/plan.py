@@ -34,8 +34,8 @@ class Method:
     """``section.key=value``, over the overrides of the study."""
 
     schemes: tuple[str, ...] = ()
-    """Its own choice of schemes. ``false`` in the file stands for ["none"], unquantized rollouts;
-    without the key it runs under all schemes of the study."""
+    """Its own choice of schemes, e.g. ["none"] for unquantized rollouts; without the key it runs
+    under all schemes of the study."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +152,10 @@ def _method(name: str, settings: Settings) -> Method:
     table = settings.methods[name]
     require(isinstance(table, dict), f"methods.{name} must be a table [methods.{name}]")
     table = {"label": name, "schemes": list(settings.schemes), **table}
-    if table["schemes"] is False:
-        table["schemes"] = ["none"]
     method = build(Method, table, f"methods.{name}.")
     require(
         bool(method.schemes),
-        f"methods.{name}.schemes is empty; leave it out for all schemes, or set it to false for "
+        f'methods.{name}.schemes is empty; leave it out for all schemes, or set it to ["none"] for '
         "unquantized rollouts",
     )
     return method
@@ -182,7 +180,7 @@ def _cells(recipe: Path, settings: Settings, methods: dict[str, Method]) -> Iter
                 require(
                     config.quant.scheme == scheme,
                     f"methods.{name}: its overrides set quant.scheme={config.quant.scheme} where "
-                    f"the study sets {scheme}; use the key schemes (false for unquantized "
+                    f'the study sets {scheme}; use the key schemes (["none"] for unquantized '
                     "rollouts)",
                 )
                 yield Cell(name, scheme, seed, overrides, config)

@@ -23,7 +23,7 @@ from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
 from qurl_megatron.observe.text import number, percent
-from qurl_megatron.schemes import SCHEMES
+from qurl_megatron.schemes import SCHEMES, title
 from qurl_megatron.training.state import refuse_other_run
 
 BENCHMARK = "held_out"
@@ -43,7 +43,7 @@ def at_end(values_N: np.ndarray) -> float:
 
 def after_the_first(values_N: np.ndarray) -> float:
     """Median of all but the first step, which alone pays for caches and compilation."""
-    return np.median(values_N[1:] if len(values_N) > 1 else values_N)
+    return np.median(values_N[min(1, len(values_N) - 1) :])
 
 
 def over_steps(values_N: np.ndarray) -> float | None:
@@ -122,10 +122,10 @@ class Group:
     @property
     def precision(self) -> str:
         """Number format of the rollouts, for a table."""
-        if self.scheme == "none":
-            dtype = self.results[0].cell.config.model.dtype
-            return {"bfloat16": "BF16", "float32": "FP32"}[dtype]
-        return self.scheme.upper() + (", simulated" if SCHEMES[self.scheme].simulated else "")
+        if self.scheme == "none" and self.results[0].cell.config.model.dtype == "float32":
+            return "FP32"
+        simulated = ", simulated" * SCHEMES[self.scheme].simulated
+        return f"{title(self.scheme)}{simulated}"
 
     def curves(self, metric: str) -> list[Series]:
         """One per seed that measured it."""
@@ -159,11 +159,10 @@ def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
 
 def finals(history: History) -> dict[str, float | None]:
     """``FINALS`` and the step of collapse of one run; None where it did not measure."""
-    final_values: dict[str, float | None] = {}
+    final_values: dict[str, float | None] = dict.fromkeys((*FINALS, "collapse_step"))
     for name, (metric, reduce) in FINALS.items():
-        value = reduce(history.series(metric)[1]) if metric in history else None
-        final_values[name] = None if value is None else float(value)
-    final_values["collapse_step"] = None
+        if metric in history and (value := reduce(history.series(metric)[1])) is not None:
+            final_values[name] = float(value)
     if "reward/mean" in history:
         final_values["collapse_step"] = collapse_step(*history.series("reward/mean"))
     return final_values

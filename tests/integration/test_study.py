@@ -15,7 +15,7 @@ overrides = ["train.steps=2", "train.eval_prompts=8", "rollout.engines=1", "quan
 schemes = ["int4"]
 [methods.bf16]
 label = "RL, unquantized"
-schemes = false
+schemes = ["none"]
 [methods.acr]
 label = "QuRL"
 """

@@ -35,8 +35,8 @@ def test_every_benchmark_has_help_and_a_module_that_runs(name, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--schemes", "int8,int3"], "int3 is not among bf16, int8, fp8"),
-        (["--engine", "vllm"], "vllm is not among embedded, sglang"),
+        (["--schemes", "int8", "int3"], "--schemes cannot be 'int3'; did you mean int8?"),
+        (["--engine", "vllm"], "--engine cannot be 'vllm'; there are embedded, sglang"),
         (["--repeats", "0"], "--repeats: must be a whole number, 1 or more"),
     ],
 )

@@ -58,7 +58,7 @@ seeds = [0, 1]
 [methods.bf16]
 label = "BF16 RL"
 overrides = ["algo.objective=proximal"]
-schemes = false
+schemes = ["none"]
 [methods.acr]
 overrides = ["quant.uaq_scale=1.5"]
 """
@@ -129,7 +129,7 @@ def test_every_method_runs_under_every_scheme_and_seed_and_an_unquantized_one_on
         ("label =", "lable =", "unknown key methods.bf16.lable; did you mean methods.bf16.label?"),
         ('"algo.obj', '"algo.bj', "methods.bf16: unknown key algo.bjective; did you mean"),
         ("seeds = [0, 1]", "seeds = [0, 0]", "seeds must be different values"),
-        ("schemes = false", "schemes = []", "methods.bf16.schemes is empty"),
+        ('schemes = ["none"]', "schemes = []", "methods.bf16.schemes is empty"),
         ("[methods.acr]", '[methods."a,b"]', "methods.a,b: a method's name is of letters"),
         ("proximal", 'proximal", "quant.scheme=int8', "set quant.scheme=int8 where the study sets"),
         ('"recipe.toml"', '"other.toml"', "recipe other.toml is neither beside"),

@@ -34,7 +34,7 @@ overrides = ["train.steps=3", "train.eval_prompts=0"]
 schemes = ["int8", "int4"]
 [methods.none]
 label = "nothing to answer"
-schemes = false
+schemes = ["none"]
 [methods.tis]
 label = "TIS"
 overrides = ["algo.objective=tis"]
