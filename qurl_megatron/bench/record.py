@@ -78,7 +78,9 @@ class Case:
 
     def why(self, reason: str) -> str:
         """Return a reason with its case's note."""
-        return f"{reason}: {self.notes[reason]}" if reason in self.notes else reason
+        if reason in self.notes:
+            return f"{reason}: {self.notes[reason]}"
+        return reason
 
     def figure(self, name: str) -> Figure:
         return next(figure for figure in self.figures if figure.name == name)
@@ -274,7 +276,6 @@ def gpus() -> list[dict[str, Any]]:
 
 def _cpuinfo() -> dict[str, str]:
     """Of the first core."""
-    file = Path("/proc/cpuinfo")
-    text = file.read_text(encoding="utf-8").partition("\n\n")[0] if file.is_file() else ""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}

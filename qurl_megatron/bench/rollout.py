@@ -49,13 +49,15 @@ class Subject:
 
     @property
     def quant_scheme(self) -> str:
-        return "none" if self.scheme == "bf16" else self.scheme
+        return {"bf16": "none"}.get(self.scheme, self.scheme)
 
     @property
     def dtype(self) -> str:
         """Format of unquantized tensors; an embedded engine on a CPU is fastest with FP32 there."""
         on_cpu = self.engine == "embedded" and not torch.cuda.is_available()
-        return "float32" if on_cpu and self.scheme != "bf16" else "bfloat16"
+        if on_cpu and self.scheme != "bf16":
+            return "float32"
+        return "bfloat16"
 
 
 def run(options: argparse.Namespace) -> list[Case]:

@@ -61,8 +61,10 @@ class EvaluationPlan:
     @property
     def responses(self) -> dict[str, int]:
         """Responses to each problem, by mode."""
-        k = self.config.rollout.samples_per_prompt
-        return {"greedy": 1, "sampled": k} if k > 1 else {"greedy": 1}
+        responses = {"greedy": 1}
+        if self.config.rollout.samples_per_prompt > 1:
+            responses["sampled"] = self.config.rollout.samples_per_prompt
+        return responses
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -166,10 +168,11 @@ def make_plans(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[
     """
     _refuse(arguments)
     model, run_dir, top_p = arguments.model, arguments.run_dir, arguments.top_p
-    folder = run_dir / "eval" if run_dir and not model else Path("runs/eval")
+    folder = Path("runs/eval")
     if run_dir:
         checkpoint, tables = _of_run(run_dir, arguments.step)
-        model = model or checkpoint
+        if not model:
+            model, folder = checkpoint, run_dir / "eval"
         top_p = top_p or 1.0  # the recipe's policy, all of it
     else:
         tables = {
@@ -249,7 +252,9 @@ def _of_run(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
             f"--run {run_dir} holds no checkpoint of a run; name the train.run_dir of one that has "
             "saved a step"
         )
-    if step is not None and step not in by_step:
+    if step is None:
+        step = max(by_step)
+    if step not in by_step:
         raise ConfigError(
             f"--step {step}: {run_dir} has no checkpoint of that step; it has those of steps "
             f"{', '.join(map(str, by_step))}"
@@ -257,7 +262,7 @@ def _of_run(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
     tables = read_tables(run_dir / RECIPE, "recipe", "name the folder of a run")
     names = [section.name for section in dataclasses.fields(EvaluationConfig)]
     own = {name: tables.get(name, {}) for name in names}
-    return by_step[max(by_step) if step is None else step], own
+    return by_step[step], own
 
 
 def _config(

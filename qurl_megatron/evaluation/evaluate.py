@@ -137,8 +137,9 @@ def _evaluate(plan: EvaluationPlan, benchmarks: Sequence[Benchmark]) -> list[res
             evaluator = Evaluator(plan, fleet, rewards, tokenizer, turns)
             scores = _answer(evaluator, prompted)
         except (EngineError, RewardDown) as error:
-            kept = any(plan.out.glob("*.samples.jsonl"))
-            advice = "; the answers so far are kept, and the same command goes on" if kept else ""
+            advice = ""
+            if any(plan.out.glob("*.samples.jsonl")):
+                advice = "; the answers so far are kept, and the same command goes on"
             raise ConfigError(f"{error}{advice}") from error
     print((plan.out / "results.md").read_text(encoding="utf-8"), end="")
     print(f"results: {plan.out / 'results.json'}", flush=True)
@@ -184,7 +185,7 @@ def _answer(evaluator: "Evaluator", benchmarks: Sequence[Benchmark]) -> list[res
         every += file.every
         score = results.score(benchmark, file.answers, plan.responses, plan.seed)
         speed = results.tokens_per_second(file.every)
-        lines.append((benchmark.name, len(benchmark.problems), score, speed))
+        lines.append((benchmark.name, str(len(benchmark.problems)), score, f"{speed:.0f}"))
         document["benchmarks"][benchmark.name] = {
             "file": str(benchmark.path),
             "problems": len(benchmark.problems),
@@ -200,7 +201,7 @@ def _answer(evaluator: "Evaluator", benchmarks: Sequence[Benchmark]) -> list[res
     scores = [score for _, _, score, _ in lines]
     if len(benchmarks) > 1:
         average = results.mean(scores)
-        lines.append(("mean", None, average, None))
+        lines.append(("mean", "", average, ""))
         _write(plan.out / "results.json", {**document, "mean": results.as_json(average)})
     table = results.table(lines, right_or_wrong=config.reward.right_or_wrong)
     write_whole(plan.out / "results.md", "\n\n".join([table, *_notes(plan, every)]) + "\n")

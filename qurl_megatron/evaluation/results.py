@@ -113,7 +113,7 @@ class Pair:
 Scores = dict[str, Score]
 Pairs = dict[str, Pair]
 """By mode."""
-Line = tuple[str, int | None, Scores, float | None]
+Line = tuple[str, str, Scores, str]
 """A benchmark's name, number of problems, scores and tokens per second."""
 
 
@@ -208,15 +208,13 @@ def table(lines: Sequence[Line], *, right_or_wrong: bool = True) -> str:
         header += [f"Avg@{sampled.responses}{unit}", f"pass@{sampled.responses}{PERCENT}"]
     cells = [[*header, f"truncated{PERCENT}", "tokens", "tokens/s"]]
     for name, problems, by_mode, speed in lines:
-        row = [name, "" if problems is None else str(problems)]
+        row = [name, problems]
         for mode_score in by_mode.values():
             row.append(_mean_text(mode_score.accuracy, mode_score.resampled_D, right_or_wrong))
             if mode_score.pass_at:
                 row.append(f"{100 * mode_score.pass_at[mode_score.responses]:.1f}")
-        last = by_mode["sampled" if sampled else "greedy"]
-        row += [f"{100 * last.truncated:.1f}", f"{last.tokens:.0f}"]
-        row.append("" if speed is None else f"{speed:.0f}")
-        cells.append(row)
+        *_, last = by_mode.values()
+        cells.append([*row, f"{100 * last.truncated:.1f}", f"{last.tokens:.0f}", speed])
     return aligned(cells)
 
 
@@ -259,8 +257,9 @@ def _mean_text(
     def text(value: float) -> str:
         return f"{100 * value:{sign}.1f}" if right_or_wrong else f"{value:{sign}.3f}"
 
-    ends = interval(resampled_D)
-    return f"{text(mean)} [{text(ends[0])}, {text(ends[1])}]" if ends else text(mean)
+    if (ends := interval(resampled_D)) is None:
+        return text(mean)
+    return f"{text(mean)} [{text(ends[0])}, {text(ends[1])}]"
 
 
 def _interval_json(resampled_D: np.ndarray) -> list[float] | None:

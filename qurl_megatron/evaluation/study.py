@@ -112,7 +112,9 @@ def next_task(cell: Cell, out: Path) -> str:
         return ""
     newest = latest(run_dir(out, cell))
     at_last_step = newest is not None and newest.name == trained_dir(out, cell).name
-    return "evaluate" if at_last_step and result.trained is None else ""
+    if at_last_step and result.trained is None:
+        return "evaluate"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class _Job:
             file.seek(self.log_start)
             lines = file.read().decode("utf-8", errors="replace").split("\n")
         written = [line.strip() for line in lines if line.strip()]
-        return printable(written[-1]) if written else f"exit status {self.popen.returncode}"
+        written.insert(0, f"exit status {self.popen.returncode}")
+        return printable(written[-1])
 
 
 class _Runner:

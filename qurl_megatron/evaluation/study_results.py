@@ -93,7 +93,9 @@ class Result:
             return "done"
         if self.reason:
             return "failed"
-        return "started" if self.history else "waiting"
+        if self.history:
+            return "started"
+        return "waiting"
 
     @property
     def step(self) -> int:

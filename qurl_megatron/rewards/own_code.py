@@ -148,4 +148,6 @@ def _file_of(name: str) -> Path | None:
             return None
         # Not by its whole name, for which a folder without __init__.py looks up its parents.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
-    return Path(spec.origin) if spec and spec.origin else None
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin)

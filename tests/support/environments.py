@@ -15,9 +15,6 @@ class Scripted:
         misbehave(word, answer)
         if word == "over":
             return None
-        if word == "stdin":
-            print('{"reply": null}', flush=True)
-            return {"role": "user", "content": repr(sys.stdin.read())}
         odd = {"text": "next", "system": {"role": "system", "content": "x"},
                "number": {"role": "tool", "content": 3}, "pair": (None, True),
                "blank": {"role": "tool", "content": " \\n"}}

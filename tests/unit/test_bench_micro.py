@@ -1,11 +1,11 @@
-"""The benchmarks of the checkout: the loss, quantizing, publishing."""
+"""The benchmarks of the checkout, and docs/performance.md, which is made of their records."""
 
 import pytest
 import torch
 
-from benchmarks import loss, machine_limits, publish, quantize
+from benchmarks import loss, machine_limits, quantize
 from benchmarks.harness import measure, read
-from benchmarks.repeats import Repeats
+from benchmarks.performance import PAGE, RESULTS, rendered
 
 
 @pytest.fixture(autouse=True)
@@ -18,13 +18,10 @@ def quiet_machine(monkeypatch):
     machine_limits.limits.cache_clear()
 
 
-def of_loss(*words: str):
-    return loss.parser().parse_args(["--device", "cpu", *words])
-
-
 def test_every_way_has_its_seconds_and_memory_beside_the_limit():
-    given = ["--tokens", "64", "--vocab", "4096", "--tensor", "2", "--repeats", "2"]
-    cases = {case.keys["way"]: case for case in loss.run(of_loss(*given))}
+    given = ["--device", "cpu", "--tokens", "64", "--vocab", "4096", "--tensor", "2"]
+    given += ["--repeats", "2"]
+    cases = {case.keys["way"]: case for case in loss.run(loss.parser().parse_args(given))}
     for name in ("ours", "ours_entropy_gradient", "megatron"):
         case = cases[name]
         seconds, peak = case.figure("seconds"), case.figure("peak")
@@ -35,16 +32,12 @@ def test_every_way_has_its_seconds_and_memory_beside_the_limit():
     assert cases["ours_torch"].keys == {"way": "ours_torch", "tensor": 2, **keys}
 
 
-def of_quantize(*words: str):
-    small = ["--model", "tiny", "--repeats", "2", "--device", "cpu", "--schemes", "int8"]
-    return quantize.parser().parse_args([*small, *words])
-
-
 def test_quantizing_leaves_a_record_with_a_copy_of_what_it_moves_as_limit(
     monkeypatch, tmp_path, capsys
 ):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert measure("quantize", of_quantize("--out", str(tmp_path)), quantize.run) == 0
+    given = f"--model tiny --repeats 2 --device cpu --schemes int8 --out {tmp_path}".split()
+    assert measure("quantize", quantize.parser().parse_args(given), quantize.run) == 0
     record = read(tmp_path / "quantize.json")
     # The kernels are left out where there is no GPU.
     names = [case.name for case in record.cases]
@@ -57,15 +50,14 @@ def test_quantizing_leaves_a_record_with_a_copy_of_what_it_moves_as_limit(
     assert len(figure.repeats) == 2 and figure.limit > 0 and figure.unit == "s"
 
 
-def test_a_transport_has_every_turn_and_the_limit_of_a_copy():
-    def turn(seconds: float, paused_s: float) -> dict[str, float]:
-        spent = {"seconds": seconds, "paused_s": paused_s, "work_s": 2 * seconds}
-        return {**spent, "bytes": 2e9, "copy_gb_s": 2.0}
+def test_the_page_of_results_is_made_of_the_records():
+    """``python -m benchmarks.performance`` writes it anew."""
+    assert PAGE.read_text(encoding="utf-8") == rendered()
 
-    repeats = Repeats(results=[turn(2.0, 0.5), turn(1.0, 0.7)], yardsticks=[0.01, 0.01])
-    case = publish.case_of("int8", 1, "memory", repeats, model="0.5B")
-    assert case.name == "int8, engine TP1, memory"
-    seconds = case.figure("seconds")
-    assert (seconds.repeats, seconds.limit) == ([2.0, 1.0], 1.0)  # 2 GB at 2 GB/s
-    assert case.figure("work").repeats == [4.0, 2.0]
-    assert case.figure("paused").repeats == [0.5, 0.7]
+
+def test_every_record_in_the_results_stands_on_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    assert len(list(RESULTS.glob("*_cpu.json"))) >= 7
+    for path in RESULTS.glob("*_cpu.json"):
+        if path.name != "study_cpu.json":  # has a page of its own
+            assert f"(results/{path.name})" in page

@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks import repeats
 from benchmarks.harness import read
-from benchmarks.repeats import Repeats, interleaved
-from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, commit, in_turns
+from benchmarks.repeats import interleaved
+from qurl_megatron import cli
+from qurl_megatron.bench import step
+from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, in_turns
 from qurl_megatron.kit.errors import ConfigError
 
 
@@ -101,13 +103,6 @@ def test_a_repeat_has_its_own_seconds_and_not_the_yardsticks(monkeypatch):
     assert found.seconds == found.results == [3.0, 3.0] and found.yardsticks == [5.0, 5.0]
 
 
-def test_a_machine_that_others_use_is_a_reason_and_one_burst_is_not(monkeypatch):
-    monkeypatch.setattr(repeats._Shortest, "seconds", 1.0)
-    assert Repeats(yardsticks=[1.01, 1.1, 3.0]).reasons == []
-    # However even, they are above what this machine has shown it can do.
-    assert Repeats(yardsticks=[1.5, 1.5, 1.5]).reasons == ["another load"]
-
-
 def test_an_environment_needs_no_torch():
     """A parent that measures its children's memory stays small."""
     code = "import sys; from qurl_megatron.bench import record; record.environment()"
@@ -115,19 +110,36 @@ def test_an_environment_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def git(folder, *words: str) -> str:
-    own = ["-c", "user.name=a", "-c", "user.email=a@b", "-C", str(folder)]
-    done = subprocess.run(["git", *own, *words], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+def test_a_benchmark_leaves_its_record_and_shows_its_table(tmp_path, capsys, monkeypatch):
+    cases = [Case(name="ahead", keys={"steps": 4}, figures=[speed()])]
+    monkeypatch.setattr(step, "run", lambda options: cases)
+    assert cli.main(["bench", "step", "--out", str(tmp_path / "new")]) == 0
+    left = read(tmp_path / "new/step.json")
+    assert left.cases == cases and left.benchmark == "step"
+    out = capsys.readouterr().out
+    assert "ahead" in out and out.endswith(f"{tmp_path}/new/step.json\n")
+    assert cli.main(["bench", "step", "--out", str(tmp_path / "new/step.json/below")]) == 2
+    shown = capsys.readouterr()
+    assert "ahead" in shown.out and "--out" in shown.err  # the table is not lost
 
 
-def test_a_commit_with_changes_is_told_from_a_clean_one(tmp_path):
-    assert commit(tmp_path) is None
-    git(tmp_path, "init", "-q")
-    (tmp_path / "a").write_text("1")
-    git(tmp_path, "add", "a")
-    git(tmp_path, "commit", "-qm", "a")
-    head = git(tmp_path, "rev-parse", "--short=12", "HEAD")
-    assert commit(tmp_path) == head
-    (tmp_path / "a").write_text("2")
-    assert commit(tmp_path) == head + "+changes"
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("rollout --schemes int8 int3", "--schemes cannot be 'int3'; did you mean int8?"),
+        ("rollout --engine vllm", "--engine cannot be 'vllm'; there are embedded, sglang"),
+        ("rollout --repeats 0", "--repeats: must be a whole number, 1 or more"),
+        ("rollout --model 8B", "--model 8B is neither a folder with a config.json nor a"),
+        ("rollout --tensor 2", "--tensor 2 is not for --engine embedded"),
+        ("rollout --model tiny --mean 300", "--mean 300 must be from 1 to --max 256"),
+        ("step --steps 2", "--steps 2: the first 2 do not count; give more"),
+        ("step --case parallel.data=3", "must be a multiple of"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_runs(words, sentence, capsys):
+    try:
+        code = cli.main(["bench", *words.split()])
+    except SystemExit as left:
+        code = left.code
+    error = capsys.readouterr().err
+    assert code == 2 and sentence in error and len(error.splitlines()) == 1

@@ -100,9 +100,3 @@ def test_a_case_is_the_recipe_with_its_overrides_beside_the_longer_side(bench):
 def test_a_run_that_fails_is_quoted(bench):
     with pytest.raises(ConfigError, match="quickstart.toml .* failed: qurl: out of memory$"):
         bench(code=1)
-
-
-def test_settings_that_the_recipe_cannot_have_are_refused_before_anything_runs(bench):
-    with pytest.raises(ConfigError, match="must be a multiple of"):
-        bench("--case", "parallel.data=1", "--case", "parallel.data=3")
-    assert not bench.started

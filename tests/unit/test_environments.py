@@ -1,21 +1,30 @@
-"""Environments of the user's own: found or refused in one sentence, asked, and never believed."""
+"""Environments of the user's own: found or refused in one sentence, asked, and never believed; and
+the example of docs/environments.md, which runs as it stands there."""
 
-import asyncio
+import dataclasses
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config import RewardConfig
+from qurl_megatron.config import RewardConfig, load
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.rewards import RewardPool
 from qurl_megatron.rewards.pool import Tally, items_of
-from qurl_megatron.rewards.worker import as_reply, call
+from qurl_megatron.rewards.worker import ROLES, STEP_FIELDS
 from qurl_megatron.rewards.workers import EnvironmentPool, check_environment
+from qurl_megatron.training.groups import conversation_metrics
 from tests.support.environments import write_classes
 from tests.support.models import random_samples
 from tests.support.waiting import PATIENCE_S
+
+PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text(encoding="utf-8")
+[CLASS] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+[TABLE] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+REST = '[model]\npath = "m"\n[data]\ntask = "chain_sum"\n'
+SAID = re.findall(r"^\| (prompt|policy|tool) \| (.*) \|$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +57,7 @@ def test_it_is_told_of_the_conversation_and_its_answer_is_the_next_message(own, 
 @pytest.mark.parametrize(
     "response, cause, why",
     [
-        (
-            "raise",
-            "exceptions",
-            r"ValueError: no unit in this response \(environment.py, line",
-        ),
+        ("raise", "exceptions", r"ValueError: no unit in this response \(environment.py, line"),
         ("exit", "exceptions", "SystemExit: 0"),
         ("memory", "exceptions", "MemoryError"),
         ("die", "crashes", "2 workers one after the other"),
@@ -70,16 +75,6 @@ def test_what_goes_wrong_is_one_sentence_and_costs_no_other_its_answer(pool, res
     assert isinstance(found, Unscored) and found.cause == cause
     assert re.match(why, found.why) and "\n" not in found.why
     assert good.result(PATIENCE_S)["content"] == "fine 7 {} 0"
-
-
-class Leaving(dict):
-    def get(self, name, default=None):
-        raise SystemExit
-
-
-def test_a_message_whose_own_code_fails_is_an_exception():
-    said = call(Leaving, as_reply, asyncio.Runner(), {})
-    assert isinstance(said, Unscored) and said.cause == "exceptions"
 
 
 @pytest.mark.parametrize(
@@ -113,3 +108,30 @@ def test_a_response_that_failed_in_it_has_no_score():
     strict = RewardConfig(kind="exact", on_failure="stop")
     with RewardPool(strict) as rewards, pytest.raises(ConfigError, match="1 of 3 responses could"):
         rewards.grade(items)
+
+
+def test_the_conversation_is_the_one_that_the_class_holds(tmp_path):
+    (tmp_path / "calculator.py").write_text(CLASS)
+    (tmp_path / "recipe.toml").write_text(REST + TABLE)
+    config = load(tmp_path / "recipe.toml").rollout
+    assert (config.max_turns, config.turn_timeout_s) == (4, 10.0)
+    check_environment(config)
+    roles = {"prompt": "user", "policy": "assistant", "tool": "tool"}
+    messages = [{"role": roles[who], "content": text} for who, text in SAID]
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
+    none = {"role": "user", "content": "There is no sum before that word."}
+    with EnvironmentPool(config) as pool:
+        for before, response, expected in (
+            (messages[:1], messages[1]["content"], messages[2]),
+            (messages[:3], messages[3]["content"], None),
+            (messages[:1], "calculate", none),
+        ):
+            assert reply(pool, response, messages=before, answer="46") == expected
+
+
+def test_the_page_names_every_key_argument_role_and_metric():
+    keys = {f.name for f in dataclasses.fields(RolloutConfig)}
+    own = {key for key in keys if key.startswith(("environment", "turn", "max_turns"))}
+    assert len(own) == 5
+    for word in (*own, *STEP_FIELDS, *ROLES, *conversation_metrics(random_samples(1))):
+        assert re.search(rf"\b{word}\b", PAGE), word

@@ -6,10 +6,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from benchmarks import mismatch_page
 from benchmarks.mismatch_page import (
     BEGIN,
-    END,
     PAGE,
     kept,
     page,
@@ -128,47 +126,3 @@ def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
     del times["groups"]["uaq,int4"]
     with pytest.raises(ConfigError, match="--times: no run of uaq,int4 is done among those of stu"):
         record(told, ELSEWHERE, times)
-
-
-def test_only_the_text_between_the_marks_is_written_anew(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(mismatch_page, "DOCS", tmp_path)
-    monkeypatch.setattr(mismatch_page, "PAGE", tmp_path / "mismatch.md")
-    monkeypatch.setattr(mismatch_page, "RESULTS", tmp_path)
-    (tmp_path / "mismatch.md").write_text(f"# Words\n\n{BEGIN}old\n{END}\nMore words\n")
-    out = tmp_path / "runs/short"
-    out.mkdir(parents=True)
-    told = {
-        "study": "Tiny", "name": "mismatch_tiny", "version": "1", "groups": {}, "methods": {},
-        "environment": MACHINE,
-        "recipe": {
-            "train": {"steps": 3}, "data": {"prompts_per_step": 4},
-            "rollout": {"samples_per_prompt": 2, "max_new_tokens": 32},
-        },
-    }  # fmt: skip
-    (out / "study.json").write_text(json.dumps(told))
-    assert mismatch_page.main([str(out)]) == 0
-    text = (tmp_path / "mismatch.md").read_text()
-    assert text.startswith(f"# Words\n\n{BEGIN}\n### Tiny\n\n3 steps")
-    assert text.endswith(f"\n{END}\nMore words\n") and "old" not in text
-    assert json.loads((tmp_path / "mismatch_tiny.json").read_text())["rows"] == []
-    assert text == page(text, rendered(kept()))
-
-    (tmp_path / "mismatch.md").write_text("# Words\n")
-    assert mismatch_page.main([]) == 2
-    assert "lacks the lines" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "told, message",
-    [
-        (None, "study.json is missing"),
-        ({"name": "tiny", "groups": {}}, "only those named like mismatch_*"),
-        ({"name": "mismatch_tiny", "groups": {"acr,int8": {}}}, "lacks update_passed_std"),
-    ],
-)
-def test_a_folder_that_is_no_study_of_this_is_named(told, message, tmp_path, capsys):
-    if told is not None:
-        (tmp_path / "study.json").write_text(json.dumps(told))
-    assert mismatch_page.main([str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
