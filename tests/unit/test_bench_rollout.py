@@ -153,9 +153,8 @@ def test_random_weights_are_a_whole_version_as_engines_load_it(tmp_path, scheme)
     tensors = read_version(version.blobs)
     decoder.check(tensors)
     kinds = {tensors[name].dtype for name in tensors if name.endswith("q_proj.weight")}
-    assert kinds == {
-        {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(scheme, DTYPES[dtype]),
-    }
+    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": DTYPES[dtype]}
+    assert kinds == {stored[scheme]}
     assert config_of("tiny")["vocab_size"] == version.arch.vocab
 
 

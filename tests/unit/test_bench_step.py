@@ -86,12 +86,8 @@ def test_a_case_is_the_recipe_with_its_overrides_beside_the_longer_side(bench):
     words = ["parallel.data=1 rollout.max_staleness=0", "parallel.data=2 parallel.tensor=1"]
     one, two = bench("--case", words[0], "--case", words[1], "--case", words[0], took=took)
     assert (one.name, two.name) == tuple(words)
-    assert {**two.keys, "overrides": ""} == {
-        "recipe": "quickstart",
-        "steps": 4,
-        "overrides": "",
-        "case": words[1],
-    }
+    keys = {"recipe": "quickstart", "steps": 4, "overrides": "", "case": words[1]}
+    assert {**two.keys, "overrides": ""} == keys
     assert one.figure("step").repeats == [5.0] and two.figure("step").repeats == [3.5]
     assert one.figure("step").limit == 3.0 and two.figure("step").limit == 2.0
     assert {figure.name for figure in one.figures if figure.better} == {"step", "rollout", "train"}
