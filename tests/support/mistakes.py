@@ -209,7 +209,7 @@ MISTAKES = [
         "a reward of no such name",
         f"{EVAL} --model mine/foreign reward.kind=maths",
         "reward.kind must be one of",
-        "did you mean math?",
+        "did you mean 'math'?",
     ),
     Mistake(
         "a port that is taken",
