@@ -137,7 +137,8 @@ def recorded(
         program: the words of the command before its options.
         facts: called afterwards, for more facts of the machine.
     """
-    start, before = started(), environment()
+    start = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
+    before = environment()
     cases = measure()
     command = f"{program} {shlex.join(sys.argv[1:])}"
     machine = {**before, "load_after": load(), **facts()}
@@ -234,11 +235,6 @@ def load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def started() -> str:
-    """Now, as a record writes it."""
-    return datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
-
-
 def commit(folder: Path) -> str | None:
     """Of the repository, "+changes" where tracked files differ from it; None outside of one."""
 
@@ -254,23 +250,16 @@ def commit(folder: Path) -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name and memory of each, as NVML reports them; empty where there is none."""
+    """Name and memory of each, as nvidia-smi reports them; empty where there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver
+        done = subprocess.run(query, check=True, capture_output=True, text=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return []
     devices = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-        devices.append(
-            {"name": pynvml.nvmlDeviceGetName(handle), "memory_gib": round(memory / 2**30, 1)}
-        )
-    pynvml.nvmlShutdown()
+    for line in done.stdout.splitlines():
+        name, _, mebibytes = line.rpartition(", ")
+        devices.append({"name": name, "memory_gib": round(int(mebibytes) / 1024, 1)})
     return devices
 
 
