@@ -183,18 +183,18 @@ def make_plans(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[
             "reward": {"workers": len(os.sched_getaffinity(0))},
         }
         top_p = top_p or 0.95
-    given = {override.partition("=")[0].strip() for override in overrides}
-    config = _config(tables, arguments.k, given, overrides)
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    config = _config(tables, arguments.k, keys, overrides)
 
     def plan(model: Path, out: Path) -> EvaluationPlan:
         return EvaluationPlan(
             model=model,
             config=config,
-            scheme=_scheme(config, model, "quant.scheme" in given, run_dir),
+            scheme=_scheme(config, model, "quant.scheme" in keys, run_dir),
             suffix=arguments.suffix,
             top_p=top_p,
             seed=arguments.seed,
-            fitted="rollout.max_new_tokens" not in given,
+            fitted="rollout.max_new_tokens" not in keys,
             out=out,
         )
 
@@ -261,25 +261,24 @@ def _of_run(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
         )
     tables = read_tables(run_dir / RECIPE, "recipe", "name the folder of a run")
     names = [section.name for section in dataclasses.fields(EvaluationConfig)]
-    own = {name: tables.get(name, {}) for name in names}
-    return by_step[step], own
+    return by_step[step], {name: tables.get(name, {}) for name in names}
 
 
 def _config(
-    tables: dict[str, Any], k: int, given: set[str], overrides: Sequence[str]
+    tables: dict[str, Any], k: int, keys: set[str], overrides: Sequence[str]
 ) -> EvaluationConfig:
     """The settings of a recipe, but for those that only training has, under the user's own.
 
     Args:
-        given: keys of the overrides.
+        keys: of the overrides.
     """
-    if "model.path" in given:
+    if "model.path" in keys:
         raise ConfigError("model.path: name the model to evaluate with --model")
     adopted = {}
-    if "rollout.urls" in given:
+    if "rollout.urls" in keys:
         adopted["start_timeout_s"] = ADOPTED_S
         for key in FOR_OWN_ENGINES:
-            if key in given:
+            if key in keys:
                 raise ConfigError(
                     f"{key} is for engines that are started here; leave it or rollout.urls out"
                 )

@@ -280,16 +280,17 @@ def row(group: Group) -> dict[str, str]:
     """A line of the table in study.md, by heading."""
     totals = group.totals()
 
-    def mean(name: str, text: Callable[[float], str] = number) -> str:
-        return NOTHING if (total := totals[name]) is None else text(total["mean"])
+    def total(name: str, text: Callable[[float], str] = number, of: str = "mean") -> str:
+        if (spread_of_seeds := totals[name]) is None:
+            return NOTHING
+        return text(spread_of_seeds[of])
 
     def accuracy(name: str) -> str:
-        if (total := totals[name]) is None:
-            return NOTHING
-        text = f"{100 * total['mean']:.1f}"
-        return text if total["std"] is None else f"{text} ± {100 * total['std']:.1f}"
+        text = total(name, lambda mean: f"{100 * mean:.1f}")
+        if (deviation := (totals[name] or {}).get("std")) is not None:
+            text += f" ± {100 * deviation:.1f}"
+        return text
 
-    rho = totals["rho_max"]
     done, planned = len(group.done), len(group.results)
     return {
         "Method": group.method.label,
@@ -298,13 +299,13 @@ def row(group: Group) -> dict[str, str]:
         "Accuracy, %": accuracy("accuracy"),
         "Best, %": accuracy("accuracy_best"),
         "Collapsed": _collapse(done, totals["collapse_step"]),
-        "KL": mean("kl_mean"),
-        "Max ρ": number(rho["high"]) if rho else NOTHING,
-        "Clipped": mean("clip_fraction", percent),
-        "Code flips": mean("code_flip_rate", percent),
-        "Update, Eq. 13": mean("weight_update"),
-        "Error, Eq. 14": mean("weight_error"),
-        "Step, s": mean("step_seconds"),
+        "KL": total("kl_mean"),
+        "Max ρ": total("rho_max", of="high"),
+        "Clipped": total("clip_fraction", percent),
+        "Code flips": total("code_flip_rate", percent),
+        "Update, Eq. 13": total("weight_update"),
+        "Error, Eq. 14": total("weight_error"),
+        "Step, s": total("step_seconds"),
         "Runs": str(done) if done == planned else f"{done} of {planned}",
     }
 
