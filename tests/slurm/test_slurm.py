@@ -198,7 +198,7 @@ def test_converters_evaluations_benchmarks_and_studies_run_as_jobs_of_their_own(
         user.folder / name for name in ("converted", "results", "bench", "study")
     )
     short = ("--model", "tiny", "--schemes", "int8", "--repeats", 1)
-    asked = ("--k", "1", "--max-new-tokens", "4", "--dtype", "float32", "--reward", "exact")
+    asked = ("--k", "1", "rollout.max_new_tokens=4", "model.dtype=float32", "reward.kind=exact")
     jobs = [
         *_submit(user, "command", "convert", "--hf", model, "--out", converted),
         *_submit(user, "command", "eval", "sums.jsonl", "--model", model, *asked, "--out", results),
