@@ -25,7 +25,42 @@ def token_at(position: int) -> int:
     return 10 + position % 50
 
 
-class FakeEngine:
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    engine: Any
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave at any time
+            super().handle_error(request, client_address)
+
+
+class Served:
+    """Answers in a thread until closed."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler], host: str = "127.0.0.1") -> None:
+        self.closing = threading.Event()
+        self._server = QuietServer((host, 0), handler)
+        self._server.engine = self
+        self.port = self._server.server_address[1]
+        self.url = f"http://{host}:{self.port}"
+        serve = {"target": self._server.serve_forever, "kwargs": {"poll_interval": 0.02}}
+        threading.Thread(**serve, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class FakeEngine(Served):
     """Answers in a thread until closed. Faults are served once each, in order, to generations.
 
     500      refuses
@@ -55,7 +90,6 @@ class FakeEngine:
         self.update_fault = ""  # "refuse" | "hang" | "lie": says yes, serves the old version
         self.deaf = threading.Event()  # nothing at all is answered while it is set
         self.paused = threading.Event()
-        self.closing = threading.Event()
         self.calls: list[tuple[str, dict]] = []  # (endpoint, body) of every POST
         self.looks = 0  # GETs
         self.session_open = False
@@ -66,25 +100,7 @@ class FakeEngine:
         self._under_way: list[str] = []  # rids
         self._aborted: list[str] = []  # and what begins like one of these
         self._lock = threading.Lock()
-        self._server = QuietServer((host, 0), _EngineHandler)
-        self._server.engine = self
-        self.port = self._server.server_address[1]
-        self.url = f"http://{host}:{self.port}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
-        self._thread.start()
-
-    def __enter__(self) -> "FakeEngine":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(_EngineHandler, host)
 
     def bodies(self, endpoint: str) -> list[dict]:
         return [body for called, body in self.calls if called == endpoint]
@@ -131,6 +147,8 @@ class FakeEngine:
         if endpoint == ENDPOINT:
             return 200, self.lease.ask(body)
         self.calls.append((endpoint, body))
+        if endpoint in ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"):
+            return 200, {}
         act = getattr(self, endpoint.strip("/"), None)
         return (404, {"message": "no such endpoint"}) if act is None else act(body)
 
@@ -142,17 +160,8 @@ class FakeEngine:
         self.paused.clear()
         return 200, {"status": "ok"}
 
-    def flush_cache(self, body: dict) -> tuple[int, dict]:
-        return 200, {}
-
     def abort_request(self, body: dict) -> tuple[int, dict]:
         self._aborted += self._under_way if body.get("abort_all") else [body["rid"]]
-        return 200, {}
-
-    def release_memory_occupation(self, body: dict) -> tuple[int, dict]:
-        return 200, {}
-
-    def resume_memory_occupation(self, body: dict) -> tuple[int, dict]:
         return 200, {}
 
     def update_weight_version(self, body: dict) -> tuple[int, dict]:
@@ -261,17 +270,6 @@ class _Sequence:
                 "output_token_logprobs": [[-token / 100, token, None] for token in self.ids],
             },
         }
-
-
-class QuietServer(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-    engine: Any
-
-    def handle_error(self, request, client_address) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave at any time
-            super().handle_error(request, client_address)
 
 
 def _leave_receipt(serialized: str, rank: int) -> None:

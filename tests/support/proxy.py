@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import httpx
 
-from tests.support.fake_engine import QuietServer
+from tests.support.fake_engine import QuietServer, Served
 
 HUGE = 64 << 20  # bytes
 DRIP_S = 0.1
@@ -213,30 +213,19 @@ COULD_BE_TRUE: dict[str, Fault] = {
 """Lies that no look at an answer finds out: the trainer's own numbers must."""
 
 
-class Proxy:
+class Proxy(Served):
     """Answers in a thread until closed; honest while it has nothing to play."""
 
     def __init__(self, target: str) -> None:
         self.target = target
         self.waiting: dict[str, list[str]] = defaultdict(list)  # faults to come, by endpoint
         self.played: list[str] = []
-        self.closing = threading.Event()
         self._lock = threading.Lock()
         self._http = httpx.Client(timeout=60.0, trust_env=False)
-        self._server = QuietServer(("127.0.0.1", 0), _ProxyHandler)
-        self._server.engine = self
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
+        super().__init__(_ProxyHandler)
 
-    def __enter__(self) -> "Proxy":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
+    def close(self) -> None:
+        super().close()
         self._http.close()
 
     def play(self, names: Iterable[str], at: str = "/generate") -> None:

@@ -13,7 +13,7 @@ from qurl_megatron.kit import undertaker
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import transport
 from qurl_megatron.wire.files import FilesSender, leave
-from qurl_megatron.wire.message import Message, Receipt, Room, checksum, piece_of, word_sum
+from qurl_megatron.wire.message import Receipt, Room, checksum, piece_of, word_sum
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.shared_memory import MemorySender
 from tests.support.disks import fill, small_disk
@@ -67,11 +67,6 @@ def check(memory: torch.Tensor, blob, sent: list) -> None:
         assert checksum(found) == piece.checksum
 
 
-def over_the_wire(sender, blob):
-    message = Message("bucket", "s", 1, 0, sender.describe("http://a:1", 1), (blob,))
-    return Message.from_json(message.to_json())
-
-
 @pytest.mark.parametrize("kept", [(0, 2, 3), (1, 3, 5)])
 def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kept, tmp_path):
     sender, drawn = make_sender("memory", tmp_path), parts(0)
@@ -95,11 +90,9 @@ def test_a_room_that_is_too_small_or_holds_more_than_is_sent_changes_nothing(kep
 
 def test_what_is_put_is_fetched(sender):
     sender.begin(1)
-    receiver, before = None, None
+    receiver, before = open_receiver(sender.describe("a", 1), 0), None
     for index, rows in enumerate([6, 3, 40, 5, 4000, 5]):  # slots grow and are used again
-        message = over_the_wire(sender, sender.put(index, parts(index, rows)))
-        receiver = receiver or open_receiver(message.transport, 0)
-        sent = message.blobs[0], parts(index, rows)
+        sent = sender.put(index, parts(index, rows)), parts(index, rows)
         check(receiver.fetch(sent[0]), *sent)
         if before:  # the bucket before is whole while the next is put
             check(receiver.fetch(before[0]), *before)
