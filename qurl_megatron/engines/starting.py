@@ -80,15 +80,13 @@ class Start:
             ConfigError: such engines cannot be started here.
         """
         kind = importlib.import_module(self.config.kind.start)
-        return dict(zip(self.names, kind.launches(self), strict=True))
+        return dict(zip(self.port_files, kind.launches(self), strict=True))
 
     @property
-    def names(self) -> list[str]:
-        return [f"engine-{index}" for index in range(self.config.engines)]
-
-    @property
-    def port_files(self) -> list[Path]:
-        return [port_file(self.folder, name) for name in self.names]
+    def port_files(self) -> dict[str, Path]:
+        """By the engines' names."""
+        names = [f"engine-{index}" for index in range(self.config.engines)]
+        return {name: port_file(self.folder, name) for name in names}
 
     @property
     def threads(self) -> int:

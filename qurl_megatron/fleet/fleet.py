@@ -222,8 +222,8 @@ class Fleet:
             serve_command=tuple(serve_command),
         )
         self._stop = stop
-        self._rendezvous = Path(config.rendezvous) if config.rendezvous else None
-        if self._rendezvous and self._rendezvous.is_file():
+        self._rendezvous = Path(config.rendezvous)
+        if self._rendezvous.is_file():
             raise ConfigError(
                 f"rollout.rendezvous={config.rendezvous} is a file; name a folder with one JSON "
                 "file per engine"
@@ -240,7 +240,7 @@ class Fleet:
 
     def __enter__(self) -> "Fleet":
         try:
-            if not (self.config.urls or self._rendezvous):
+            if not (self.config.urls or self.config.rendezvous):
                 self._start()
             for url in self.config.urls:
                 self._adopt(url, self._given_key)
@@ -282,7 +282,9 @@ class Fleet:
     def newest(self) -> int | None:
         """The newest version that an engine can have from this run; None before the first."""
         with self.lock:
-            return self.version if self.version is None else self.version + self.publishing
+            if self.version is None:
+                return None
+            return self.version + self.publishing
 
     def why_not(self) -> str:
         """Return a sentence on every engine that is not serving."""
@@ -578,7 +580,7 @@ class Fleet:
             EngineError: one died or did not come up in time.
         """
         limit_s, began, told = self.config.start_limit_s, self.clock(), False
-        wanted = self.config.engines if self._rendezvous else 1
+        wanted = self.config.engines if self.config.rendezvous else 1
         while True:
             if self._stop():
                 raise Interrupted("stopped while engines were waited for")
@@ -641,7 +643,7 @@ class Fleet:
     def _look(self) -> None:
         """Membership, and a health check for each engine where one is due."""
         self._leases.renew()
-        if self._rendezvous is not None:
+        if self.config.rendezvous:
             self._meet(self._rendezvous)
         host = self.config.engine_host
         if ":" in host:  # IPv6
@@ -782,7 +784,9 @@ class Fleet:
             if engine.restarts >= self.config.max_restarts:
                 self.leave(engine, f"after {how_many(engine.restarts, 'restart')}; it {death}")
                 return
-            reason = engine.reason if engine.condemned else death  # it was killed for the former
+            reason = death
+            if engine.condemned:  # and killed for that
+                reason = engine.reason
             pause_s = min(BACK_OFF_S * 2**engine.restarts, LONGEST_BACK_OFF_S)
             self.fail(engine, reason, start_at=self.clock() + pause_s)
 

@@ -53,7 +53,8 @@ class Update:
         self._settled = {engine.name for engine in engines if engine.state == "serving"}
         token = secrets.token_hex(4)
         self._session = {engine.name: f"v{version}-{engine.name}-{token}" for engine in engines}
-        self._staged: list[BlobsFor] | None = [] if stage else None
+        self._stage = stage
+        self._staged: list[BlobsFor] = []
         self._buckets = 0
         self._begun: float | None = None
         self._committed = False
@@ -95,7 +96,7 @@ class Update:
         Raises:
             EngineError: no engine is left.
         """
-        if self._staged is not None:
+        if self._stage:
             self._staged.append(blobs)
             return
         self.wait()
@@ -122,8 +123,8 @@ class Update:
         Raises:
             EngineError: no engine has all of it; names each one's missing tensors.
         """
-        staged, self._staged = self._staged or (), None
-        for blobs in staged:
+        self._stage = False
+        for blobs in self._staged:
             self.bucket(blobs)
         self.wait()
         receipts_by_engine: dict[str, list[Receipt]] = {}

@@ -57,7 +57,9 @@ class Owner:
         """
         file, folder = run_dir / OWNER, str(run_dir.resolve())
         try:
-            secret = file.read_text(encoding="ascii", errors="replace") if file.exists() else ""
+            secret = ""
+            if file.exists():
+                secret = file.read_text(encoding="ascii", errors="replace")
             if not secret:
                 secret = secrets.token_hex(16)
                 write_whole(file, secret, private=True)

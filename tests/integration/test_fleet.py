@@ -10,14 +10,13 @@ import pytest
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
-from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.files import FilesSender
 from tests.support.disks import exhaust_names, fill, small_disk
 from tests.support.fake_engine import FakeEngine
 from tests.support.models import tiny_checkpoint
 from tests.support.policies import build, recipe
+from tests.support.publishing import adopting
 from tests.support.ranks import run_on_ranks
 from tests.support.runs import SAMPLES, Run, make_recipe
 
@@ -147,10 +146,7 @@ def publish_where_there_is_no_room(device, config, disk, other, out):
         fleet = None
         if ranks.leads:
             engine = stack.enter_context(FakeEngine(embedded=True))
-            adopted = RolloutConfig(urls=(engine.url,))
-            fleet = stack.enter_context(
-                Fleet(adopted, "unused", scheme="int8", log_dir=out, vocabulary=8192)
-            )
+            fleet = stack.enter_context(adopting(engine, scheme="int8", log_dir=out))
         sync = SyncConfig(bucket_mb=1.0)
         name = f"rank{ranks.rank}"
         sender = FilesSender(disk / "versions", name, leads=ranks.leads)

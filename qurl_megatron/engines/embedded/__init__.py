@@ -35,4 +35,4 @@ def launches(start: Start) -> list[Launch]:
     command = (*start.serve_command, str(start.model_dir), *flat, "--exit-with-stdin")
     spin_count = os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)
     env = {**start.environment, "GOMP_SPINCOUNT": spin_count}
-    return [Launch((*command, "--port-file", str(port)), env) for port in start.port_files]
+    return [Launch((*command, "--port-file", str(port)), env) for port in start.port_files.values()]

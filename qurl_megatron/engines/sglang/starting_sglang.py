@@ -108,7 +108,7 @@ def launches(start: Start) -> list[Launch]:
         start = replace(start, model_dir=description_of(start.model_dir))
     return [
         engine_launch(start, python, port, [*_devices(config, index), *config.engine_args])
-        for index, port in enumerate(start.port_files)
+        for index, port in enumerate(start.port_files.values())
     ]
 
 
