@@ -140,7 +140,9 @@ class _Collection:
         turns: Turns | None,
     ) -> None:
         self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
-        self.turns, self.most_turns = turns, turns.most if turns else 1
+        self.turns, self.most_turns = turns, 1
+        if turns is not None:
+            self.most_turns = turns.pool.config.max_turns
         # With the environment: items, and the engine to continue with.
         self.talks: dict[asyncio.Future, tuple[list[Response], EngineRecord | None]] = {}
         self.group_of = {item: group for group in groups for item in group}

@@ -29,11 +29,6 @@ class Turns:
     tokenizer: Tokenizer
     chat: bool  # prompts that are text are user turns of the chat template
 
-    @property
-    def most(self) -> int:
-        """Turns of the policy in a conversation."""
-        return self.pool.config.max_turns
-
 
 @dataclass(eq=False)
 class Response:

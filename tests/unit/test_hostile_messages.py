@@ -164,17 +164,6 @@ def test_a_line_of_a_meeting_is_one_or_a_link_error(text):
     assert isinstance(hello.link, str) and isinstance(hello.refusal, str)
 
 
-@pytest.mark.parametrize("name", ["\0", "missing", "folder", "binary"])
-def test_a_key_file_that_is_none_is_named(name, tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    offered = {"url": "http://a:1", "api_key_file": name}
-    (tmp_path / "engine.json").write_text(json.dumps(offered))
-    [member] = read_members(tmp_path, one_line).values()
-    with pytest.raises(ConfigError, match="the API key of http://a:1 cannot be read"):
-        member.api_key(tmp_path)
-
-
 @QUICK
 @given(almost('{"url": "http://a:1", "api_key_file": "key"}'))
 def test_a_rendezvous_offers_engines_or_is_a_configerror(text):
