@@ -27,8 +27,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
-from scipy.optimize import brentq
-
 from qurl_megatron.checkpoints.ops import hf_shapes, parameter_count
 from qurl_megatron.config import ParallelConfig, RunConfig, TrainConfig
 from qurl_megatron.plan import memory
@@ -97,6 +95,7 @@ class Workload:
 @cache
 def decay(mean: float, longest: int) -> float:
     """Solve mean = s (1 - exp(-longest / s)) for s."""
+    from scipy.optimize import brentq  # takes half a second, and every command imports this module
 
     def too_long(scale: float) -> float:
         return -scale * math.expm1(-longest / scale) - mean
