@@ -65,8 +65,7 @@ def attempt(run_dir: Path) -> int:
     Raises:
         ConfigError: this is no job, or not one that ``qurl slurm submit`` has submitted.
     """
-    number, restarts = _own_job(os.environ)
-    job = BatchJob(number, restarts, run_dir, folder.recipe(run_dir), folder.cluster(run_dir))
+    job = _own_job(run_dir)
     lost = _settle_lost_attempt(job)
     if lost and lost.decision == Decision.STOP:
         return lost.exit_code
@@ -245,11 +244,12 @@ def _queue_again(job: BatchJob) -> int:
     return job.number
 
 
-def _own_job(env: Mapping[str, str]) -> tuple[int, int]:
-    """Return this job's id, and how often Slurm has started it again."""
-    if "SLURM_JOB_ID" not in env:
+def _own_job(run_dir: Path) -> BatchJob:
+    if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError(
             "SLURM_JOB_ID is not set: `qurl slurm attempt` runs inside a job that "
             "`qurl slurm submit` submits"
         )
-    return int(env["SLURM_JOB_ID"]), int(env.get("SLURM_RESTART_COUNT", "0"))
+    number, restarts = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")
+    config, cluster = folder.recipe(run_dir), folder.cluster(run_dir)
+    return BatchJob(int(number), int(restarts), run_dir, config, cluster)

@@ -52,7 +52,9 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
             check_checkpoint(key, Path(path))
     if newest:  # one that is damaged the ranks set aside
         refuse_unreadable("train.run_dir", str(run_dir), newest.rglob("*"))
-    own_files = files(config)
+    own_files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+    own_files |= {key: file_of(given) for key, given in config.own_code.items()}
+    own_files = {key: path for key, path in own_files.items() if path}
     for key, path in own_files.items():
         refuse_unreadable(key, path, [Path(path)])
     refuse_other_run(run_dir, config)  # after the values: a mistaken one makes no other run
@@ -195,16 +197,6 @@ def refuse_unreadable(key: str, value: str, paths: Iterable[Path]) -> None:
             raise ConfigError(
                 f"{key}={value}: {path} cannot be read ({error.strerror}); copy it, or set {key}"
             ) from None
-
-
-def files(config: RunConfig) -> dict[str, str]:
-    """Return the data's files, and the user's own Python files, by their recipe keys."""
-    paths = {
-        "data.path": config.data.path,
-        "data.eval_path": config.data.eval_path,
-        **{key: file_of(given) for key, given in config.own_code.items()},
-    }
-    return {key: path for key, path in paths.items() if path}
 
 
 def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
