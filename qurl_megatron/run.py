@@ -88,11 +88,28 @@ def train(config: RunConfig) -> Run:
         ConfigError: a mistake in the input, or the run ended before its last step; quotes its last
             line.
     """
+    last_message = ""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / RECIPE
         recipe.write_text(to_toml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "qurl_megatron.cli", "train", str(recipe)]
-        last_message, code = _echoed(command)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "qurl_megatron.cli", "train", str(recipe)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            preexec_fn=_end_with_parent,
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:  # printed here, so that notebooks show it
+                print(line, end="", flush=True)
+                if line.startswith("qurl: "):
+                    last_message = line.removeprefix("qurl: ").rstrip()
+        except KeyboardInterrupt:
+            process.wait()  # the terminal sent it the signal, too: it saves, and ends
+            raise
+        code = process.wait()
     if code:
         raise ConfigError(last_message or f"qurl train ended with exit code {code}")
     return Run(config.train.run_dir)
@@ -101,30 +118,3 @@ def train(config: RunConfig) -> Run:
 def _end_with_parent() -> None:
     """Have the kernel send this process SIGTERM, upon which it saves, when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _echoed(command: list[str]) -> tuple[str, int]:
-    """Run a command and print its output line by line, so that notebooks show it.
-
-    Returns:
-        The last line that ``qurl`` itself wrote, without its name, and the exit code.
-    """
-    last_message = ""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=_end_with_parent,
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if line.startswith("qurl: "):
-                last_message = line.removeprefix("qurl: ").rstrip()
-    except KeyboardInterrupt:
-        process.wait()  # the terminal sent it the signal, too: it saves, and ends
-        raise
-    return last_message, process.wait()

@@ -10,8 +10,8 @@ def example(**changes) -> Example:
     return Example(**{**plain, "reward": 1.0, "tokens": 2, "finish": "stop", **changes})
 
 
-def keep(run_dir: Path, *examples: Example, resume_step: int = 0) -> None:
-    file = SampleFile(run_dir / SAMPLES_FILE, resume_step=resume_step)
+def keep(run_dir: Path, *examples: Example) -> None:
+    file = SampleFile(run_dir / SAMPLES_FILE)
     for kept in examples:
         file.write([kept])
     file.close()
