@@ -117,7 +117,5 @@ SGLANG := .venv-sglang/bin/python
 	$(SGLANG) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements/sglang-cpu.txt)
 	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang-cpu.txt
 	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	echo "import qurl_megatron.engines.sglang.vision as vision; vision.before_import()" \
-	  > $$($(SGLANG) -c "import site; print(site.getsitepackages()[0])")/qurl_vision.pth
 	env -u PYTHONDONTWRITEBYTECODE $(SGLANG) -m compileall -q -j 0 .venv-sglang/lib || true
 	touch $@

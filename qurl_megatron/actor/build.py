@@ -30,6 +30,10 @@ def transformer_config(
     arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
     dtype = getattr(torch, model.dtype)
     gpu = use_transformer_engine()
+    recompute: dict[str, Any] = {}
+    if model.recompute:
+        recompute = dict(recompute_granularity="full", recompute_method="uniform")
+        recompute["recompute_num_layers"] = 1
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden,
@@ -53,9 +57,6 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        recompute_granularity="full" if model.recompute else None,
-        recompute_method="uniform" if model.recompute else None,
-        recompute_num_layers=1 if model.recompute else None,
         # Weights come from a checkpoint: nothing is drawn.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -70,6 +71,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
+        **recompute,
         **_expert_options(arch.experts),
     )
 

@@ -202,13 +202,13 @@ class Policy(Trained):
         place, which is exact because the others are zero.
         """
         copies = self.ranks.copies
-        elsewhere = owner is not None and owner != copies.rank
-        if parameter.dtype == torch.float32:
-            return None if elsewhere else parameter.detach()
-        master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
-        if not getattr(parameter, "main_param_sharded", False):
-            return None if elsewhere else master.detach()
-        if copies.size == 1:
+        lends = owner is not None and owner != copies.rank
+        master: Any = parameter
+        if parameter.dtype != torch.float32:
+            master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
+        if copies.size == 1 or not getattr(parameter, "main_param_sharded", False):
+            if lends:
+                return None
             return master.detach().view(parameter.shape)
         full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if master is not None:
@@ -217,7 +217,9 @@ class Policy(Trained):
             dist.all_reduce(full, group=copies.group)
         else:
             dist.reduce(full, dist.get_global_rank(copies.group, owner), group=copies.group)
-        return None if elsewhere else full.view(parameter.shape)
+        if lends:
+            return None
+        return full.view(parameter.shape)
 
 
 class WaitingWeights:

@@ -75,7 +75,9 @@ def decoder_spec(
         products = _submodules(parts.experts) if experts else parts
         products.linear_fc1, products.linear_fc2 = column, row
         if use_transformer_engine():
-            attention.core_attention = _fused_attention()
+            from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+            attention.core_attention = TEDotProductAttention
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = HfRMSNorm
     layers_here = config.num_layers // config.pipeline_model_parallel_size
@@ -85,12 +87,6 @@ def decoder_spec(
 def _submodules(spec: ModuleSpec | partial) -> Any:
     """Return a module's parts; Megatron-Core 0.17 gives experts as builders, 0.18 any MLP."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
-
-
-def _fused_attention() -> type:
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    return TEDotProductAttention
 
 
 class HfRMSNorm(nn.Module):

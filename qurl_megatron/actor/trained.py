@@ -190,14 +190,15 @@ def _packed(batch: TokenBatch, *, split: bool) -> PackedSeqParams | None:
     starts = torch.tensor(batch.starts, dtype=torch.int32)
     longest = int(starts.diff().max())
     starts = starts.to(batch.input_ids.device)
+    padded_starts = starts if split else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        cu_seqlens_q_padded=starts if split else None,
-        cu_seqlens_kv_padded=starts if split else None,
+        cu_seqlens_q_padded=padded_starts,
+        cu_seqlens_kv_padded=padded_starts,
     )
 
 

@@ -133,7 +133,7 @@ class Version:
             for name, tensor in read_tensors(source, op, dtype).items():
                 stored_tensors = {name: tensor}
                 if quantized:
-                    stored_tensors = stored(name, quantize(tensor, self.scheme), "sglang")
+                    stored_tensors = stored(name, quantize(tensor, self.scheme))
                 for each, value in stored_tensors.items():
                     yield Shard.whole(each, value)
 

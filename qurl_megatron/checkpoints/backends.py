@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import QuantizedWeight, quantize
+from qurl_megatron.quant.weights import scale_grid
 from qurl_megatron.schemes import BLOCK, SCHEMES
 
 # TensorQuantizer's settings; {-1: n, -2: n} are squares of n x n.
@@ -57,8 +58,7 @@ def by_modelopt(weight: Tensor, scheme: str) -> QuantizedWeight:
         if block is None:
             scale = scale.reshape(-1)  # of a single channel it made a scalar, and cannot use it
         values = quant_utils.to_quantized_weight(weight, scale, kind, block_size=block)
-    shape = (-1, 1) if block is None else tuple(-(-size // block) for size in weight.shape)
-    return QuantizedWeight(values, scale.reshape(shape), block)
+    return QuantizedWeight(values, scale.reshape(scale_grid(weight.shape, block)), block)
 
 
 def by_te(weight: Tensor, scheme: str) -> QuantizedWeight:
@@ -94,8 +94,8 @@ def cropped(
             4 for its matrix products; the excess is not initialised.
     """
     rows, columns = shape
-    values = codes.view(torch.float8_e4m3fn)[:rows, :columns]
-    scale = scale[: -(-rows // BLOCK), : -(-columns // BLOCK)]
+    down, across = scale_grid(shape, BLOCK)
+    values, scale = codes.view(torch.float8_e4m3fn)[:rows, :columns], scale[:down, :across]
     return QuantizedWeight(
         values.to(device).contiguous(), scale.to(device).contiguous(), block=BLOCK
     )

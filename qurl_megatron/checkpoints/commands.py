@@ -4,7 +4,6 @@ torch is imported when a command runs, not for ``--help``.
 """
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -16,8 +15,6 @@ from qurl_megatron.observe.text import byte_size
 from qurl_megatron.schemes import EXPORTED
 
 if TYPE_CHECKING:
-    import torch
-
     from qurl_megatron.checkpoints.job import ConversionJob
 
 
@@ -44,7 +41,7 @@ def add_convert_options(command: argparse.ArgumentParser) -> None:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Convert a Hugging Face checkpoint into a Megatron one, folding UAQ on the way."""
-    from qurl_megatron.checkpoints.source import open_checkpoint
+    from qurl_megatron.checkpoints.source import DTYPES_BY_NAME, open_checkpoint
     from qurl_megatron.checkpoints.to_megatron import to_megatron
 
     return run_job(
@@ -52,7 +49,7 @@ def convert(arguments: argparse.Namespace) -> int:
             open_checkpoint(arguments.hf),
             arguments.out.absolute(),
             uaq_scale=arguments.uaq_scale,
-            dtype=torch_dtype(arguments.dtype),
+            dtype=DTYPES_BY_NAME.get(arguments.dtype),
             tensor=arguments.tensor,
         )
     )
@@ -78,7 +75,7 @@ def add_export_options(command: argparse.ArgumentParser) -> None:
 
 def export(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint of Megatron or of a run into a Hugging Face one."""
-    from qurl_megatron.checkpoints.source import open_checkpoint
+    from qurl_megatron.checkpoints.source import DTYPES_BY_NAME, open_checkpoint
     from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 
     return run_job(
@@ -86,7 +83,7 @@ def export(arguments: argparse.Namespace) -> int:
             open_checkpoint(arguments.ckpt, arguments.hf),
             arguments.out.absolute(),
             unfold=arguments.unfold_uaq,
-            dtype=torch_dtype(arguments.dtype),
+            dtype=DTYPES_BY_NAME.get(arguments.dtype),
         )
     )
 
@@ -94,13 +91,6 @@ def export(arguments: argparse.Namespace) -> int:
 def add_quantize_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", type=Path, required=True, help="checkpoint of either kind")
     command.add_argument("--scheme", choices=EXPORTED, required=True)
-    command.add_argument(
-        "--format",
-        dest="fmt",
-        choices=("compressed-tensors", "sglang"),
-        default="compressed-tensors",
-        help="layout of the folder (default %(default)s)",
-    )
     command.add_argument(
         "--backend",
         choices=("native", "modelopt", "te"),
@@ -118,7 +108,7 @@ def add_quantize_options(command: argparse.ArgumentParser) -> None:
 
 def quantize(arguments: argparse.Namespace) -> int:
     """Quantize a checkpoint into a W8A8 folder that engines load."""
-    from qurl_megatron.checkpoints.source import open_checkpoint
+    from qurl_megatron.checkpoints.source import DTYPES_BY_NAME, open_checkpoint
     from qurl_megatron.checkpoints.to_huggingface import to_quantized
 
     return run_job(
@@ -126,10 +116,9 @@ def quantize(arguments: argparse.Namespace) -> int:
             open_checkpoint(arguments.model, arguments.hf),
             arguments.out.absolute(),
             scheme=arguments.scheme,
-            fmt=arguments.fmt,
             backend=arguments.backend,
             uaq_scale=arguments.uaq_scale,
-            dtype=torch_dtype(arguments.dtype),
+            dtype=DTYPES_BY_NAME.get(arguments.dtype),
         )
     )
 
@@ -140,29 +129,20 @@ def add_inspect_options(command: argparse.ArgumentParser) -> None:
         "--hf", type=Path, help="folder with config.json, if a Megatron checkpoint has none"
     )
     command.add_argument("--verify", action="store_true", help="hash every file; exits 1 if wrong")
-    command.add_argument("--json", action="store_true", help="print the facts as JSON")
-    command.add_argument("--tensors", action="store_true", help="list every tensor")
 
 
 def inspect_checkpoint(arguments: argparse.Namespace) -> int:
     """Describe a checkpoint from its headers alone; --verify hashes every file."""
-    from qurl_megatron.checkpoints.inspect import inspect, tensor_rows, text
+    from qurl_megatron.checkpoints.inspect import inspect
     from qurl_megatron.checkpoints.integrity import all_damage
     from qurl_megatron.checkpoints.source import open_checkpoint
 
     checkpoint = open_checkpoint(arguments.dir, arguments.hf, quantized=True)
-    facts = inspect(checkpoint)
-    wrong: list[str] = []
-    if arguments.verify:
-        wrong = facts["wrong"] = all_damage(checkpoint.folder)
-    if arguments.json:
-        print(json.dumps(facts, indent=1))
-        return int(bool(wrong))
-    print(text(facts))
-    if arguments.tensors:
-        print("\n".join(tensor_rows(checkpoint)))
-    if arguments.verify:
-        print("\n".join(wrong) or "  verified    every file is what was written")
+    print(inspect(checkpoint))
+    if not arguments.verify:
+        return 0
+    wrong = all_damage(checkpoint.folder)
+    print("\n".join(wrong) or "  verified    every file is what was written")
     return int(bool(wrong))
 
 
@@ -226,11 +206,12 @@ def run_job(job: "ConversionJob") -> int:
 
     started = time.monotonic()
     errors = Console(stderr=True)
-    bar = partial(track, description=job.out.name, console=errors, transient=True)
+    hidden = not errors.is_terminal
+    bar = partial(track, description=job.out.name, console=errors, transient=True, disable=hidden)
     # A batch system ends a job by this signal; leaving in order takes the unfinished folder along.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        run(job, watch=bar if errors.is_terminal else iter)
+        run(job, watch=bar)
     finally:
         signal.signal(signal.SIGTERM, before)
     seconds = time.monotonic() - started
@@ -239,10 +220,3 @@ def run_job(job: "ConversionJob") -> int:
         f"({byte_size(job.bytes / seconds)}/s)"
     )
     return 0
-
-
-def torch_dtype(name: str) -> "torch.dtype | None":
-    """Return --dtype as torch has it; None for "auto"."""
-    import torch
-
-    return None if name == "auto" else getattr(torch, name)

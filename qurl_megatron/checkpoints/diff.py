@@ -75,7 +75,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[HfTensor, Op | None]]:
     unread = reader.names()
     for tensor, op in ops:
         if tensor.name in unread:
-            unread -= {tensor.name, _scale_of(checkpoint, tensor.name)}
+            unread -= {tensor.name, f"{tensor.name}_scale"}
             yield tensor, op
     if checkpoint.arch.tied:
         unread.discard(HEAD)  # the embedding once more
@@ -91,15 +91,9 @@ def _read(checkpoint: Checkpoint, tensor: HfTensor, op: Op | None) -> Tensor | Q
         return reader.shards(op)[tensor.name]
     if not checkpoint.scheme or not tensor.quantized:
         return reader.whole(tensor.name)
-    names = {tensor.name, _scale_of(checkpoint, tensor.name)} & reader.names()
+    names = {tensor.name, scale_name(tensor.name)} & reader.names()
     parts = {name: reader.whole(name) for name in names}
-    return loaded(tensor.name, parts, checkpoint.scheme, checkpoint.fmt)
-
-
-def _scale_of(checkpoint: Checkpoint, name: str) -> str:
-    if not checkpoint.scheme or not name.endswith(".weight"):
-        return ""
-    return scale_name(name, checkpoint.scheme, checkpoint.fmt)
+    return loaded(tensor.name, parts, checkpoint.scheme)
 
 
 def _numbers(stored: Tensor | QuantizedWeight, name: str, scale: float) -> Tensor:

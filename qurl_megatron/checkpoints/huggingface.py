@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,14 +18,10 @@ from torch import Tensor
 
 from qurl_megatron.checkpoints.ops import Op, hf_shapes
 from qurl_megatron.checkpoints.places import INDEX, SINGLE, safetensors_files
-from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.formats_on_disk import DTYPES, NAMES
 from qurl_megatron.tensors.table import HfTensor
-
-# A file is opened again after this many bytes, since bytes read stay mapped until it is closed.
-_MAPPED_BYTES = 256 << 20
 
 LFS_POINTER = b"version https://git-lfs"
 
@@ -64,17 +59,6 @@ class HfReader:
                         f"tensor {name} is in {self._stored[name].file} and in {file}; remove one"
                     )
                 self._stored[name] = stored
-        self._check_index()
-        self._open: tuple[Path, Any] | None = None
-        self._mapped = 0
-
-    def _check_index(self) -> None:
-        path = self.folder / INDEX
-        if not path.is_file():
-            return
-        for name, file in read_json(path)["weight_map"].items():
-            if name not in self._stored or self._stored[name].file.name != file:
-                raise ConfigError(f"{path} says that {file} has tensor {name}, which it has not")
 
     def names(self) -> set[str]:
         return set(self._stored)
@@ -172,12 +156,8 @@ class HfReader:
     def _slice(self, name: str):
         if name not in self._stored:
             raise ConfigError(f"tensor {name} is not in the checkpoint {self.folder}")
-        stored = self._stored[name]
-        if self._open is None or self._open[0] != stored.file or self._mapped > _MAPPED_BYTES:
-            self._open = (stored.file, opened(stored.file))
-            self._mapped = 0
-        self._mapped += stored.dtype.itemsize * torch.Size(stored.shape).numel()
-        return self._open[1].get_slice(name)
+        # Opened anew for each tensor: bytes that are read stay mapped until the file is closed.
+        return opened(self._stored[name].file).get_slice(name)
 
 
 def _and_more(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from qurl_megatron.checkpoints.integrity import (
     MANIFEST,
@@ -33,8 +33,7 @@ class OutputFile:
 
     name: str
     bytes: int
-    write: Callable[[Path], Any]
-    """Writes the file; its return value is kept for ``ConversionJob.finish``."""
+    write: Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class ConversionJob:
 
     out: Path
     files: list[OutputFile]
-    finish: Callable[[Path, dict[str, Any]], None]
-    """Writes the small files, given the folder and the return value of each file's ``write``."""
+    finish: Callable[[Path], None]
+    """Writes the small files into the folder, after the large ones."""
     source: Path | None = None
     """The folder that is read; a run's checkpoint is held against its checksums first."""
 
@@ -71,13 +70,12 @@ def run(
         with new_folder(job.out) as aside, ThreadPoolExecutor(_SEALERS) as pool:
             if job.bytes > free(aside):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            kept: dict[str, Any] = {}
             sums: dict[str, Future[FileSum]] = {}
             for file in watch(job.files):
-                kept[file.name] = file.write(aside / file.name)
+                file.write(aside / file.name)
                 sums[file.name] = pool.submit(_seal, aside / file.name)
             known = {name: file_sum.result() for name, file_sum in sums.items()}
-            job.finish(aside, kept)
+            job.finish(aside)
             write_record(aside, known, MANIFEST)
         to_disk(job.out.parent)
 

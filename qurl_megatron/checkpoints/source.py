@@ -29,7 +29,6 @@ from qurl_megatron.tensors.table import uaq_role
 
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
-
 Reader = HfReader | MegatronReader
 """Where the Hugging Face tensors of an op come from."""
 
@@ -44,7 +43,6 @@ class Checkpoint:
     arch: Arch
     reader: Reader
     scheme: str = ""  # of a quantized one
-    fmt: str = ""  # its layout, one of ``quant.export.FORMATS``
 
     @property
     def kind(self) -> Literal["huggingface", "megatron", "quantized"]:
@@ -64,7 +62,7 @@ class Checkpoint:
     def natural_dtype(self, op: Op) -> torch.dtype:
         """Return the model's original format, before folding needed a wider one."""
         recorded = self.config.get("qurl", {}).get("dtype")
-        return DTYPES_BY_NAME[recorded] if recorded in DTYPES_BY_NAME else self.reader.dtype(op)
+        return DTYPES_BY_NAME.get(recorded) or self.reader.dtype(op)
 
     def folded_config(self, scale: float) -> dict[str, Any]:
         """Return the config for weights with ``scale`` folded in; it records the factor and the
@@ -96,8 +94,8 @@ def open_checkpoint(
     megatron = find_torch_dist(folder)
     if megatron is None:
         config, arch = read_config(folder), arch_of(folder, quantized=quantized)
-        layout = read_quantization(config) or ("", "")
-        return Checkpoint(folder, folder, config, arch, HfReader(folder), *layout)
+        scheme = read_quantization(config) or ""
+        return Checkpoint(folder, folder, config, arch, HfReader(folder), scheme)
     described = Path(description) if description else description_of(folder)
     if wrong := wrong_size(megatron, read_record(megatron) or {}):
         raise ConfigError(f"{wrong}; {FIX}")

@@ -22,7 +22,7 @@ from qurl_megatron.checkpoints.places import SINGLE
 from qurl_megatron.checkpoints.source import Checkpoint, describe, read_tensors, with_dtype
 from qurl_megatron.checkpoints.uaq import refuse_second_fold
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant.export import layout, quantization_config, stored, stored_shapes
+from qurl_megatron.quant.export import quantization_config, stored, stored_shapes
 
 
 def to_huggingface(
@@ -68,7 +68,6 @@ def to_quantized(
     out: Path,
     *,
     scheme: str,
-    fmt: str,
     backend: str = "native",
     uaq_scale: float = 1.0,
     dtype: torch.dtype | None = None,
@@ -78,17 +77,16 @@ def to_quantized(
 
     Args:
         scheme: "int8", "fp8" or "fp8_block".
-        fmt: the layout, one of ``quant.export.FORMATS``.
         backend: whose arithmetic makes the codes, one of ``BACKENDS``.
         uaq_scale: factor to fold in on the way (paper Eq. 11).
         dtype: format of tensors that are not quantized; None: the model's own.
         file_bytes: where a file is full.
 
     Raises:
-        ConfigError: the scheme or layout is unknown, or the backend does not make it, or the
-            checkpoint contradicts its config.
+        ConfigError: the scheme is unknown, or the backend does not make it, or the checkpoint
+            contradicts its config.
     """
-    layout(scheme, fmt)
+    quantization = quantization_config(scheme, _ignored_modules(source))
     check_backend(backend, scheme)
     refuse_second_fold(source.config, uaq_scale)
     source.reader.check(source.arch)
@@ -100,7 +98,7 @@ def to_quantized(
         for tensor in op.hf:
             shapes = {tensor.name: (tensor.shape, form)}
             if tensor.quantized:
-                shapes = stored_shapes(tensor.name, tensor.shape, scheme, fmt)
+                shapes = stored_shapes(tensor.name, tensor.shape, scheme)
             planned += [TensorSpec(name, *facts) for name, facts in shapes.items()]
         return planned
 
@@ -110,13 +108,13 @@ def to_quantized(
         made: dict[str, Tensor] = {}
         for name, tensor in read_tensors(source, op, None, fold=uaq_scale).items():
             try:
-                made |= stored(name, quantizer(tensor, scheme), fmt)
+                made |= stored(name, quantizer(tensor, scheme))
             except ConfigError as error:
                 raise ConfigError(f"tensor {name}: {error}") from error
         return made
 
     config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), form)
-    config["quantization_config"] = quantization_config(scheme, fmt, _ignored_modules(source))
+    config["quantization_config"] = quantization
     return _job(source, out, config, specs, make, file_bytes)
 
 
@@ -151,7 +149,7 @@ def _job(
         total = sum(spec.bytes for spec in planned[name])
         files.append(OutputFile(name, total, partial(write, batch=batch)))
 
-    def finish(folder: Path, _: dict[str, Any]) -> None:
+    def finish(folder: Path) -> None:
         write_index(folder, planned)
         describe(source, folder, config)
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,13 +61,17 @@ def to_megatron(
         return dtype or (own if exact else torch.float32)
 
     ops = source.ops()
+    places: dict[str, list[tuple[Chunk, int, int]]] = {}  # by file
     chunks = {op.megatron: _chunks(source.arch, op, tensor, stored(op)) for op in ops}
 
     def size(op: Op) -> int:
         return sum(chunk.bytes for chunk in chunks[op.megatron])
 
-    def write(path: Path, batch: list[Op]) -> list[tuple[Chunk, int, int]]:
-        return write_chunks(path, tensors(batch))
+    def write(path: Path, batch: list[Op]) -> None:
+        places[path.name] = write_chunks(path, tensors(batch))
+
+    def write_state(path: Path) -> None:
+        places[path.name] = write_chunks(path, ((chunk, _NO_STATE) for chunk in state))
 
     def tensors(batch: list[Op]) -> Iterator[tuple[Chunk, Tensor]]:
         for op in batch:
@@ -79,11 +82,12 @@ def to_megatron(
     for number, batch in enumerate(batches(ops, size, file_bytes)):
         total = sum(size(op) for op in batch)
         files.append(OutputFile(f"__0_{number}.distcp", total, partial(write, batch=batch)))
-    files.append(_state_file(source.arch))
+    state = _state_objects(source.arch)
+    files.append(OutputFile("__1_0.distcp", _STATE_BYTES * len(state), write_state))
     widest = max(map(stored, ops), key=lambda form: form.itemsize)
     config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), widest)
 
-    def finish(folder: Path, places: dict[str, Any]) -> None:
+    def finish(folder: Path) -> None:
         write_table(folder, places)
         describe(source, folder / DESCRIPTION, config)
 
@@ -136,27 +140,21 @@ def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple
         yield chunk, piece
 
 
-def _state_file(arch: Arch) -> OutputFile:
-    """Return the file of the objects that Megatron's loader wants beside the weights."""
-    attention = ["core_attention", "linear_proj", "linear_qkv"]
-    objects = []
+def _state_objects(arch: Arch) -> list[Chunk]:
+    """Return the objects that Megatron's loader wants beside the weights of linear layers."""
+    chunks = []
+
+    def add(module: str, *at: int) -> None:
+        position, size = (".".join(map(str, x)) for x in (at, arch.stacked[: len(at)]))
+        chunks.append(Chunk(f"decoder.layers.{module}._extra_state/shard_{position}_{size}"))
+
     for layer in range(arch.num_layers):
-        for module in attention:
-            objects.append(_object(f"self_attention.{module}", (layer,), arch.stacked[:1]))
+        for module in ("core_attention", "linear_proj", "linear_qkv"):
+            add(f"self_attention.{module}", layer)
         for module in ("linear_fc1", "linear_fc2"):
             if arch.experts is None:
-                objects.append(_object(f"mlp.{module}", (layer,), arch.stacked))
+                add(f"mlp.{module}", layer)
                 continue
             for expert in range(arch.experts.count):
-                name = f"mlp.experts.experts.{module}"
-                objects.append(_object(name, (layer, expert), arch.stacked))
-    return OutputFile(
-        "__1_0.distcp",
-        _STATE_BYTES * len(objects),
-        lambda path: write_chunks(path, ((chunk, _NO_STATE) for chunk in objects)),
-    )
-
-
-def _object(module: str, at: tuple[int, ...], extents: tuple[int, ...]) -> Chunk:
-    position, size = (".".join(map(str, numbers)) for numbers in (at, extents))
-    return Chunk(f"decoder.layers.{module}._extra_state/shard_{position}_{size}")
+                add(f"mlp.experts.experts.{module}", layer, expert)
+    return chunks

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,20 +158,20 @@ class TorchDistReader:
 
     def _load(self, key: str, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
         path = self.folder / chunk.file
-        with reading(path), path.open("rb", buffering=0) as file:
-            window = _Window(file, chunk.start, chunk.length)
-            try:
-                loaded = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
-            except DAMAGE as error:
-                if window.failure is not None:  # torch makes something else of it
-                    raise window.failure from None
-                reason = (str(error).splitlines() or [repr(error)])[0]
-                if "can't allocate memory" in reason:
-                    raise ConfigError(f"tensor {key} does not fit in memory ({reason})") from None
-                raise ConfigError(
-                    f"tensor {key} cannot be read from {path} ({reason}); the file is damaged, "
-                    "copy the checkpoint again"
-                ) from None
+        try:
+            with reading(path), path.open("rb") as file:
+                file.seek(chunk.start)
+                # A damaged length may ask for more than there is memory.
+                content = file.read(min(chunk.length, path.stat().st_size))
+            loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except (*DAMAGE, MemoryError) as error:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            if isinstance(error, MemoryError) or "can't allocate memory" in reason:
+                raise ConfigError(f"tensor {key} does not fit in memory ({reason})") from None
+            raise ConfigError(
+                f"tensor {key} cannot be read from {path} ({reason}); the file is damaged, "
+                "copy the checkpoint again"
+            ) from None
         expected = (chunk.part.sizes, tensor.dtype)
         if not isinstance(loaded, Tensor) or (tuple(loaded.shape), loaded.dtype) != expected:
             raise ConfigError(
@@ -179,43 +179,6 @@ class TorchDistReader:
                 f"{METADATA} says; the checkpoint is damaged"
             )
         return loaded
-
-
-class _Window(io.RawIOBase):
-    """Bytes ``[start, start + length)`` of a file, as a file of their own."""
-
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-        self.failure: OSError | None = None  # the system's, where it could not read the bytes
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = origin + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        # A damaged length may ask for more than there is memory.
-        return super().read(min(size, max(0, self._length - self._at)))
-
-    def readinto(self, buffer) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        try:
-            self._file.seek(self._start + self._at)
-            count = self._file.readinto(view)
-        except OSError as error:
-            self.failure = error
-            raise
-        self._at += count
-        return count
 
 
 class _Record:

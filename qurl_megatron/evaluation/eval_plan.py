@@ -326,8 +326,7 @@ def _scheme(config: EvaluationConfig, model: Path, given: bool, run_dir: Path | 
     stored = hf_config.get("quantization_config")
     if not given and run_dir is None:  # any format that SGLang knows
         return stored.get("quant_method", "unknown") if stored else "none"
-    quantization = read_quantization(hf_config)
-    model_scheme = quantization[0] if quantization else "none"
+    model_scheme = read_quantization(hf_config) or "none"
     if model_scheme != scheme:
         fix = "give the checkpoint they were made from" if stored else convert
         raise ConfigError(f"{model} holds weights of scheme {model_scheme}, not {scheme}; {fix}")

@@ -1,14 +1,13 @@
-"""The layouts in which a quantized checkpoint is written, one per family of loaders.
+"""The layout in which a quantized checkpoint is written: compressed-tensors'.
 
-Each stores a weight's values under the weight's own name, [O, I], and a float32 scale beside it
-that multiplies them. They differ in the scale's name, and in ``config.json``.
+SGLang, vLLM and transformers read it. It stores a weight's values under the weight's own name,
+[O, I], and a float32 scale beside it that multiplies them.
 
 Shapes: O = output channels, I = input channels.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,17 +17,8 @@ from qurl_megatron.quant.weights import QuantizedWeight, scale_grid
 from qurl_megatron.schemes import BLOCK, EXPORTED, SCHEMES
 
 
-@dataclass(frozen=True)
-class ExportLayout:
-    """How one family of loaders wants one scheme."""
-
-    config: dict  # ``quantization_config`` of config.json, without the modules left as they were
-    scale: str = "weight_scale"  # stands in the place of ``weight`` in the name of the scale
-    ignore_key: str = "ignore"  # where the modules left as they were are listed
-
-
-def _compressed(number: str, weights: dict, activations: dict) -> dict:
-    """compressed-tensors' config of one group: W8A8, activations quantized on the fly."""
+def _config(number: str, weights: dict, activations: dict) -> dict:
+    """Config of one group: W8A8, activations quantized on the fly."""
     common = {"num_bits": 8, "type": number, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
@@ -49,53 +39,26 @@ _BY_BLOCK = (
     {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
     {"strategy": "group", "group_size": BLOCK},
 )
-_BLOCK_CONFIG = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK],
-}
 
-# format -> scheme -> layout.
-FORMATS: dict[str, dict[str, ExportLayout]] = {
-    # SGLang, vLLM and transformers.
-    "compressed-tensors": {
-        "int8": ExportLayout(_compressed("int", *_BY_CHANNEL)),
-        "fp8": ExportLayout(_compressed("float", *_BY_CHANNEL)),
-        "fp8_block": ExportLayout(_compressed("float", *_BY_BLOCK)),
-    },
-    # SGLang's own loaders; vLLM and transformers read the fp8_block one too.
-    "sglang": {
-        "int8": ExportLayout({"quant_method": "w8a8_int8"}),
-        "fp8": ExportLayout({"quant_method": "w8a8_fp8"}),
-        "fp8_block": ExportLayout(_BLOCK_CONFIG, "weight_scale_inv", "modules_to_not_convert"),
-    },
+CONFIGS: dict[str, dict] = {
+    "int8": _config("int", *_BY_CHANNEL),
+    "fp8": _config("float", *_BY_CHANNEL),
+    "fp8_block": _config("float", *_BY_BLOCK),
 }
+"""``quantization_config`` of config.json by scheme, without the modules left as they were."""
 
 # Keys of a found config that may differ and the tensors still mean the same.
 _INCIDENTAL = {"targets", "quantization_status"}
 
 
-def layout(scheme: str, fmt: str) -> ExportLayout:
-    """Return the layout of a scheme in a format.
-
-    Raises:
-        ConfigError: either name is unknown.
-    """
-    if fmt not in FORMATS:
-        raise ConfigError(f"unknown checkpoint format {fmt!r}; known are {sorted(FORMATS)}")
-    if scheme not in EXPORTED:
-        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(EXPORTED)}")
-    return FORMATS[fmt][scheme]
-
-
-def scale_name(name: str, scheme: str, fmt: str) -> str:
+def scale_name(name: str) -> str:
     """Return the name of the tensor that holds the scale of the weight ``name`` (``X.weight``)."""
     assert name.endswith(".weight"), name
-    return name.removesuffix("weight") + layout(scheme, fmt).scale
+    return f"{name}_scale"
 
 
 def stored_shapes(
-    name: str, shape: Sequence[int], scheme: str, fmt: str
+    name: str, shape: Sequence[int], scheme: str
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of each tensor that stands for a weight [O, I].
 
@@ -113,16 +76,16 @@ def stored_shapes(
     scale_shape = scale_grid(shape, block)
     return {
         name: (tuple(shape), SCHEMES[scheme].dtype),
-        scale_name(name, scheme, fmt): (scale_shape, torch.float32),
+        scale_name(name): (scale_shape, torch.float32),
     }
 
 
-def stored(name: str, quantized: QuantizedWeight, fmt: str) -> dict[str, Tensor]:
+def stored(name: str, quantized: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors that stand for a weight, as ``stored_shapes`` announces them."""
-    return {name: quantized.values, scale_name(name, scheme_of(quantized), fmt): quantized.scale}
+    return {name: quantized.values, scale_name(name): quantized.scale}
 
 
-def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str, fmt: str) -> QuantizedWeight:
+def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str) -> QuantizedWeight:
     """Undo ``stored``.
 
     Other writers store scales in BF16, or without the dimensions of size 1; both are read.
@@ -131,10 +94,10 @@ def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str, fmt: str) -> Q
         ConfigError: a tensor is missing, or does not fit the layout; names it.
     """
     rules = SCHEMES[scheme]
-    for part in (name, scale_name(name, scheme, fmt)):
+    for part in (name, scale_name(name)):
         if part not in tensors:
-            raise ConfigError(f"{part} is missing from a checkpoint of {scheme} in format {fmt}")
-    values, scale = (tensors[part] for part in (name, scale_name(name, scheme, fmt)))
+            raise ConfigError(f"{part} is missing from a checkpoint of {scheme}")
+    values, scale = tensors[name], tensors[scale_name(name)]
     if values.dtype != rules.dtype or values.ndim != 2:
         raise ConfigError(
             f"{name} is {values.dtype} {list(values.shape)}, {scheme} weights are {rules.dtype} "
@@ -143,7 +106,7 @@ def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str, fmt: str) -> Q
     shape = scale_grid(values.shape, rules.block)
     if not scale.is_floating_point() or _long_sizes(scale.shape) != _long_sizes(shape):
         raise ConfigError(
-            f"{scale_name(name, scheme, fmt)} is {scale.dtype} {list(scale.shape)}, the scale of "
+            f"{scale_name(name)} is {scale.dtype} {list(scale.shape)}, the scale of "
             f"{name} {list(values.shape)} must be torch.float32 {list(shape)}"
         )
     return QuantizedWeight(values, scale.float().reshape(shape), rules.block)
@@ -153,25 +116,23 @@ def _long_sizes(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def scheme_of(quantized: QuantizedWeight) -> str:
-    """Return the scheme that a weight was quantized with."""
-    kind = (quantized.values.dtype, quantized.block)
-    return next(name for name in EXPORTED if (SCHEMES[name].dtype, SCHEMES[name].block) == kind)
-
-
-def quantization_config(scheme: str, fmt: str, ignore: Sequence[str]) -> dict:
+def quantization_config(scheme: str, ignore: Sequence[str]) -> dict:
     """Return the entry ``quantization_config`` of config.json.
 
     Args:
         ignore: linear modules that stay in high precision (``lm_head``, MoE routers), named as in
-            the checkpoint. SGLang's w8a8_fp8 reads no list, and skips just these.
+            the checkpoint.
+
+    Raises:
+        ConfigError: the scheme is unknown.
     """
-    want = layout(scheme, fmt)
-    return {**copy.deepcopy(want.config), want.ignore_key: list(ignore)}
+    if scheme not in CONFIGS:
+        raise ConfigError(f"unknown quantization scheme {scheme!r}; known are {sorted(EXPORTED)}")
+    return {**copy.deepcopy(CONFIGS[scheme]), "ignore": list(ignore)}
 
 
-def read_quantization(config: Mapping) -> tuple[str, str] | None:
-    """(scheme, format) of the checkpoint that a config.json describes; None: it is not quantized.
+def read_quantization(config: Mapping) -> str | None:
+    """The scheme of the checkpoint that a config.json describes; None: it is not quantized.
 
     Other tools' files in the same layout are recognised, too.
 
@@ -183,14 +144,14 @@ def read_quantization(config: Mapping) -> tuple[str, str] | None:
         return None
     if not isinstance(stated, dict):
         raise ConfigError(f"config.json: quantization_config must be an object, got {stated!r:.80}")
-    for fmt, layouts in FORMATS.items():
-        for scheme, want in layouts.items():
-            if _agrees(want.config, stated):
-                return scheme, fmt
+    for scheme, expected in CONFIGS.items():
+        if _agrees(expected, stated):
+            return scheme
     method = stated.get("quant_algo") or stated.get("format") or stated.get("quant_method")
     raise ConfigError(
         f"config.json: quantization_config ({method}) is not a layout this package reads; it reads "
-        "W8A8 with dynamic activations: int8 or FP8 per channel, FP8 in blocks of 128 x 128"
+        "compressed-tensors' W8A8 with dynamic activations: int8 or FP8 per channel, FP8 in blocks "
+        "of 128 x 128"
     )
 
 

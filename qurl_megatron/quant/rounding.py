@@ -48,11 +48,9 @@ def scheme_named(name: str) -> Scheme:
     Raises:
         ConfigError: there is no such scheme.
     """
-    stored_schemes = [name for name, row in SCHEMES.items() if row.stored]
-    if name not in stored_schemes:
-        raise ConfigError(
-            f"unknown quantization scheme {name!r}; known are {sorted(stored_schemes)}"
-        )
+    if name not in SCHEMES or not SCHEMES[name].stored:
+        known = sorted(name for name, row in SCHEMES.items() if row.stored)
+        raise ConfigError(f"unknown quantization scheme {name!r}; known are {known}")
     return SCHEMES[name]
 
 

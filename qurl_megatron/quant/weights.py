@@ -42,11 +42,6 @@ class QuantizedWeight:
     scale: Tensor  # float32 [O, 1], or [ceil(O / block), ceil(I / block)]
     block: int | None = None  # edge of the squares that share a scale; None: a scale per row
 
-    @property
-    def scale_name(self) -> str:
-        """Suffix of the scale in an exported checkpoint, beside ``weight`` for the values."""
-        return "weight_scale" if self.block is None else "weight_scale_inv"
-
 
 def quantize(
     weight: Tensor,

@@ -85,6 +85,7 @@ ROWS: Mapping[str, TensorRow] = {
     "model.norm": TensorRow("hidden"),
     "lm_head": TensorRow("vocabulary", "hidden", split=0),
 }
+_OTHER = TensorRow("hidden")  # takes part in nothing
 
 
 class HfTensor(NamedTuple):  # models have 100,000: a frozen dataclass takes longer to make
@@ -139,22 +140,21 @@ def _facts(arch: Arch, key: str) -> tuple | None:
 
 def is_quantized(name: str) -> bool:
     """True for the linear weights that rollouts run at 8 bits; all else stays in high precision."""
-    row = _row_of_weight(name)
-    return row is not None and row.quantized
+    return _row_of_weight(name).quantized
 
 
 def is_vocabulary(name: str) -> bool:
     """True for the tensors with a row per token, which tensor parallelism may pad."""
-    row = _row_of_weight(name)
-    return row is not None and row.rows == "vocabulary"
+    return _row_of_weight(name).rows == "vocabulary"
 
 
 def uaq_role(name: str) -> Literal["norm", "reader"] | None:
     """The effect of UAQ on a tensor: a norm is scaled up, its readers down; None: nothing."""
-    row = _row_of_weight(name)
-    return None if row is None else row.uaq
+    return _row_of_weight(name).uaq
 
 
-def _row_of_weight(name: str) -> TensorRow | None:
+def _row_of_weight(name: str) -> TensorRow:
     owner, _, value = _NUMBER.sub(".0", name).rpartition(".")
-    return ROWS.get(owner) if value == "weight" else None
+    if value != "weight":
+        return _OTHER
+    return ROWS.get(owner, _OTHER)

@@ -175,15 +175,18 @@ def sharded_gradients(device, config, samples, out) -> None:
             torch.save(gradients, out)
 
 
+def found_gradients(runner, backend, tmp_path, config) -> dict[str, torch.Tensor]:
+    out = tmp_path / "found.pt"
+    world = config.parallel.world_size
+    runner(sharded_gradients, world, backend, tmp_path, config, random_samples(16), out)
+    return torch.load(out)
+
+
 def assert_gradients(backend, tmp_path, folder, config, *, rounding: float) -> None:
     from qurl_megatron.data.dealing import shuffled
 
-    samples, out = random_samples(16), tmp_path / "gradients.pt"
-    world = config.parallel.world_size
-    run_on_ranks(sharded_gradients, world, backend, tmp_path, config, samples, out)
-    actual = torch.load(out)
-    chosen = shuffled(16, 2, seed=1)[0]
-    expected = dense_gradients(folder, samples, chosen, config)
+    actual = found_gradients(run_on_ranks, backend, tmp_path, config)
+    expected = dense_gradients(folder, random_samples(16), shuffled(16, 2, seed=1)[0], config)
     assert actual.keys() == expected.keys()
     worst = max((relative(actual[name], expected[name]), name) for name in expected)
     assert worst[0] < rounding, worst
@@ -397,13 +400,6 @@ def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, tm
     run_on_ranks(save_then_go_on, 4, backend, tmp_path, config, run, a)
     run_on_ranks(score_then_load_and_go_on, 4, backend, tmp_path, config, run, b)
     assert_same_weights(b, a)
-
-
-def found_gradients(runner, backend, tmp_path, config) -> dict[str, torch.Tensor]:
-    out = tmp_path / "found.pt"
-    world = config.parallel.world_size
-    runner(sharded_gradients, world, backend, tmp_path, config, random_samples(16), out)
-    return torch.load(out)
 
 
 def test_recomputed_activations_are_rounded_as_they_were(backend, tmp_path):

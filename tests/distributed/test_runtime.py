@@ -224,10 +224,7 @@ def test_ranks_that_see_one_gpu_each_must_see_different_ones(gpus, monkeypatch):
     gather(monkeypatch, "b", "a")
     with pytest.raises(ConfigError, match=r"ranks 0 and 2 have the same GPU \(a\)"):
         megatron._refuse_shared_gpus(CUDA)
-
-
-def test_parts_of_one_gpu_are_told_apart(gpus, monkeypatch):
-    gpus("a")
+    # Parts of one GPU are told apart.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
     gather(monkeypatch, "MIG-2")
     megatron._refuse_shared_gpus(CUDA)

@@ -21,7 +21,6 @@ from tests.support.policies import (
     LAYOUTS,
     PACKED,
     assert_same_training,
-    check_masters,
     load_and_go_on,
     recipe,
     relative,
@@ -97,19 +96,6 @@ def test_sequences_that_lie_end_to_end_train_as_padded_ones_do(
     folder, expected = alone(family, **ALGO)
     config = replace(recipe(folder, layout, **ALGO), train=TrainConfig(**PACKED))
     assert_same_training(train(backend, tmp_path, config), expected)
-
-
-@pytest.mark.thorough("nccl")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_masters_hold_the_exact_folded_checkpoint(family, backend, tmp_path):
-    from safetensors.torch import load_file
-
-    from qurl_megatron.checkpoints.uaq import fold_uaq
-
-    folder = tiny_checkpoint(tmp_path / "model", family)
-    expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
-    config = recipe(folder, dict(tensor=2, data=2), dtype="bfloat16")
-    run_with_stand_in(check_masters, 4, backend, tmp_path, config, expected)
 
 
 @pytest.mark.thorough("nccl")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qurl_megatron.config import RolloutConfig
+from qurl_megatron.engines.sglang import starting_sglang
 from qurl_megatron.engines.sglang.starting_sglang import engine_launch
 from qurl_megatron.engines.starting import Start
 from qurl_megatron.fleet.client import EngineClient
@@ -69,14 +70,16 @@ def _version(case: Case, base: Path, folder: Path, seed: int) -> Checkpoint:
     for name, value in sorted(load_file(base / "model.safetensors").items()):
         value = value + 0.05 * torch.randn(value.shape, generator=generator)
         if case.scheme != "none" and name.endswith("_proj.weight"):
-            tensors |= stored(name, quantize(value, case.scheme), case.fmt)
+            tensors |= stored(name, quantize(value, case.scheme))
         else:
             tensors[name] = value.to(getattr(torch, case.dtype))
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if case.scheme != "none":
         config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = quantization_config(case.scheme, case.fmt, ["lm_head"])
+        config["quantization_config"] = starting_sglang.quantization_config(case.scheme)
+        if case.fmt == "compressed-tensors":
+            config["quantization_config"] = quantization_config(case.scheme, ["lm_head"])
         (folder / "config.json").write_text(json.dumps(config))
     return Checkpoint(folder, tensors)
 

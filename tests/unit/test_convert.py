@@ -116,7 +116,6 @@ def test_codes_are_those_of_the_whole_fp32_weight_before_and_after_folding(
             open_checkpoint(folder),
             tmp_path / name,
             scheme=scheme,
-            fmt="compressed-tensors",
             file_bytes=SMALL,
         )
         run(job)
@@ -171,23 +170,6 @@ def test_a_job_that_fails_leaves_nothing_and_done_it_is_not_written_again(tmp_pa
     assert all_damage(tmp_path / "out") == []
 
 
-def test_every_changed_file_is_found(tmp_path):
-    source = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen2"))
-    out = tmp_path / "out"
-    run(to_megatron(source, out, file_bytes=SMALL))
-    victim = out / "__0_1.distcp"
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-    (fault,) = all_damage(out)
-    assert fault.startswith(f"{victim} has changed since it was written")
-    victim.write_bytes(content[:-1])
-    (out / "common.pt").unlink()
-    cut_off, missing = all_damage(out)
-    assert f"{victim} has {len(content) - 1} bytes" in cut_off
-    assert missing == f"{out / 'common.pt'} is missing"
-
-
 # -- comparing -----------------------------------------------------------------------------------
 
 
@@ -219,7 +201,7 @@ def test_kinds_are_compared_by_what_the_model_computes_with(tmp_path):
     run(to_megatron(source, tmp_path / "megatron", uaq_scale=2.0))
     for scale in (1.0, 2.0):
         out = tmp_path / f"q{scale}"
-        run(to_quantized(source, out, scheme="int8", fmt="sglang", uaq_scale=scale))
+        run(to_quantized(source, out, scheme="int8", uaq_scale=scale))
     plain, megatron, quantized, folded = (
         open_checkpoint(tmp_path / name, quantized=True)
         for name in ("hf", "megatron", "q1.0", "q2.0")
@@ -258,16 +240,27 @@ def test_checkpoints_have_commands_of_qurl(tmp_path, capsys):
     assert " 0 differ beyond 1e-06" in capsys.readouterr().out
     assert tool("diff", model, codes) == 1
     capsys.readouterr()
-    facts = {}
-    for folder in (model, folded, codes):
-        assert tool("inspect", folder, "--json") == 0
-        facts[folder] = json.loads(capsys.readouterr().out)
-    assert [f["kind"] for f in facts.values()] == ["huggingface", "megatron", "quantized"]
-    assert [f["uaq_scale"] for f in facts.values()] == [1.0, 1.5, 1.5]
-    assert len({f["parameters"] for f in facts.values()}) == 1
-    assert facts[folded]["weights"] == {"float32": 10}
-    assert (facts[codes]["scheme"], facts[codes]["format"]) == ("int8", "compressed-tensors")
-    assert tool("inspect", folded, "--verify", "--tensors") == 0
+    kinds = {
+        model: ("Hugging Face, safetensors", "none"),
+        folded: ("Megatron, torch_dist", "s = 1.5 folded in"),
+        codes: ("Hugging Face, quantized: int8", "s = 1.5 folded in"),
+    }
+    for folder, (kind, uaq) in kinds.items():
+        assert tool("inspect", folder) == 0
+        first, *lines = capsys.readouterr().out.splitlines()
+        facts = dict(line.split(maxsplit=1) for line in lines)
+        assert (first, facts["kind"], facts["UAQ"]) == (str(folder), kind, uaq)
+        assert facts["model"].startswith("qwen2: 4 layers, hidden 64, 4 heads over 2 of keys, voc")
+        assert facts["parameters"] == "140,352", facts
+        assert folder != folded or facts["weights"] == "float32 (10 tensors)"
+    assert tool("inspect", folded, "--verify") == 0
     message = capsys.readouterr().out
-    assert "s = 1.5 folded in" in message and "decoder.layers.mlp.linear_fc1.weight" in message
-    assert "every file is what was written" in message
+    assert "s = 1.5 folded in" in message and "every file is what was written" in message
+    content = bytearray((folded / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folded / "__0_0.distcp").write_bytes(content)
+    (folded / "common.pt").unlink()
+    assert tool("inspect", folded, "--verify") == 1
+    *_, changed, missing = capsys.readouterr().out.splitlines()
+    assert changed.startswith(f"{folded / '__0_0.distcp'} has changed since it was written")
+    assert missing == f"{folded / 'common.pt'} is missing"

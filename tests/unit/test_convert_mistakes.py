@@ -122,7 +122,6 @@ MISTAKES = {
     "a note": (note_of_git_lfs, "run `git lfs pull` in "),
     "pickles": (pickled, r"pickle files .pytorch_model.bin. are never loaded"),
     "twice": (index({NORM: "b.safetensors"}, twice=NORM), f"tensor {NORM} is in"),
-    "not there": (index({"model.extra": "a.safetensors"}), "tensor model.extra, which it has not"),
     "not beside": (index({"x": "../a.safetensors"}), "index.json has no weight_map"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "no folder": (shutil.rmtree, "is not a folder"),

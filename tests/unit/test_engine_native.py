@@ -7,6 +7,7 @@ import torch
 
 from qurl_megatron.engines.embedded import kernels, native
 from qurl_megatron.engines.embedded.endpoints import load_engine
+from qurl_megatron.schemes import SCHEMES
 from tests.support.engine_models import (
     advance,
     copies,
@@ -43,11 +44,12 @@ def both_hidden_states(engine):
 
 @needs_native
 @pytest.mark.parametrize("tokens,inputs,outputs", [(1, 8, 8), (7, 130, 65), (33, 2816, 64)])
-@pytest.mark.parametrize("largest", [127.0, 7.0])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_a_native_product_has_the_bits_of_the_torch_one(tokens, inputs, outputs, largest, dtype):
+def test_a_native_product_has_the_bits_of_the_torch_one(tokens, inputs, outputs, scheme, dtype):
     torch.manual_seed(0)
+    largest = SCHEMES[scheme].largest
     x = (torch.randn(tokens, inputs) * torch.logspace(-3, 3, tokens)[:, None]).to(dtype)
     x[0] = x[0].abs().max() * x[0].sign()  # codes of +-largest alone
     x[-1, 0] = 0.5 * x[-1].abs().max() / largest  # half a code
@@ -58,8 +60,11 @@ def test_a_native_product_has_the_bits_of_the_torch_one(tokens, inputs, outputs,
     scale = torch.rand(outputs) + 0.1
     blocks = native.Blocks(w, scale)
     for addend in (None, torch.randn(outputs).to(dtype), torch.randn(tokens, outputs).to(dtype)):
-        plain = kernels.int8_linear(x, w, scale, addend, largest)
-        assert torch.equal(kernels.int8_linear(x, w, scale, addend, largest, blocks), plain)
+        plain, actual = (
+            kernels.quantized_linear(x, w, scale, addend, scheme=scheme, blocks=way)
+            for way in (None, blocks)
+        )
+        assert torch.equal(actual, plain)
 
 
 @needs_native

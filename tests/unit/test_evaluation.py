@@ -516,7 +516,7 @@ def test_before_and_after_are_two_plans_of_the_settings_of_a_run(model, trained,
 def test_a_quantized_folder_is_evaluated_as_it_is(model, trained, tmp_path):
     folder = tmp_path / "out-int8"
     shutil.copytree(model, folder)
-    stored = {"quantization_config": quantization_config("int8", "compressed-tensors", ["lm_head"])}
+    stored = {"quantization_config": quantization_config("int8", ["lm_head"])}
     (folder / "config.json").write_text(json.dumps(stored))
     fp8 = ["--run", str(trained), "rollout.backend=embedded"]
     (trained / "config.toml").write_text(

@@ -14,12 +14,9 @@ from qurl_megatron.checkpoints.to_huggingface import to_quantized
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.quant.export import (
-    FORMATS,
     loaded,
     quantization_config,
     read_quantization,
-    scale_name,
-    scheme_of,
     stored,
     stored_shapes,
 )
@@ -27,7 +24,6 @@ from qurl_megatron.schemes import EXPORTED
 from qurl_megatron.tensors.table import is_quantized
 from tests.support.engine_models import write_model
 
-COMBINATIONS = [(scheme, fmt) for fmt, layouts in FORMATS.items() for scheme in layouts]
 NAME = "model.layers.0.mlp.down_proj.weight"
 SCALE = "model.layers.0.mlp.down_proj.weight_scale"
 # The names of the same schemes in compressed-tensors and llm-compressor.
@@ -44,32 +40,17 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("scheme,fmt", COMBINATIONS)
+@pytest.mark.parametrize("scheme", EXPORTED)
 @pytest.mark.parametrize("rows,columns", [(256, 384), (128, 128), (640, 128)])
-def test_what_is_stored_is_what_was_announced_and_reads_back_the_same(scheme, fmt, rows, columns):
+def test_what_is_stored_is_what_was_announced_and_reads_back_the_same(scheme, rows, columns):
     quantized = quantize(weight(rows, columns), scheme)
-    tensors = stored(NAME, quantized, fmt)
-    announced = stored_shapes(NAME, (rows, columns), scheme, fmt)
+    tensors = stored(NAME, quantized)
+    announced = stored_shapes(NAME, (rows, columns), scheme)
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == announced
-    assert list(tensors) == [NAME, scale_name(NAME, scheme, fmt)]
-    assert scheme_of(quantized) == scheme
-    again = loaded(NAME, tensors, scheme, fmt)
+    assert list(tensors) == [NAME, SCALE]
+    again = loaded(NAME, tensors, scheme)
     assert same(again.values, quantized.values) and same(again.scale, quantized.scale)
     assert again.block == quantized.block
-
-
-@pytest.mark.parametrize("scheme,fmt", COMBINATIONS)
-def test_scales_have_the_shapes_and_names_that_loaders_allocate(scheme, fmt):
-    suffix = "_inv" if (scheme, fmt) == ("fp8_block", "sglang") else ""
-    (shape, _) = stored_shapes(NAME, (256, 384), scheme, fmt)[SCALE + suffix]
-    assert shape == ((2, 3) if scheme == "fp8_block" else (256, 1))
-
-
-@pytest.mark.parametrize("scheme,fmt", COMBINATIONS)
-def test_the_config_tells_the_scheme_and_the_format(scheme, fmt):
-    config = {"quantization_config": quantization_config(scheme, fmt, ["lm_head"])}
-    assert read_quantization(json.loads(json.dumps(config))) == (scheme, fmt)
-    assert "lm_head" in str(config)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +68,7 @@ def test_other_quantizations_are_refused_by_name(found):
 
 
 def test_two_schemes_in_one_checkpoint_are_refused():
-    config = quantization_config("fp8", "compressed-tensors", [])
+    config = quantization_config("fp8", [])
     group = config["config_groups"]["group_0"]
     config["config_groups"]["group_1"] = {**group, "targets": ["re:.*down_proj"]}
     with pytest.raises(ConfigError, match="float-quantized"):
@@ -98,40 +79,39 @@ def test_scales_as_other_writers_store_them_are_read():
     quantized = quantize(weight(), "fp8")
     for scale in (quantized.scale.bfloat16(), quantized.scale.squeeze(1)):
         tensors = {NAME: quantized.values, SCALE: scale}
-        again = loaded(NAME, tensors, "fp8", "compressed-tensors")
+        again = loaded(NAME, tensors, "fp8")
         torch.testing.assert_close(again.scale, scale.float().reshape(-1, 1), rtol=0, atol=0)
 
 
 def test_a_wrong_checkpoint_is_refused_with_the_name_of_the_tensor():
     quantized = quantize(weight(), "int8")
-    good = stored(NAME, quantized, "sglang")
+    good = stored(NAME, quantized)
     for change, message in [
         ({NAME: good[NAME].float()}, rf"{NAME} is torch.float32"),
         ({SCALE: good[SCALE][:7]}, rf"{SCALE} is torch.float32 \[7, 1\]"),
         ({SCALE: good[SCALE].int()}, rf"{SCALE} is torch.int32"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            loaded(NAME, {**good, **change}, "int8", "sglang")
+            loaded(NAME, {**good, **change}, "int8")
     with pytest.raises(ConfigError, match=f"{SCALE} is missing"):
-        loaded(NAME, {NAME: good[NAME]}, "int8", "sglang")
+        loaded(NAME, {NAME: good[NAME]}, "int8")
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_blocks_that_no_engine_runs_are_refused(fmt):
+def test_blocks_that_no_engine_runs_are_refused():
     for shape in [(576, 1536), (1536, 576)]:
         with pytest.raises(ConfigError, match=rf"{NAME} is \[{shape[0]}, {shape[1]}\]"):
-            stored_shapes(NAME, shape, "fp8_block", fmt)
+            stored_shapes(NAME, shape, "fp8_block")
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ConfigError, match="unknown checkpoint format 'gguf'"):
-        quantization_config("int8", "gguf", [])
+    with pytest.raises(ConfigError, match="unknown quantization scheme 'int4'"):
+        quantization_config("int4", [])
 
 
 @pytest.mark.parametrize("scheme", EXPORTED)
 def test_compressed_tensors_reads_the_config_as_its_own_preset(scheme):
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    ours = quantization_config(scheme, "compressed-tensors", ["lm_head"])
+    ours = quantization_config(scheme, ["lm_head"])
     preset = quantization.preset_name_to_scheme(PRESETS[scheme], targets=["Linear"])
     read = quantization.QuantizationConfig.model_validate(ours)
     assert read.config_groups["group_0"] == preset and read.ignore == ["lm_head"]
@@ -140,9 +120,9 @@ def test_compressed_tensors_reads_the_config_as_its_own_preset(scheme):
         config_groups={"group_0": preset}, format=ours["format"], ignore=["lm_head"]
     )
     theirs = json.loads(written.model_dump_json())
-    assert read_quantization({"quantization_config": theirs}) == (scheme, "compressed-tensors")
+    assert read_quantization({"quantization_config": theirs}) == scheme
     theirs["config_groups"] = {PRESETS[scheme]: theirs["config_groups"]["group_0"]}
-    assert read_quantization({"quantization_config": theirs}) == (scheme, "compressed-tensors")
+    assert read_quantization({"quantization_config": theirs}) == scheme
 
 
 # Sizes for each scheme; blocks need multiples of 128.
@@ -193,7 +173,7 @@ def distance(a, b):
 def test_transformers_compute_a_checkpoint_as_a_fake_quant_model(scheme, tmp_path):
     pytest.importorskip("compressed_tensors")
     plain = write_model(tmp_path / "plain", **MODELS[scheme])
-    how = {"scheme": scheme, "fmt": "compressed-tensors", "dtype": torch.float32}
+    how = {"scheme": scheme, "dtype": torch.float32}
     run(to_quantized(open_checkpoint(plain), tmp_path / "quantized", **how))
     expected = fake_quant_logits(plain, scheme)
     error = distance(expected, transformers_logits(plain))  # of the quantization itself

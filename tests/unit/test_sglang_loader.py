@@ -169,13 +169,6 @@ def test_a_wrong_set_of_pieces_is_named(pieces, message):
     assert message in failed(Engine(), pieces())
 
 
-def test_a_rank_does_not_miss_what_it_does_not_hold():
-    first, _ = parts({O_PROJ: whole_tensors()[O_PROJ]}, ranks=2)
-    rest = whole_tensors()
-    del rest[O_PROJ]
-    assert failed(Engine(rank=0, tp=2), parts(rest)[0], first) is None
-
-
 def test_a_damaged_piece_is_named_and_not_written():
     engine = Engine()
     blob = engine.wire.put([shard(NORM, torch.ones(16))])

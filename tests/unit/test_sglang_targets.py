@@ -74,20 +74,6 @@ def test_a_tied_output_layer_comes_with_the_embedding():
     assert targets(Qwen2ForCausalLM(tied=True)).keys() == whole_tensors(tied=True).keys()
 
 
-def test_a_parameter_that_no_update_would_reach_is_refused_by_name():
-    model = Qwen2ForCausalLM()
-    model.model.layers[1].mlp.extra = nn.Linear(2, 2, bias=False)
-    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.extra\.weight"):
-        targets(model)
-
-
-def test_a_static_activation_scale_beside_the_weight_is_refused_by_name():
-    model = Qwen2ForCausalLM()
-    model.model.layers[0].mlp.down_proj.input_scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(ConfigError, match=r"down_proj\.input_scale"):
-        targets(model)
-
-
 def test_an_unknown_model_is_refused():
     class GptOssForCausalLM(Qwen2ForCausalLM): ...
 
@@ -136,9 +122,29 @@ def test_an_engine_with_attention_split_otherwise_is_refused():
         tensor_rank(model)
 
 
-def test_a_weight_that_was_repacked_is_refused():
+def unreached(layers) -> None:
+    layers[1].mlp.extra = nn.Linear(2, 2, bias=False)
+
+
+def static_scale(layers) -> None:
+    layers[0].mlp.down_proj.input_scale = nn.Parameter(torch.ones(1))
+
+
+def repacked(layers) -> None:
+    weight = torch.zeros(24, 8, 2, dtype=torch.int8)[..., 0]
+    layers[0].mlp.down_proj.weight = nn.Parameter(weight, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (unreached, r"model\.layers\.1\.mlp\.extra\.weight"),
+        (static_scale, r"down_proj\.input_scale"),
+        (repacked, r"down_proj\.weight .* repacked"),
+    ],
+)
+def test_a_parameter_that_no_update_would_reach_is_refused_by_name(change, said):
     model = Qwen2ForCausalLM()
-    down = model.model.layers[0].mlp.down_proj
-    down.weight = nn.Parameter(torch.zeros(24, 8, 2, dtype=torch.int8)[..., 0], requires_grad=False)
-    with pytest.raises(ConfigError, match=r"down_proj\.weight .* repacked"):
+    change(model.model.layers)
+    with pytest.raises(ConfigError, match=said):
         targets(model)

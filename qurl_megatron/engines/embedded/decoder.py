@@ -27,7 +27,7 @@ from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import hf_tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-FLOATS = (torch.bfloat16, torch.float32)
+FLOATS: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 
 # attend(layer, q [T, heads, D], kv [T, 2 * kv_heads, D]) -> [T, heads * D]; keys before values.
 Attend = Callable[[int, Tensor, Tensor], Tensor]
@@ -51,13 +51,11 @@ class Matrix:
     blocks: native.Blocks | None = None
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
-        if self.scheme in CODES:
-            return kernels.int8_linear(
-                x_TI, self.weight_OI, self.scale_O, addend, CODES[self.scheme], self.blocks
-            )
-        if self.scheme == "fp8":
-            return kernels.fp8_linear(x_TI, self.weight_OI, self.scale_O, addend)
-        return kernels.float_linear(x_TI, self.weight_OI, addend)
+        if self.scheme == "none":
+            return kernels.float_linear(x_TI, self.weight_OI, addend)
+        return kernels.quantized_linear(
+            x_TI, self.weight_OI, self.scale_O, addend, scheme=self.scheme, blocks=self.blocks
+        )
 
     def pack(self) -> None:
         """Take in newly written weights."""
@@ -210,12 +208,13 @@ class Decoder:
         """Allocate one matrix for several named ones, stacked along the output."""
         shapes = {module: self._shape(f"{module}.weight") for module in modules}
         total, inputs = sum(rows for rows, _ in shapes.values()), shapes[modules[0]][1]
-        stored = {"none": self.dtype, "fp8": torch.float8_e4m3fn}.get(self.scheme, torch.int8)
-        sent = FLOATS if self.scheme == "none" else (stored,)
+        stored, sent, scale = self.dtype, FLOATS, None
+        if self.scheme != "none":
+            stored = torch.float8_e4m3fn if self.scheme == "fp8" else torch.int8
+            sent, scale = (stored,), torch.empty(total, device=self.device)
         if self.scheme == "fp8" and not has_fp8_hardware(self.device):
             stored = torch.float32  # same values, ready to multiply
         weight = torch.empty(total, inputs, dtype=stored, device=self.device)
-        scale = None if self.scheme == "none" else torch.empty(total, device=self.device)
         start = 0
         for module, shape in shapes.items():
             part = slice(start, start + shape[0])

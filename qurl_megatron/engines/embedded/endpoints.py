@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import uvicorn
@@ -49,29 +49,26 @@ PAUSE_MODES = ("retract", "in_place")
 
 
 def serve(
-    model_dir: str | Path,
+    model_dir: Path,
     *,
-    scheme: str = "none",
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    host: str = "127.0.0.1",
-    port: int = 0,
-    port_file: str | Path | None = None,
-    threads: int = 0,
-    cache_gb: float = 2.0,
-    exit_with_stdin: bool = False,
-    api_key: str | None = None,
+    scheme: str,
+    dtype: str,
+    host: str,
+    port: int,
+    port_file: Path | None,
+    threads: int,
+    cache_gb: float,
+    exit_with_stdin: bool,
+    api_key: str | None,
 ) -> None:
     """Serve one model until SIGTERM, SIGINT or, if asked, the end of standard input.
 
     Args:
-        model_dir: Hugging Face folder; quantized on load unless it is quantized already.
+        model_dir: quantized on load unless it is quantized already.
         scheme: format of the block's linear layers.
         dtype: format of everything else, and of the activations between layers.
         port: 0 takes a free one.
-        port_file: gets the port, atomically, once requests are answered.
-        threads: CPU threads; 0 leaves torch's default.
-        cache_gb: key/value cache in GiB.
-        exit_with_stdin: leave when stdin reaches its end, so that a dead parent leaves no orphan.
+        exit_with_stdin: so that a dead parent leaves no orphan.
         api_key: required as ``Authorization: Bearer`` on everything but /health.
 
     Raises:
@@ -308,10 +305,11 @@ class _Handlers:
     async def abort(self, request: Request) -> Response:
         """End the requests whose id begins with ``rid``, or all of them."""
         body = await _json(request)
-        rid = body.get("rid") or ""
-        if not body.get("abort_all") and not rid:
+        prefix = body.get("rid") or ""
+        if body.get("abort_all"):
+            prefix = ""
+        elif not prefix:
             raise ConfigError("abort_request needs a rid, or abort_all: true")
-        prefix = "" if body.get("abort_all") else rid
         await self._on_thread(
             lambda engine: engine.abort(
                 lambda sequence: sequence.rid.startswith(prefix), "Aborted by abort_request."

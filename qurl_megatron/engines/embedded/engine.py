@@ -166,8 +166,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Prefill waiting sequences that fit, or else decode one token for every running one."""
-        decodes = self._recomputed and self.running
-        joining = [] if decodes else self._admit()
+        joining: list[Sequence] = []
+        if not (self._recomputed and self.running):
+            joining = self._admit()
         self._recomputed = any(s.output_ids for s in joining)
         if joining:
             self._prefill(joining)

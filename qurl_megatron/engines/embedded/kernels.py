@@ -12,51 +12,29 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.engines.embedded import native
-from qurl_megatron.quant.activations import (
-    magnitudes,
-    scaled_product,
-    token_codes,
-    token_scales,
-)
+from qurl_megatron.quant import quantize_tokens
+from qurl_megatron.quant.activations import scaled_product
 from qurl_megatron.schemes import SCHEMES
 
-INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
 
-
-def quantize_int8(x_TI: Tensor, largest: float = INT8.largest) -> tuple[Tensor, Tensor]:
-    """Return codes [T, I] int8 up to ``largest``, rounded half to even, and their scales [T, 1]."""
-    scale_T1 = token_scales(magnitudes(x_TI), largest)
-    return token_codes(x_TI, scale_T1, INT8), scale_T1
-
-
-def quantize_fp8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes [T, I] float8_e4m3fn, rounded half to even, and their scales [T, 1]."""
-    scale_T1 = token_scales(magnitudes(x_TI), FP8.largest)
-    return token_codes(x_TI, scale_T1, FP8), scale_T1
-
-
-def int8_linear(
+def quantized_linear(
     x_TI: Tensor,
     w_OI: Tensor,
     scale_O: Tensor,
     addend: Tensor | None = None,
-    largest: float = INT8.largest,
+    *,
+    scheme: str,
     blocks: native.Blocks | None = None,
 ) -> Tensor:
-    """INT8 product; with a smaller ``largest`` activation code, one of fewer bits in its place.
+    """INT8 or FP8 product, or one of fewer bits in INT8's place.
 
     Args:
+        w_OI: codes; of FP8 the same values in FP32 where the hardware has no float8.
         blocks: the weights once more, for ``decode.cpp``; the result is the same to the last bit.
     """
     if blocks is not None:
-        return blocks.linear(x_TI, addend, largest).to(x_TI.dtype)
-    codes_TI, scale_T1 = quantize_int8(x_TI, largest)
-    return scaled_product(codes_TI, scale_T1, w_OI, scale_O, addend, x_TI.dtype)
-
-
-def fp8_linear(x_TI: Tensor, w_OI: Tensor, scale_O: Tensor, addend: Tensor | None = None) -> Tensor:
-    """E4M3 product; ``w_OI`` is float8 where the hardware has it, else the same values in FP32."""
-    codes_TI, scale_T1 = quantize_fp8(x_TI)
+        return blocks.linear(x_TI, addend, SCHEMES[scheme].largest).to(x_TI.dtype)
+    codes_TI, scale_T1 = quantize_tokens(x_TI, scheme)
     return scaled_product(codes_TI, scale_T1, w_OI, scale_O, addend, x_TI.dtype)
 
 

@@ -63,8 +63,10 @@ def library() -> ctypes.CDLL | str:
 def instructions() -> frozenset[str]:
     """The processor's, by the names of Linux; elsewhere none is known."""
     cpuinfo = Path("/proc/cpuinfo")
-    flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
-    return frozenset(flags[1].split() if flags else ())
+    if not cpuinfo.exists():
+        return frozenset()
+    flags = re.findall(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M)
+    return frozenset("".join(flags[:1]).split())
 
 
 def available() -> bool:
@@ -142,7 +144,7 @@ class Blocks:
         )
 
     def linear(self, x_TI: Tensor, addend: Tensor | None, largest: float) -> Tensor:
-        """[T, O] float32: ``kernels.int8_linear``, to the last bit."""
+        """[T, O] float32: ``kernels.quantized_linear``, to the last bit."""
         x_TI = x_TI.contiguous().float()
         y_TO = torch.empty(len(x_TI), self.matrix.outputs)
         more, step = None, 0  # of one row for all, or of a row each
@@ -151,7 +153,7 @@ class Blocks:
             step = more.stride(0) if more.ndim == 2 else 0
         _built().linear(
             *(self.matrix, x_TI.data_ptr(), len(x_TI), largest),
-            *(None if more is None else more.data_ptr(), step),
+            *(_address(more), step),
             *(y_TO.data_ptr(), torch.get_num_threads()),
         )
         return y_TO

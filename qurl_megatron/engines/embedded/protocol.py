@@ -77,8 +77,6 @@ def parse_generate(body: dict, limits: RequestLimits) -> Generation:
     Raises:
         ConfigError: malformed, unsupported or too long; nothing of the request has been queued.
     """
-    if body.get("stream") is False:
-        body = {name: value for name, value in body.items() if name != "stream"}
     given = _checked(Body, "/generate", body)
     batched = isinstance(given.input_ids[0], list)
     prompts = _checked(

@@ -49,13 +49,10 @@ def stored_scheme(folder: Path) -> str | None:
         ConfigError: they are quantized in a way that no embedded engine computes.
     """
     try:
-        quantization = read_quantization(read_config(description_of(folder)))
+        scheme = read_quantization(read_config(description_of(folder)))
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
-    if quantization is None:
-        return None
-    scheme = quantization[0]
-    if scheme not in ROLLOUT:
+    if scheme not in (None, *ROLLOUT):
         raise ConfigError(
             f"{folder} holds weights of scheme {scheme}, which embedded engines do not compute; "
             "quantize the checkpoint they were made from to int8 or fp8, or have SGLang serve them"

@@ -5,7 +5,6 @@
     loader           the hook that SGLang calls with each message of an update, and where each
                      Hugging Face tensor lives in SGLang's parameters
     cpu_layers       layers that SGLang lacks on a machine without a GPU
-    vision           operators that its torchvision lacks there
     starting_sglang  the commands of a run's engines, on their GPUs, and their options
 
 All but ``launches`` runs in SGLang's environment, where this package is installed without its

@@ -4,7 +4,7 @@ SGLang's own CPU backend wants ``sgl_kernel`` built for AMX. Without that it sti
 torch, once three gaps are filled:
 
     sgl_kernel     imported everywhere; here a stub, whose functions fail when they are called
-    torchvision    PyPI's wheel expects two operators of the CUDA build (``vision``)
+    torchvision    imported for images; PyPI's wheel expects two operators of the CUDA build
     W8A8 layers    w8a8_int8, w8a8_fp8 and compressed-tensors with a scale per channel, as
                    ``engines.embedded.kernels``: INT8 products are exact, FP8 is emulated in FP32
 
@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl_megatron.engines.embedded.kernels import fp8_linear, int8_linear
-from qurl_megatron.engines.sglang.vision import define_operators
+from qurl_megatron.engines.embedded.kernels import quantized_linear
+
+_libraries: list = []  # an operator lives as long as its library
 
 
 def wanted() -> bool:
@@ -42,7 +43,7 @@ def wanted() -> bool:
 def registered() -> bool:
     """True where ``register`` has done its work in this process."""
     module = sys.modules.get("sglang.srt.layers.quantization.w8a8_int8")
-    return module is not None and module.W8A8Int8LinearMethod.apply is _apply_int8
+    return module is not None and module.W8A8Int8LinearMethod.apply is _apply
 
 
 def install() -> None:
@@ -53,7 +54,7 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if "sgl_kernel" not in sys.modules:
         sys.modules["sgl_kernel"] = _Stub("sgl_kernel")
-    define_operators()
+    _define_operators()
 
 
 def register() -> None:
@@ -71,10 +72,10 @@ def register() -> None:
     from sglang.srt.platforms import cpu as cpu_platform
 
     w8a8_int8.W8A8Int8LinearMethod.process_weights_after_loading = _transpose
-    w8a8_int8.W8A8Int8LinearMethod.apply = _apply_int8
-    w8a8_fp8.W8A8Fp8LinearMethod.apply = _apply_fp8
-    compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8.apply_weights = _apply_int8
-    compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.apply_weights = _apply_fp8
+    w8a8_int8.W8A8Int8LinearMethod.apply = _apply
+    w8a8_fp8.W8A8Fp8LinearMethod.apply = _apply
+    compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8.apply_weights = _apply
+    compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.apply_weights = _apply
 
     for module in ("sglang.srt.configs.update_config", "sglang.srt.model_executor.model_runner"):
         if module in sys.modules:
@@ -94,6 +95,16 @@ def register() -> None:
     # FP32 activations make exact comparisons possible.
     for each in (config, w8a8_int8.W8A8Int8Config, w8a8_fp8.W8A8Fp8Config):
         each.get_supported_act_dtypes = classmethod(_activation_dtypes)
+
+
+def _define_operators() -> None:
+    """Define the operators that torchvision's wheel looks up, once."""
+    if hasattr(torch.ops.torchvision, "nms"):
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
 
 
 class _Stub(types.ModuleType):
@@ -119,23 +130,13 @@ def _transpose(self, layer: Any) -> None:
     layer.weight_scale = nn.Parameter(layer.weight_scale.data, requires_grad=False)
 
 
-def _apply_int8(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    x_TI, weight_OI = x.reshape(-1, x.shape[-1]), layer.weight.t()
-    y_TO = int8_linear(x_TI, weight_OI, _per_channel(layer), bias)
-    return y_TO.view(*x.shape[:-1], weight_OI.shape[0])
-
-
-def _apply_fp8(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    x_TI, weight_OI = x.reshape(-1, x.shape[-1]), layer.weight.t()
-    y_TO = fp8_linear(x_TI, weight_OI.float(), _per_channel(layer), bias)
-    return y_TO.view(*x.shape[:-1], weight_OI.shape[0])
-
-
-def _per_channel(layer: Any) -> Tensor:
-    scale = layer.weight_scale.view(-1)
-    if len(scale) != layer.weight.shape[1]:
+def _apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    x_TI, weight_OI, scale_O = x.flatten(0, -2), layer.weight.t(), layer.weight_scale.view(-1)
+    if len(scale_O) != len(weight_OI):
         raise NotImplementedError("without a GPU there are W8A8 layers with a scale per channel")
-    return scale
+    scheme = "int8" if weight_OI.dtype is torch.int8 else "fp8"
+    y_TO = quantized_linear(x_TI, weight_OI, scale_O, bias, scheme=scheme)
+    return y_TO.view(*x.shape[:-1], len(weight_OI))
 
 
 def _nothing_cached(self) -> None:

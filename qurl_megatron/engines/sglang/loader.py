@@ -260,7 +260,9 @@ def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
 
 def _rest(name: str, module: Any) -> dict[str, Tensor]:
     """Return a linear layer's parameters beside its weight: one value or scale per row."""
-    expected = {"bias"} | ({"weight_scale"} if _is_quantized(name, module) else set())
+    expected = {"bias"}
+    if _is_quantized(name, module):
+        expected.add("weight_scale")
     present = dict(module.named_parameters(recurse=False))
     return {kind: present[kind].data for kind in sorted(expected & present.keys())}
 

@@ -28,7 +28,13 @@ CPU_OPTIONS = {
     "--skip-server-warmup": None,
 }
 
-UNQUANTIZED = ("lm_head",)  # linear layers that keep the model's own format
+
+def quantization_config(scheme: str) -> dict:
+    """Return the config by which SGLang's own loaders make layers of a scheme.
+
+    The output layer keeps the model's format; the one of FP8 reads no list, and skips just that.
+    """
+    return {"quant_method": f"w8a8_{scheme}", "ignore": ["lm_head"]}
 
 
 def engine_launch(
@@ -56,11 +62,7 @@ def engine_launch(
     if start.empty:
         command += ["--load-format", "dummy"]
         if start.scheme != "none":
-            # It brings torch, for which those who only look a key up should not wait.
-            from qurl_megatron.quant.export import quantization_config
-
-            config = quantization_config(start.scheme, "sglang", UNQUANTIZED)
-            changes = {"quantization_config": config}
+            changes = {"quantization_config": quantization_config(start.scheme)}
             command += ["--json-model-override-args", json.dumps(changes)]
     return Launch((*command, *extra), start.environment)
 
@@ -163,7 +165,7 @@ def _devices(config: RolloutConfig, index: int) -> list[str]:
     if not torch.cuda.device_count():
         return []
     first = config.engine_first_gpu + index * config.engine_tensor
-    return [
-        *("--base-gpu-id", str(first)),
-        *(["--enable-memory-saver"] if config.colocate else []),
-    ]
+    options = ["--base-gpu-id", str(first)]
+    if config.colocate:
+        options.append("--enable-memory-saver")
+    return options
