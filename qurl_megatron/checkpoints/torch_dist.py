@@ -164,6 +164,8 @@ class TorchDistReader:
                 # A damaged length may ask for more than there is memory.
                 content = file.read(min(chunk.length, path.stat().st_size))
             loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except ConfigError:
+            raise
         except (*DAMAGE, MemoryError) as error:
             reason = (str(error).splitlines() or [repr(error)])[0]
             if isinstance(error, MemoryError) or "can't allocate memory" in reason:
