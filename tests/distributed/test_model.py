@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from qurl_megatron.config import ModelConfig, ParallelConfig
-from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.support.cases import all_but
 from tests.support.logits import IDS, LAYOUTS, assert_logits
 from tests.support.models import FAMILIES, tiny_checkpoint
@@ -50,12 +47,3 @@ def test_llama3_rope_scaling_equals_hugging_face(backend, tmp_path):
 def test_probabilities_of_experts_sum_to_less_than_one_where_the_config_says_so(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", norm_topk_prob=False)
     assert_logits(folder, dict(tensor=2), backend, tmp_path)
-
-
-def test_experts_split_over_ranks_without_sequence_parallelism_are_refused(tmp_path):
-    from qurl_megatron.actor.build import transformer_config
-
-    arch = read_arch(read_config(tiny_checkpoint(tmp_path, "qwen3_moe")))
-    parallel = ParallelConfig(tensor=2, sequence=False)
-    with pytest.raises(ConfigError, match="parallel.sequence=false is not supported for models"):
-        transformer_config(arch, ModelConfig(path=str(tmp_path)), parallel)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from qurl_megatron.checkpoints.ops import hf_shapes
+from qurl_megatron.engines.sglang.loader import SGLangWeights
+from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from tests.support.archs import BASE
 
@@ -131,6 +133,10 @@ class Qwen2ForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(engine)
         if tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+
+def targets(model: nn.Module) -> dict[str, Shard]:
+    return SGLangWeights(model).targets()
 
 
 def whole_tensors(*, quantized: bool = True, tied: bool = False) -> dict[str, torch.Tensor]:

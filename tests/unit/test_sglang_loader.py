@@ -2,12 +2,12 @@ import msgspec
 import pytest
 import torch
 
-from qurl_megatron.engines.sglang.loader import SGLangWeights, targets
+from qurl_megatron.engines.sglang.loader import SGLangWeights
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of
 from qurl_megatron.wire.session import UpdateEnd, pointers
-from tests.support.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
+from tests.support.sglang_lookalikes import Qwen2ForCausalLM, targets, whole_tensors
 from tests.support.shards import shard
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from qurl_megatron.engines.sglang.loader import targets, tensor_rank, turn_back
+from qurl_megatron.engines.sglang.loader import SGLangWeights
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.wire.session import pointers
 from tests.support import sglang_lookalikes as lookalikes
-from tests.support.sglang_lookalikes import Qwen2ForCausalLM, whole_tensors
+from tests.support.sglang_lookalikes import Qwen2ForCausalLM, targets, whole_tensors
 
 UNQUANTIZED = lookalikes.UnquantizedLinearMethod
 
@@ -21,7 +21,7 @@ def test_targets_have_the_names_shapes_and_parts_of_the_checkpoint(tp, method):
     held = {name: torch.zeros(value.shape, dtype=torch.int32) for name, value in whole.items()}
     for rank in range(tp):
         model = Qwen2ForCausalLM(rank=rank, tp=tp, method=method)
-        assert tensor_rank(model) == rank
+        assert SGLangWeights(model).tensor_rank() == rank
         found = targets(model)
         assert found.keys() == whole.keys()
         for name, target in found.items():
@@ -57,7 +57,7 @@ def test_a_square_weight_is_turned_back_by_its_strides():
     place = o_proj.weight.data_ptr()
     assert o_proj.weight.shape == (16, 16) and not o_proj.weight.is_contiguous()
     for _ in range(2):  # the second time there is nothing to do
-        turn_back(model)
+        SGLangWeights(model).finish()
         assert o_proj.weight.is_contiguous()
     assert o_proj.weight.data_ptr() == place
     assert pointers(targets(model)) == before
@@ -119,7 +119,7 @@ def test_an_engine_with_attention_split_otherwise_is_refused():
         rank_in_group=0, world_size=1
     )
     with pytest.raises(ConfigError, match="different groups"):
-        tensor_rank(model)
+        SGLangWeights(model).tensor_rank()
 
 
 def unreached(layers) -> None:

@@ -14,7 +14,7 @@ is refused by name: a parameter that no update reaches would keep its old value 
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -39,17 +39,66 @@ class SGLangWeights:
         self._model = model
 
     def tensor_rank(self) -> int:
-        return tensor_rank(self._model)
+        """This process's rank among the engine's tensor-parallel ranks.
 
-    def targets(self) -> Mapping[str, Shard]:
-        return targets(self._model)
+        Raises:
+            ConfigError: layers disagree, as with attention that is data-parallel.
+        """
+        ranks_and_sizes = {
+            _rank_and_size(module) for module in self._model.modules() if _kind(module) in _SPLIT
+        }
+        if len(ranks_and_sizes) != 1:
+            raise ConfigError(
+                "the engine's layers are split over different groups of ranks; "
+                "start it with tensor parallelism alone"
+            )
+        return ranks_and_sizes.pop()[0]
+
+    def targets(self) -> dict[str, Shard]:
+        """Return this rank's part of every tensor that an update must bring, by Hugging Face name.
+
+        Values are views into the live parameters.
+
+        Raises:
+            ConfigError: the model, its quantization, or one of its parameters is not understood
+                here.
+        """
+        _refuse_model(self._model)
+        shards: dict[str, Shard] = {}
+        claimed: Counter[int] = Counter()  # elements, by the id of the parameter
+        for name, module in self._model.named_modules():
+            claims_of = _kind(module)
+            if claims_of is None:
+                continue
+            shared = set(claimed)  # an output layer that is the embedding comes with it
+            for claim in claims_of(name, module):
+                if claim.parameter in shared:
+                    continue
+                shards[claim.target.name] = claim.target
+                claimed[claim.parameter] += claim.target.value.numel() + claim.padding
+        for name, parameter in self._model.named_parameters():
+            if claimed[id(parameter)] != parameter.numel():
+                raise ConfigError(
+                    f"an update would not reach all of {name} {list(parameter.shape)} of "
+                    f"{type(self._model).__name__}; this package does not know that part of the "
+                    "model"
+                )
+        return shards
 
     def takes(self, target: Shard, dtype: torch.dtype) -> bool:
         return dtype == target.value.dtype
 
     def finish(self) -> None:
-        """Ready for SGLang, which transposes at the end of its own session, whatever happened."""
-        turn_back(self._model)
+        """Give every transposed weight its [out, in] view back; the memory stays.
+
+        SGLang transposes every weight at the end of its own session, whatever happened, so it must
+        find them as a fresh load does.
+        """
+        for name, module in self._model.named_modules():
+            if _kind(module) in _SPLIT and _is_quantized(name, module):
+                weight = _natural(name, module)
+                if weight.shape != module.weight.shape or weight.stride() != module.weight.stride():
+                    module.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -62,65 +111,6 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     if model not in _ends:
         _ends[model] = UpdateEnd(SGLangWeights(model))
     _ends[model].handle(message)
-
-
-def targets(model: nn.Module) -> dict[str, Shard]:
-    """Return this rank's part of every tensor that an update must bring, by Hugging Face name.
-
-    Values are views into the live parameters.
-
-    Raises:
-        ConfigError: the model, its quantization, or one of its parameters is not understood here.
-    """
-    _refuse_model(model)
-    shards: dict[str, Shard] = {}
-    claimed: Counter[int] = Counter()  # elements, by the id of the parameter
-    for name, module in model.named_modules():
-        claims_of = _kind(module)
-        if claims_of is None:
-            continue
-        shared = set(claimed)  # an output layer that is the embedding comes with it
-        for claim in claims_of(name, module):
-            if claim.parameter in shared:
-                continue
-            shards[claim.target.name] = claim.target
-            claimed[claim.parameter] += claim.target.value.numel() + claim.padding
-    for name, parameter in model.named_parameters():
-        if claimed[id(parameter)] != parameter.numel():
-            raise ConfigError(
-                f"an update would not reach all of {name} {list(parameter.shape)} of "
-                f"{type(model).__name__}; this package does not know that part of the model"
-            )
-    return shards
-
-
-def tensor_rank(model: nn.Module) -> int:
-    """This process's rank among the engine's tensor-parallel ranks.
-
-    Raises:
-        ConfigError: layers disagree, as with attention that is data-parallel.
-    """
-    ranks_and_sizes = {
-        _rank_and_size(module) for module in model.modules() if _kind(module) in _SPLIT
-    }
-    if len(ranks_and_sizes) != 1:
-        raise ConfigError(
-            "the engine's layers are split over different groups of ranks; "
-            "start it with tensor parallelism alone"
-        )
-    return ranks_and_sizes.pop()[0]
-
-
-def turn_back(model: nn.Module) -> None:
-    """Give every transposed weight its [out, in] view back; the memory stays.
-
-    SGLang's post-processing transposes every weight, so it must find them as a fresh load does.
-    """
-    for name, module in model.named_modules():
-        if _kind(module) in _SPLIT and _is_quantized(name, module):
-            weight = _natural(name, module)
-            if weight.shape != module.weight.shape or weight.stride() != module.weight.stride():
-                module.weight = nn.Parameter(weight, requires_grad=False)
 
 
 class _Claim(NamedTuple):
