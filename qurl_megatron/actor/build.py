@@ -27,7 +27,7 @@ def transformer_config(
     Raises:
         ConfigError: Megatron does not compute the model so.
     """
-    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
+    arch.check_megatron()
     dtype = getattr(torch, model.dtype)
     gpu = use_transformer_engine()
     recompute: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
-        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        sequence_parallel=parallel.tensor > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -198,17 +198,15 @@ class Policy(Trained):
     def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
         """Return the FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.
 
-        With a distributed optimizer each of them owns a range of it: the ranges are summed into
-        place, which is exact because the others are zero.
+        Each of them owns a range of it: the ranges are summed into place, which is exact because
+        the others are zero.
         """
         copies = self.ranks.copies
-        lends = owner is not None and owner != copies.rank
-        master: Any = parameter
-        if parameter.dtype != torch.float32:
-            master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
-        if copies.size == 1 or not getattr(parameter, "main_param_sharded", False):
-            if lends:
-                return None
+        elsewhere = owner is not None and owner != copies.rank
+        if parameter.dtype == torch.float32:
+            return None if elsewhere else parameter.detach()
+        master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
+        if copies.size == 1:
             return master.detach().view(parameter.shape)
         full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if master is not None:
@@ -217,9 +215,7 @@ class Policy(Trained):
             dist.all_reduce(full, group=copies.group)
         else:
             dist.reduce(full, dist.get_global_rank(copies.group, owner), group=copies.group)
-        if lends:
-            return None
-        return full.view(parameter.shape)
+        return None if elsewhere else full.view(parameter.shape)
 
 
 class WaitingWeights:

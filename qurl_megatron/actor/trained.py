@@ -145,16 +145,14 @@ class Trained:
         if parameter.dtype == torch.float32:
             return
         master = parameter.main_param  # type: ignore[attr-defined]  # by Megatron's optimizer
-        if not getattr(parameter, "main_param_sharded", False):
-            master.copy_(value)
-        elif master is not None:
+        if master is not None:
             master.copy_(value.flatten()[self.owned_range(parameter)])
 
     def masters(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield the FP32 values this rank's optimizer updates: name, value, whether it counts here.
 
-        A distributed optimizer's rank has a part of each, flattened. Over all ranks each value
-        counts once, wherever else there are copies of it.
+        A rank has a part of each, flattened, of FP32 weights all. Over all ranks each value counts
+        once, wherever else there are copies of it.
         """
         ranks = self.ranks
         for name, parameter in self.gpt.named_parameters():
@@ -162,9 +160,8 @@ class Trained:
             master = parameter if full else parameter.main_param
             if master is None:
                 continue
-            sharded = not full and getattr(parameter, "main_param_sharded", False)
             split = getattr(parameter, "tensor_model_parallel", False)
-            once = (sharded or ranks.copies.rank == 0) and (split or ranks.tensor.rank == 0)
+            once = (not full or ranks.copies.rank == 0) and (split or ranks.tensor.rank == 0)
             yield name, master.detach(), once and not getattr(parameter, "shared", False)
 
     def owned_range(self, parameter: nn.Parameter) -> slice:
@@ -210,7 +207,7 @@ def with_optimizer(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=optimizer.distributed,
+            use_distributed_optimizer=True,
             overlap_grad_reduce=optimizer.overlap_grad_reduce,
             # Never: between an update and the next pass a rank's weights would be old but for its
             # own part, while the reference changes places with them, checkpoints and FP32 versions
@@ -257,7 +254,7 @@ def _optimizer(
         adam_eps=config.eps,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=config.distributed,
+        use_distributed_optimizer=True,
         clip_grad=config.clip_grad,
     )
     overrides = get_standard_config_overrides(megatron)

@@ -28,9 +28,11 @@ REMOVED = {
     "algo.reference_every": "fork the run with algo.reference=RUN_DIR where it is to move",
     "correction.count_rejected": "the average is over the responses that are left; leave it out",
     "correction.normalise": "correction.level=geometric keeps weights near 1; leave the key out",
+    "critic.path": "its body is model.path's; leave the key out",
     "job.retries": "a run is tried again as long as attempts save checkpoints; leave the key out",
     "node.interfaces": "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in [site.environment]",
-    "critic.path": "its body is model.path's; leave the key out",
+    "optimizer.distributed": "masters and moments are always sharded; leave the key out",
+    "parallel.sequence": "norms and residuals are split wherever weights are; leave the key out",
     "reward.batched": "a function gets one response a call; leave the key out, or score many at "
     "once behind reward.url",
     "reward.mix": "have reward.function add up what it likes, ours among them (docs/rewards.md)",

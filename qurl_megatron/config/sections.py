@@ -63,7 +63,8 @@ class ParallelConfig(Section, name="parallel", on_resume="free"):
     """How many ranks share one copy of the model; the rest of the ranks are data-parallel."""
 
     tensor: int = key(1, at_least(1))
-    """Tensor-parallel size: every weight matrix is split over this many ranks."""
+    """Tensor-parallel size: every weight matrix is split over this many ranks, norms and residuals
+    by their positions (sequence parallelism)."""
 
     pipeline: int = key(1, at_least(1))
     """Pipeline-parallel size: the layers are split into this many stages."""
@@ -74,9 +75,6 @@ class ParallelConfig(Section, name="parallel", on_resume="free"):
     data: int = key(1, at_least(1))
     """Data-parallel size: copies of the model, each working on its share of the samples."""
 
-    sequence: bool = True
-    """Sequence parallelism: split norms and residuals over tensor ranks (no effect at tensor=1)."""
-
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
@@ -84,7 +82,7 @@ class ParallelConfig(Section, name="parallel", on_resume="free"):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, name="optimizer", on_resume="change"):
-    """AdamW on the FP32 master weights."""
+    """AdamW on the FP32 master weights; each data-parallel rank has its share of them."""
 
     lr: float = key(1e-6, at_least(0))
     """Learning rate after warm-up."""
@@ -112,9 +110,6 @@ class OptimizerConfig(Section, name="optimizer", on_resume="change"):
 
     clip_grad: float = key(1.0, positive())
     """Largest global gradient norm; larger gradients are scaled down to it."""
-
-    distributed: bool = key(True, on_resume="never")
-    """Shard masters and Adam moments over the data-parallel ranks."""
 
     overlap_grad_reduce: bool = key(True, on_resume="free")
     """Add gradients up over data-parallel ranks while the backward pass goes on."""

@@ -171,7 +171,6 @@ def _pass(config: RunConfig) -> Pass:
     return Pass(
         tokens=round_up(tokens, chunks * parallel.tensor) // parallel.context,
         tensor=parallel.tensor,
-        sequence=parallel.sequence and parallel.tensor > 1,
         itemsize=config.model.itemsize,
         transposed=not train.packed and (train.micro_batch > 1 or train.max_tokens > 0),
         fp32_output=config.model.fp32_output and config.model.dtype != "float32",
@@ -180,14 +179,11 @@ def _pass(config: RunConfig) -> Pass:
 
 def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage:
     parallel, arch = config.parallel, models.policy
-    options = dict(
-        distributed=config.optimizer.distributed,
-        itemsize=config.model.itemsize,
-    )
-    policy = held_from_shapes(arch, parallel, index, **options)
+    itemsize = config.model.itemsize
+    policy = held_from_shapes(arch, parallel, index, itemsize=itemsize)
     critic = None
     if models.critic:
-        critic = held_from_shapes(models.critic, parallel, index, critic=True, **options)
+        critic = held_from_shapes(models.critic, parallel, index, itemsize=itemsize, critic=True)
     recompute = config.model.recompute
     layers = arch.num_layers // parallel.pipeline
     # 1F1B: a stage has as many passes under way as there are stages from it to the end.

@@ -83,22 +83,20 @@ def held_from_shapes(
     parallel: ParallelConfig,
     stage: int,
     *,
-    distributed: bool,
     itemsize: int,
     critic: bool = False,
 ) -> Held:
     """Return the memory that a rank of a pipeline stage would hold.
 
+    Masters and moments are divided over the ranks that share the data.
+
     Args:
-        distributed: ``optimizer.distributed``; masters and moments are divided over the ranks that
-            share the data.
         itemsize: bytes of a weight; weights of 4 bytes are their own masters.
         critic: a head of one value takes the output layer's place.
     """
     sizes = _parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
     numbers = sum(sizes)
-    owners = parallel.data * parallel.context if distributed else 1
-    owned = -(-numbers // owners)
+    owned = -(-numbers // (parallel.data * parallel.context))
     return Held(
         parameters=numbers,
         largest=max(sizes),
@@ -145,15 +143,9 @@ class Pass:
 
     tokens: int  # T: of the rank's own part where sequences are split over a context group
     tensor: int
-    sequence: bool  # sequence parallelism
     itemsize: int  # of an activation
     transposed: bool  # several rows: Megatron copies [s, b, v] logits to [b, s, v]
     fp32_output: bool = False  # logits in FP32, from an FP32 copy of the output layer
-
-    @property
-    def split(self) -> int:
-        """Ranks that share what sequence parallelism splits."""
-        return self.tensor if self.sequence else 1
 
 
 def layer_activations(arch: Arch, passed: Pass) -> int:
@@ -166,7 +158,7 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
     """
     T, t = passed.tokens, passed.tensor
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    # The inputs of both norms, of q/k/v, and of the MLP: split only with sequence parallelism.
+    # The inputs of both norms, of q/k/v, and of the MLP: split by their positions.
     unsplit = 4 * arch.hidden
     # q, k, v as the kernel reads them, and its output, which is also o_proj's input.
     split = 2 * queries + 2 * keys
@@ -178,7 +170,7 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
         gathered, split = copies * arch.hidden, split + copies * 3 * arch.experts.intermediate
     else:
         gathered, split = 0, split + 3 * arch.intermediate  # gate and up; their product
-    numbers = unsplit / passed.split + gathered + split / t
+    numbers = unsplit / t + gathered + split / t
     return round(T * (passed.itemsize * numbers + 4 * arch.heads / t))
 
 
@@ -186,7 +178,7 @@ def stage_activations(arch: Arch, layers: int, passed: Pass, *, recompute: bool)
     """Return the bytes that layers keep of one pass: with recomputation, each one's input alone."""
     if not recompute:
         return layers * layer_activations(arch, passed)
-    return layers * passed.tokens * passed.itemsize * arch.hidden // passed.split
+    return layers * passed.tokens * passed.itemsize * arch.hidden // passed.tensor
 
 
 def logits(arch: Arch, passed: Pass) -> int:

@@ -157,17 +157,8 @@ class Arch:
                 f"num_hidden_layers={self.num_layers}; use one of {_divisors(self.num_layers)}"
             )
 
-    def check_megatron(self, tensor: int, *, sequence: bool) -> None:
-        """Raise ``ConfigError`` where Megatron does not compute the model so.
-
-        Args:
-            sequence: sequence parallelism.
-        """
-        if self.experts and tensor > 1 and not sequence:
-            raise ConfigError(
-                "parallel.sequence=false is not supported for models with experts and "
-                f"parallel.tensor={tensor}: Megatron trains them with it only; set it to true"
-            )
+    def check_megatron(self) -> None:
+        """Raise ``ConfigError`` where Megatron does not compute the model so."""
         scaling = self.rope_scaling
         if scaling and replace(scaling, factor=8.0) != MEGATRON_LLAMA3_ROPE:
             raise ConfigError(

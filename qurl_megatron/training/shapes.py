@@ -51,7 +51,7 @@ def check_division(config: RunConfig, arch: Arch) -> None:
     or Megatron does not compute it so."""
     parallel = config.parallel
     arch.check_parallel(parallel.tensor, parallel.pipeline)
-    arch.check_megatron(parallel.tensor, sequence=parallel.sequence)
+    arch.check_megatron()
     if not engine_divides(arch, config.engine_tensor):
         raise ConfigError(
             f"rollout.engine_tensor={config.engine_tensor} does not divide the model's "

@@ -70,12 +70,9 @@ def load_with_another_optimizer(device, config, run_dir):
         assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(5e-4 * 5 / 8)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_a_schedule_goes_on_bit_by_bit_and_a_changed_optimizer_takes_effect(distributed, tmp_path):
+def test_a_schedule_goes_on_bit_by_bit_and_a_changed_optimizer_takes_effect(tmp_path):
     """Not what the optimizer saved of itself."""
-    cosine = OptimizerConfig(
-        lr=1e-3, warmup_steps=1, schedule="cosine", decay_steps=8, distributed=distributed
-    )
+    cosine = OptimizerConfig(lr=1e-3, warmup_steps=1, schedule="cosine", decay_steps=8)
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = replace(recipe(folder, {}, dtype="bfloat16"), optimizer=cosine)
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
@@ -127,26 +124,18 @@ def load_both_and_go_on(device, config, run_dir, out):
 
 
 @pytest.mark.parametrize(
-    "before, after, dtype, distributed",
+    "before, after, dtype",
     [
-        (dict(tensor=2, data=2), dict(tensor=2, data=2), "bfloat16", True),
+        (dict(tensor=2, data=2), dict(tensor=2, data=2), "bfloat16"),
         pytest.param(
-            *(dict(pipeline=2), dict(pipeline=2), "bfloat16", False),
-            marks=pytest.mark.thorough("nccl"),
-        ),
-        pytest.param(
-            *(dict(tensor=2, pipeline=2), dict(data=2), "float32", True),
+            *(dict(tensor=2, pipeline=2), dict(data=2), "float32"),
             marks=pytest.mark.thorough("nccl"),
         ),
     ],
 )
-def test_a_loaded_critic_takes_the_same_next_step(
-    before, after, dtype, distributed, backend, tmp_path
-):
+def test_a_loaded_critic_takes_the_same_next_step(before, after, dtype, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "llama")
-    saving, loading = (
-        recipe(folder, layout, dtype=dtype, distributed=distributed) for layout in (before, after)
-    )
+    saving, loading = (recipe(folder, layout, dtype=dtype) for layout in (before, after))
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
     run_on_ranks(
         save_both_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a
@@ -469,12 +458,10 @@ def go_on(device, config, run_dir, out, *, lazy, step, resumed):
 
 
 @pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("lazy, distributed", [(True, True), (True, False), (False, True)], ids=str)
-def test_every_adam_goes_on_from_a_checkpoint_before_its_first_step_and_after(
-    lazy, distributed, step, tmp_path
-):
+@pytest.mark.parametrize("lazy", [True, False])
+def test_every_adam_goes_on_from_a_checkpoint_before_its_first_step_and_after(lazy, step, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = recipe(folder, dict(data=2), dtype="bfloat16", distributed=distributed)
+    config = recipe(folder, dict(data=2), dtype="bfloat16")
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
     for resumed, out in ((False, a), (True, b)):
         body = functools.partial(go_on, lazy=lazy, step=step, resumed=resumed)

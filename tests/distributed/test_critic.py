@@ -23,7 +23,6 @@ from tests.support.ranks import run_on_ranks
 
 LAYOUTS = {
     "TP2": dict(tensor=2),
-    "TP2 without sequence parallelism": dict(tensor=2, sequence=False),
     "PP2": dict(pipeline=2),
     "TP2 x PP2": dict(tensor=2, pipeline=2),
     "DP2": dict(data=2),

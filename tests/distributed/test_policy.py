@@ -33,7 +33,7 @@ from tests.support.ranks import run_on_ranks
         "TP2 x DP2",
         "CP2 x DP2",
         "PP2 x CP2",
-        nccl=["TP2 x PP2", "DP2", "TP2 x CP2", "TP2 without sequence parallelism"],
+        nccl=["TP2 x PP2", "DP2", "TP2 x CP2"],
     ),
 )
 def test_gradients_and_updates_equal_one_process(backend, layout, alone, tmp_path):
@@ -52,11 +52,9 @@ def test_other_families_split_as_well(family, alone, backend, tmp_path):
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "layout, distributed", [({}, True), (dict(tensor=2, data=2), True), (dict(pipeline=2), False)]
-)
+@pytest.mark.parametrize("layout", [{}, dict(tensor=2, data=2), dict(pipeline=2)])
 def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
-    family, layout, distributed, backend, tmp_path
+    family, layout, backend, tmp_path
 ):
     from safetensors.torch import load_file
 
@@ -65,7 +63,7 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
 
     folder = tiny_checkpoint(tmp_path / "model", family)
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
-    config = recipe(folder, layout, dtype="bfloat16", distributed=distributed)
+    config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(check_masters, config.parallel.world_size, backend, tmp_path, config, expected)
 
 

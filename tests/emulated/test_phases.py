@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.config import AlgoConfig, OptimizerConfig, QuantConfig, SyncConfig
+from qurl_megatron.config import AlgoConfig, QuantConfig, SyncConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
@@ -120,9 +120,6 @@ def go_through_all(device, config, out: Path) -> None:
 
 
 CASES = {
-    "DP2, whole optimizer on every rank": dict(
-        data=2, optimizer=OptimizerConfig(distributed=False)
-    ),
     "TP2 x DP2": dict(tensor=2, data=2),
     "TP2 x PP2, critic": dict(tensor=2, pipeline=2, algo=AlgoConfig(advantage="gae")),
 }

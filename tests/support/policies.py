@@ -27,7 +27,6 @@ from tests.support.ranks import run_on_ranks
 
 LAYOUTS = {
     "TP2": dict(tensor=2),
-    "TP2 without sequence parallelism": dict(tensor=2, sequence=False),
     "PP2": dict(pipeline=2),
     "TP2 x PP2": dict(tensor=2, pipeline=2),
     "DP2": dict(data=2),
@@ -43,13 +42,13 @@ PACKED = dict(max_tokens=48, packed=True)
 """Settings of ``train`` with which a tiny batch takes several passes of several shapes."""
 
 
-def recipe(folder: Path, parallel: dict, *, dtype="float32", distributed=True, **algo) -> RunConfig:
+def recipe(folder: Path, parallel: dict, *, dtype="float32", **algo) -> RunConfig:
     return RunConfig(
         model=ModelConfig(path=str(folder), dtype=dtype),
         data=DataConfig(task="chain_sum", prompts_per_step=4),
         rollout=RolloutConfig(samples_per_prompt=4, temperature=0.7),
         parallel=ParallelConfig(**parallel),
-        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01, distributed=distributed),
+        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.01),
         algo=AlgoConfig(minibatches=2, **algo),
         train=TrainConfig(micro_batch=2),
     )
@@ -115,7 +114,7 @@ def gradient(policy):
 
     def read(parameter):
         full = parameter.main_grad.float()
-        if policy.ranks.copies.size == 1 or not policy.model.ddp_config.use_distributed_optimizer:
+        if policy.ranks.copies.size == 1:
             return full
         mine = torch.zeros_like(full).flatten()
         owned = policy.owned_range(parameter)

@@ -80,9 +80,7 @@ def test_what_it_computes_changes_in_a_fork_alone(changed, override):
     assert refused(found) == found and refused(found, fork=True) == []
 
 
-@pytest.mark.parametrize(
-    "override", ["model.dtype=float32", "quant.uaq_scale=1.0", "optimizer.distributed=false"]
-)
+@pytest.mark.parametrize("override", ["model.dtype=float32", "quant.uaq_scale=1.0"])
 def test_what_lies_in_the_checkpoint_changes_not_even_there(changed, override):
     found = changed(override)
     assert refused(found, fork=True) == found

@@ -50,20 +50,16 @@ def recipe(tmp_path, *overrides, text=""):
 def test_a_layer_keeps_the_terms_of_korthikanti():
     """Per token and layer: 2 bytes x (4 x 64 for the inputs of two norms and two linear layers,
     2 x 64 queries and outputs, 2 x 32 keys and values, 3 x 96 in the MLP) + 4 bytes x 4 heads."""
-    alone = Pass(tokens=10, tensor=1, sequence=False, itemsize=2, transposed=False)
+    alone = Pass(tokens=10, tensor=1, itemsize=2, transposed=False)
     assert memory.layer_activations(ARCH, alone) == 10 * (2 * (256 + 128 + 64 + 288) + 16)
-    # Two tensor ranks: all but the 256 are split; with sequence parallelism these as well.
-    halves = Pass(tokens=10, tensor=2, sequence=False, itemsize=2, transposed=False)
-    assert memory.layer_activations(ARCH, halves) == 10 * (2 * (256 + 64 + 32 + 144) + 8)
-    sequence = Pass(tokens=10, tensor=2, sequence=True, itemsize=2, transposed=False)
-    assert memory.layer_activations(ARCH, sequence) == 10 * (2 * (128 + 64 + 32 + 144) + 8)
+    halves = Pass(tokens=10, tensor=2, itemsize=2, transposed=False)
+    assert memory.layer_activations(ARCH, halves) == 10 * (2 * (128 + 64 + 32 + 144) + 8)
     # Recomputation keeps the input of every layer.
-    assert memory.stage_activations(ARCH, 4, sequence, recompute=True) == 4 * 10 * 2 * 64 // 2
-    assert memory.stage_activations(ARCH, 4, halves, recompute=True) == 4 * 10 * 2 * 64
+    assert memory.stage_activations(ARCH, 4, halves, recompute=True) == 4 * 10 * 2 * 64 // 2
 
 
 def test_logits_are_there_twice_for_several_rows_and_in_fp32_keep_what_they_were_made_from():
-    one = Pass(tokens=10, tensor=2, sequence=True, itemsize=2, transposed=False)
+    one = Pass(tokens=10, tensor=2, itemsize=2, transposed=False)
     scratch = 2 * 4 * 10 * 50
     assert memory.logits(ARCH, one) == 10 * 50 * 2 + scratch
     assert memory.logits(ARCH, replace(one, transposed=True)) == 2 * 10 * 50 * 2 + scratch
@@ -284,7 +280,6 @@ BUILT = {
         "Qwen2.5-0.5B-Instruct",
         ["algo.name=ppo", "parallel.pipeline=2", "parallel.data=3"],
     ),
-    "whole optimizer": ("Qwen2.5-0.5B-Instruct", ["optimizer.distributed=false"]),
     "FP32": ("Qwen2.5-0.5B-Instruct", ["model.dtype=float32", "parallel.data=2"]),
     "14B, PP4 x DP64": ("Qwen2.5-14B", ["parallel.pipeline=4", "parallel.data=64"]),
 }
@@ -323,22 +318,13 @@ def test_so_is_that_of_experts(tmp_path):
     assert_as_built(recipe(tmp_path, *layout), shape, padding=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}, "with experts"),
-        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "Megatron computes"),
-    ],
-)
-def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(changes, said, tmp_path):
-    sizes = SMALL | {"moe_intermediate_size": 32}
-    if "rope_scaling" in changes:
-        changes["rope_scaling"] |= dict(factor=8.0, high_freq_factor=4.0)
-        changes["rope_scaling"]["original_max_position_embeddings"] = 8192
+def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(tmp_path):
+    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=4.0)
+    scaling["original_max_position_embeddings"] = 8192
     shape = tmp_path / "config.json"
-    shape.write_text(json.dumps({"model_type": "llama", **sizes, **changes}))
-    config = recipe(tmp_path, "parallel.tensor=2", "parallel.sequence=false")
-    with pytest.raises(ConfigError, match=said):
+    shape.write_text(json.dumps({"model_type": "llama", "rope_scaling": scaling, **SMALL}))
+    config = recipe(tmp_path)
+    with pytest.raises(ConfigError, match="Megatron computes"):
         footprint(config, find_models(config, shape))
 
 
