@@ -2,8 +2,7 @@
 
 The expectation comes from one of three sources. The other responses to the same prompt: one number
 per response (``group_advantages``). The whole batch: discounted returns of each token, ``whitened``
-over all ranks. A critic: ``gae``. ``ESTIMATES`` says how they are put together;
-``token_advantages`` is the one call.
+over all ranks. A critic: ``gae``. ``ESTIMATES`` says how they are put together.
 
 Shapes: P = prompts, G = responses per prompt, R = responses of the step, on whatever rank; r =
 responses of this rank; N = tokens of these one response after the other, L = tokens of the longest.
@@ -23,46 +22,6 @@ from qurl_megatron.algo.segments import padded, unpadded
 STD_EPSILON = 1e-6
 # The same under the root of a variance.
 VARIANCE_EPSILON = 1e-8
-
-
-def token_advantages(
-    rewards: Tensor,
-    lengths: Sequence[int] | Tensor,
-    kind: str = "grpo",
-    *,
-    group_size: int,
-    indices: Sequence[int] | Tensor | None = None,
-    penalty: Tensor | None = None,
-    values: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the advantage of each token of this rank's responses.
-
-    Args:
-        rewards: of all responses of the step, prompt-major, [R]; the same on every rank.
-        lengths: tokens of this rank's responses, [r]; 0 is allowed.
-        kind: a key of ``ESTIMATES``.
-        group_size: G.
-        indices: which of the step's responses are this rank's, [r]; None: all of them, in order.
-        penalty: penalty taken off each token's reward (KL), [N]; None: nothing.
-        values: a critic's expected return before each token, [N]; for gae.
-        gamma: discount per token.
-        lam: gae's lambda.
-        group: the ranks that have the step's other responses; None: there are none.
-
-    Returns:
-        [N] advantages, and for gae [N] returns for the critic to learn, else None; detached.
-    """
-    device = rewards.device
-    lengths_r = torch.as_tensor(lengths, dtype=torch.int64, device=device)
-    positions = range(len(lengths_r)) if indices is None else indices
-    indices_r = torch.as_tensor(positions, dtype=torch.int64, device=device)
-    tokens = int(lengths_r.sum())
-    free_N = rewards.new_zeros(tokens) if penalty is None else penalty.detach()
-    facts = BatchFacts(rewards, group_size, indices_r, lengths_r, free_N, values, gamma, lam, group)
-    return ESTIMATES[kind](facts)
 
 
 def group_advantages(rewards: Tensor, kind: str = "grpo") -> Tensor:
@@ -211,19 +170,19 @@ def whitened(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tenso
     return ((x - mean) / (variance + VARIANCE_EPSILON).sqrt()).to(values.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """The inputs of an advantage; see ``token_advantages``."""
+    """The inputs of an advantage."""
 
-    rewards_R: Tensor
-    group_size: int
-    indices_r: Tensor
-    lengths_r: Tensor
-    penalty_N: Tensor
-    values_N: Tensor | None
-    gamma: float
-    lam: float
-    group: dist.ProcessGroup | None
+    rewards_R: Tensor  # of all responses of the step, prompt-major; the same on every rank
+    group_size: int  # G
+    indices_r: Tensor  # int64: which of the step's responses are this rank's
+    lengths_r: Tensor  # int64: their tokens; 0 is allowed
+    penalty_N: Tensor  # taken off each token's reward (KL)
+    values_N: Tensor | None = None  # a critic's expected return before each token; for gae
+    gamma: float = 1.0  # discount per token
+    lam: float = 1.0  # gae's lambda
+    group: dist.ProcessGroup | None = None  # ranks that have the other responses; None: no one
 
     def token_rewards(self, rewards_R: Tensor) -> Tensor:
         """The response's reward at its last token, less each token's penalty, [N]."""
@@ -276,7 +235,8 @@ def against_critic(known: BatchFacts) -> tuple[Tensor, Tensor]:
 
 
 Estimate = Callable[[BatchFacts], tuple[Tensor, Tensor | None]]
-"""(advantages [N], returns [N] for the critic or None)."""
+"""Returns the advantages of this rank's tokens, [N]; and for gae the returns that the critic is to
+learn, [N], else None."""
 
 ESTIMATES: dict[str, Estimate] = {
     "grpo": partial(over_group, "grpo"),

@@ -181,11 +181,10 @@ class PromptStream:
 
     def _questions(self, held_out: int) -> tuple[list[Question], list[Question]]:
         """Training questions, and as many held-out ones as there are of those asked for."""
-        if self.files:
-            question_lists = [file.questions for file in self.files.values()]
-            return question_lists[0], question_lists[1][:held_out] if held_out else []
-        eval_questions = held_out_questions(self.config, held_out) if held_out else []
-        return training_questions(self.config), eval_questions
+        if not self.files:
+            return training_questions(self.config), held_out_questions(self.config, held_out)
+        training, *others = (file.questions for file in self.files.values())
+        return training, [question for other in others for question in other[:held_out]]
 
     def _all_too_long(self, kind: str) -> ConfigError:
         return ConfigError(

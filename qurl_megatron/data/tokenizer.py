@@ -89,10 +89,7 @@ class Tokenizer:
                 texts = [self._rendered_of(question, chat) for question in together]
                 encoded = self._wrapped(texts, add_special_tokens=plain)["input_ids"]
                 for question, ids in zip(together, encoded, strict=True):
-                    if not ids:
-                        raise self._all_unknown(question)
-                    if max(ids) >= self._model_vocabulary:
-                        raise self._of_another_model(question, max(ids))
+                    self._check(question, ids)
                     yield tuple(ids)
 
     def _rendered_of(self, question: Question, chat: bool) -> str:
@@ -104,12 +101,25 @@ class Tokenizer:
                 raise ConfigError(f"{question.place}: {error}") from None
             raise
 
-    def _all_unknown(self, question: Question) -> ConfigError:
-        return ConfigError(
-            f"{question.place or 'a question'}: the tokenizer in {self.path} has no token for any "
-            f"part of the prompt {question.text!r:.80}; take the questions that the model was made "
-            "for, or another model"
-        )
+    def _check(self, question: Question, ids: Sequence[int]) -> None:
+        """
+        Raises:
+            ConfigError: the ids are no prompt for the model of the folder.
+        """
+        place = question.place or "a question"
+        if not ids:
+            raise ConfigError(
+                f"{place}: the tokenizer in {self.path} has no token for any part of the prompt "
+                f"{question.text!r:.80}; take the questions that the model was made for, or "
+                "another model"
+            )
+        if max(ids) >= self._model_vocabulary:
+            raise ConfigError(
+                f"{place}: the tokenizer in {self.path} gives the prompt {question.text!r:.40} the "
+                f"token {max(ids)}, and the model has {self._model_vocabulary} tokens (vocab_size "
+                "in its config.json): it is another model's, so copy tokenizer.json and "
+                "tokenizer_config.json from the original checkpoint"
+            )
 
     @cached_property
     def _model_vocabulary(self) -> float:
@@ -118,14 +128,6 @@ class Tokenizer:
             return math.inf  # a tokenizer alone, for engines that run
         size = read_config(self.path).get("vocab_size")
         return size if isinstance(size, int) else math.inf
-
-    def _of_another_model(self, question: Question, token: int) -> ConfigError:
-        return ConfigError(
-            f"{question.place or 'a question'}: the tokenizer in {self.path} gives the prompt "
-            f"{question.text!r:.40} the token {token}, and the model has "
-            f"{self._model_vocabulary} tokens (vocab_size in its config.json): it is another "
-            "model's, so copy tokenizer.json and tokenizer_config.json from the original checkpoint"
-        )
 
     def _rendered(self, prompt: str | Sequence[Turn], chat: bool) -> str:
         """The text that is split into tokens; a template's has its special tokens."""

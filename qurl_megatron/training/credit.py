@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.actor.megatron import Ranks
-from qurl_megatron.algo.advantages import token_advantages
+from qurl_megatron.algo.advantages import ESTIMATES, BatchFacts
 from qurl_megatron.algo.kl import kl_penalty
 from qurl_megatron.algo.ratios import kept
 from qurl_megatron.config import CorrectionConfig, RunConfig
@@ -92,7 +92,8 @@ def attach_advantages(
     algo = config.algo
     rewards_R = shaped_rewards(summary, config).to(ranks.device)
     metrics: dict[str, Metric] = {}
-    penalty_n = None
+    lengths_r = rewards_R.new_tensor([*chain(*(b.lengths for b in batches))], dtype=torch.int64)
+    penalty_n = rewards_R.new_zeros(int(lengths_r.sum()))
     if algo.kl_coef and algo.kl_in == "reward":
         penalties = []
         for b in batches:
@@ -105,18 +106,18 @@ def attach_advantages(
     values_n = None
     if batches[0].values is not None:
         values_n = torch.cat([b.values for b in batches])
-    advantages_n, returns_n = token_advantages(
-        rewards_R,
-        list(chain(*(b.lengths for b in batches))),
-        algo.advantage,
+    facts = BatchFacts(
+        rewards_R=rewards_R,
         group_size=config.rollout.samples_per_prompt,
-        indices=list(chain(*(b.indices for b in batches))),
-        penalty=penalty_n,
-        values=values_n,
+        indices_r=rewards_R.new_tensor([*chain(*(b.indices for b in batches))], dtype=torch.int64),
+        lengths_r=lengths_r,
+        penalty_N=penalty_n,
+        values_N=values_n,
         gamma=algo.gamma,
         lam=algo.gae_lambda,
         group=ranks.data.group,
     )
+    advantages_n, returns_n = ESTIMATES[algo.advantage](facts)
     metrics["advantage/abs_mean"] = Mean(
         advantages_n.double().abs().sum().item(), float(len(advantages_n))
     )

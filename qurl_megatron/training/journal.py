@@ -47,8 +47,7 @@ from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stop
 from qurl_megatron.types import Sample
 
 Proximal = Mapping[int, np.ndarray]
-"""Log-probs of the written tokens, float32, by the response's place in the step; it has no entry
-for a response that was not scored."""
+"""Log-probs of the written tokens, float32, by the response's place in the step."""
 
 TABLE_EVERY = 10  # steps between tables of W&B, each an upload
 LOST = ("failed", "died", "gave up")  # events of an engine that leaves the traffic
@@ -189,7 +188,7 @@ class Journal:
 
         def write() -> None:
             path.parent.mkdir(exist_ok=True)  # not a run's folder that was renamed meanwhile
-            records = (_record(sample, proximal.get(i)) for i, sample in enumerate(samples))
+            records = (_record(sample, proximal[i]) for i, sample in enumerate(samples))
             # A table's metadata may hold types that JSON lacks, such as dates.
             write_whole(path, "".join(json.dumps(r, default=str) + "\n" for r in records))
 
@@ -289,12 +288,14 @@ class Journal:
         self._keep(self.run_dir / "metrics.jsonl", write)
 
 
-def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:
+def _record(sample: Sample, proximal: np.ndarray) -> dict[str, Any]:
+    spread = np.full(len(sample.written), None)  # for tokens that the policy did not write
+    spread[sample.written] = proximal.tolist()
     record = {
         "prompt": asdict(sample.prompt),
         "response_ids": sample.response_ids.tolist(),
         "behaviour_log_probs": sample.behaviour_log_probs.tolist(),
-        "proximal_log_probs": None if proximal is None else _spread(proximal, sample.written),
+        "proximal_log_probs": spread.tolist(),
         "finish_reason": sample.finish_reason,
         "versions": sample.token_versions,
         "text": sample.text,
@@ -305,9 +306,3 @@ def _record(sample: Sample, proximal: np.ndarray | None) -> dict[str, Any]:
     if sample.failure:
         record["failure"] = asdict(sample.failure)
     return record
-
-
-def _spread(log_probs: np.ndarray, written: np.ndarray) -> list[float | None]:
-    """Return one entry per response token, None where the policy did not write it."""
-    theirs = iter(log_probs.tolist())
-    return [next(theirs) if is_own else None for is_own in written]

@@ -38,7 +38,7 @@ from qurl_megatron.training.groups import (
     sample_metrics,
     useful,
 )
-from qurl_megatron.training.journal import Journal, Proximal
+from qurl_megatron.training.journal import Journal
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.types import Prompt, Sample
 
@@ -191,10 +191,6 @@ class Lead:
         """Write a step's metrics and examples, and the engines' events meanwhile."""
         self.journal.step(step, {**metrics, **self.happened(step)})
         self.journal.keep_examples(step, self.kept, advantages)
-
-    def keep_rollout(self, step: int, proximal: Proximal) -> None:
-        """Save all responses of a step, with their log-probs under the policy before the update."""
-        self.journal.keep_rollout(step, self.samples, proximal)
 
     def happened(self, step: int) -> dict[str, float]:
         """Record the engines' events since the last call; return their metrics."""

@@ -161,7 +161,10 @@ class Run:
         Raises:
             NotFinite: the policy is broken, on every rank.
         """
-        models = [self.policy, self.critic] if self.critic else [self.policy]
+        models = [model for model in (self.policy, self.critic) if model]
+        scored = None
+        if lead := self.lead:
+            scored = partial(lead.journal.keep_rollout, step, lead.samples)
 
         def act() -> tuple[dict[str, Metric], dict[int, float], float]:
             metrics, advantages = improve(
@@ -171,7 +174,7 @@ class Run:
                 step=step,
                 timer=timer,
                 critic=self.critic,
-                scored=partial(self.lead.keep_rollout, step) if self.lead else None,
+                scored=scored,
             )
             return metrics, advantages, examine(models)
 

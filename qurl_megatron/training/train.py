@@ -190,7 +190,7 @@ def _finite_norm(policy: Policy, critic: Critic | None) -> float:
         ConfigError: they are not finite.
     """
     try:
-        models = [policy, critic] if critic else [policy]
+        models = [model for model in (policy, critic) if model]
         return math.sqrt(sum(together(lambda: examine(models))))
     except NotFinite as error:
         raise ConfigError(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo.advantages import token_advantages, value_loss
+from qurl_megatron.algo.advantages import ESTIMATES, BatchFacts, value_loss
 from qurl_megatron.algo.aggregate import token_weights
 from qurl_megatron.algo.kl import ESTIMATORS
 from qurl_megatron.algo.objective import Limits, objective_terms
@@ -64,16 +64,17 @@ def train_on(
     reference = proximal - torch.tensor(gaps or [0.0] * tokens, dtype=torch.float64)
     penalise = ESTIMATORS[algo.kl_estimator]
 
-    advantages, returns = token_advantages(
-        rewards.flatten(),
-        lengths,
-        algo.advantage,
+    facts = BatchFacts(
+        rewards_R=rewards.flatten(),
         group_size=rewards.shape[1],
-        penalty=kl_coef * (algo.kl_in == "reward") * penalise(proximal, reference),
-        values=None if values is None else torch.tensor(values, dtype=torch.float64),
+        indices_r=torch.arange(len(lengths)),
+        lengths_r=torch.tensor(lengths),
+        penalty_N=kl_coef * (algo.kl_in == "reward") * penalise(proximal, reference),
+        values_N=None if values is None else torch.tensor(values, dtype=torch.float64),
         gamma=algo.gamma,
         lam=algo.gae_lambda,
     )
+    advantages, returns = ESTIMATES[algo.advantage](facts)
     value = objective_terms(
         *(current, proximal, behaviour, advantages),
         kind=algo.objective,

@@ -5,6 +5,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from qurl_megatron.config import load
@@ -20,6 +21,9 @@ from tests.support.descriptions import RECIPE_TEXT
 
 FRESH = TrainState()
 STEP = {"optimizer/weight_norm": 8.0, "reward/mean": 0.5, "time/step": 1.0}
+
+
+SCORED = dict.fromkeys(range(2), np.array([-0.5]))
 
 
 @pytest.fixture
@@ -116,7 +120,7 @@ def test_what_the_disk_refuses_ends_nothing_at_once_and_is_said_with_what_is_sav
             journal.step(step, STEP)
         assert full.asked == 1 and "No space left on device" in str(journal.refused)
         assert "train.run_dir" in str(journal.refused)
-        journal.keep_rollout(3, answers(1.0), {})
+        journal.keep_rollout(3, answers(1.0), SCORED)
         with pytest.raises(ConfigError, match="No space left.*; step 3 is saved all the same"):
             journal.finish(TrainState(step=3))
     assert [one.step for one in read_metrics(run_dir / "metrics.jsonl")] == [1]
@@ -125,6 +129,10 @@ def test_what_the_disk_refuses_ends_nothing_at_once_and_is_said_with_what_is_sav
 
 def test_a_rollout_is_kept_whole_token_by_token(config, run_dir):
     with opened(config, run_dir) as journal:
-        journal.keep_rollout(7, answers(1.0, 0.0), {})
+        journal.keep_rollout(7, answers(1.0, 0.0), SCORED)
     lines = (run_dir / "rollouts/step_000007.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and '"reward": 1.0' in lines[0] and '"versions": [0]' in lines[0]
+    assert (
+        len(lines) == 2
+        and '"reward": 1.0' in lines[0]
+        and '"proximal_log_probs": [-0.5]' in lines[0]
+    )
