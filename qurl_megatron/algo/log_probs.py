@@ -73,9 +73,9 @@ class _Shard:
 
     @staticmethod
     def of(width: int, group: dist.ProcessGroup | None, vocab_size: int | None) -> "_Shard":
-        world, rank = (
-            (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        )
+        world, rank = 1, 0
+        if group is not None:
+            world, rank = dist.get_world_size(group), dist.get_rank(group)
         size = width * world if vocab_size is None else vocab_size
         assert 0 < size <= width * world, (
             f"vocab_size {size} does not fit in {world} x {width} columns"

@@ -154,8 +154,7 @@ def transformer_engine_error() -> str:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except _BROKEN as error:
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
     return ""
 
 

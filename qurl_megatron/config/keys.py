@@ -178,18 +178,18 @@ class Change:
 
 def changes(before: "RunConfig", now: "RunConfig") -> list[Change]:
     """The settings in which ``now`` differs; ``train.run_dir``, where the run lies, is none."""
-    # An aligned policy computes as engines of one rollout.engine_tensor do.
-    computed = {"rollout.engine_tensor"} if now.train.align == "full" else set()
-    server_moved = before.reward.url and now.reward.url
-    moved: dict[str, OnResume] = {"reward.url": "free"} if server_moved else {}
+    special: dict[str, OnResume] = {}
+    if now.train.align == "full":  # the policy computes as engines of one size do
+        special["rollout.engine_tensor"] = "fork"
+    if before.reward.url and now.reward.url:  # the server has moved
+        special["reward.url"] = "free"
     differences = []
     for section in fields(now):
         old, new = getattr(before, section.name), getattr(now, section.name)
         for name, marked in rules_of(type(new)).items():
             key, a, b = f"{section.name}.{name}", getattr(old, name), getattr(new, name)
             if a != b and key != "train.run_dir":
-                rule: OnResume = "fork" if key in computed else moved.get(key, marked)
-                differences.append(Change(key, a, b, rule))
+                differences.append(Change(key, a, b, special.get(key, marked)))
     return differences
 
 

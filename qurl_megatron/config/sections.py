@@ -636,8 +636,11 @@ def _check_url(key: str, url: str, *, like: str, key_in: str) -> None:
         like: an example.
         key_in: where the server's own key goes.
     """
-    holds = "a user name or a password" if names_a_user(url) else ""
-    holds = holds or ("a query" if url.partition("#")[0].partition("?")[2] else "")
+    holds = ""
+    if names_a_user(url):
+        holds = "a user name or a password"
+    elif url.partition("#")[0].partition("?")[2]:
+        holds = "a query"
     require(
         not holds,
         f"{key} has {holds}, which recipes and logs would show; put the key into {key_in}",

@@ -76,9 +76,12 @@ def _data_file(config: DataConfig, key: str, answers: bool = True) -> DataFile:
 
 def _task_questions(config: DataConfig, count: int, *, held_out: bool) -> list[Question]:
     """Training questions follow the task's own distribution; held-out ones are distinct."""
+    kind, seed, patience = "training", TRAIN_SEED, 2
+    if held_out:
+        kind, seed, patience = "distinct held-out", HELD_OUT_SEED, 8
     # A task may have few questions: draw on, but not for ever, until enough fall on the right side.
-    draws = (8 if held_out else 2) * HELD_OUT_SHARE * count + 1000
-    items = _task(config, seed=HELD_OUT_SEED if held_out else TRAIN_SEED, size=draws)
+    draws = patience * HELD_OUT_SHARE * count + 1000
+    items = _task(config, seed=seed, size=draws)
     questions: list[Question] = []
     seen_texts: set[str] = set()
     for i in range(draws):
@@ -93,7 +96,6 @@ def _task_questions(config: DataConfig, count: int, *, held_out: bool) -> list[Q
         if _is_held_out(text) == held_out and not (held_out and text in seen_texts):
             seen_texts.add(text)
             questions.append(Question(text, answer))
-    kind = "distinct held-out" if held_out else "training"
     raise ConfigError(
         f"data.task={config.task} with data.task_args={config.task_args} gave {len(questions)} "
         f"{kind} questions in {draws} draws, {count} are asked for; widen its arguments or ask for "
@@ -116,8 +118,9 @@ def _task(config: DataConfig, *, seed: int, size: int) -> Any:
 
     tasks: dict[str, tuple[Any, Any]] = {**DATASETS, "sort_digits": (SortDigits, SortDigitsConfig)}
     if config.task not in tasks:
-        close = get_close_matches(config.task, tasks, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "known: " + ", ".join(tasks)
+        hint = f"known: {', '.join(tasks)}"
+        if close := get_close_matches(config.task, tasks, n=3):
+            hint = f"did you mean {' or '.join(close)}?"
         raise ConfigError(f"data.task={config.task} is not a reasoning-gym task; {hint}")
     dataset, settings = tasks[config.task]
     known_arguments = {f.name for f in dataclasses.fields(settings)} - {"seed", "size"}

@@ -67,13 +67,15 @@ class DataFile:
     def summary(self) -> str:
         """The keys found, and where, for a person."""
         first = self.questions[0]
-        chats = " (chats)" if first.turns else ""
-        kept = f"; kept as metadata: {_names(first.metadata)}" if first.metadata else ""
-        answers = f"answers in {self.answer_key}" if self.answer_key else "no answers"
-        return (
-            f"{self.name}: {how_many(len(self.questions), 'prompt')} in {self.prompt_key}{chats}, "
-            f"{answers}{kept}"
-        )
+        prompts = f"{how_many(len(self.questions), 'prompt')} in {self.prompt_key}"
+        if first.turns:
+            prompts += " (chats)"
+        answers = "no answers"
+        if self.answer_key:
+            answers = f"answers in {self.answer_key}"
+        if first.metadata:
+            answers += f"; kept as metadata: {_names(first.metadata)}"
+        return f"{self.name}: {prompts}, {answers}"
 
 
 def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile:
@@ -89,8 +91,9 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
     if path.suffix not in READERS:
         raise ConfigError(f"{name} must end in {' or '.join(READERS)}{_way_out(path)}")
     if not path.is_file():
-        looked = f": a relative path begins at the working folder, so that is {path.absolute()}"
-        looked = "" if path.is_absolute() else looked
+        looked = ""
+        if not path.is_absolute():
+            looked = f": a relative path begins at the working folder, so that is {path.absolute()}"
         raise ConfigError(f"{name} does not exist or is not a file{looked}{_way_out(path)}")
     checksum = checksum_of(path)
     questions: list[Question] = []
@@ -245,7 +248,9 @@ def _key(row: dict, configured: str, usual: Sequence[str], setting: str, place: 
     keys = (configured,) if configured else usual
     present_keys = _present_keys(row, keys)
     if not present_keys:
-        other = ", or have a reward function of your own do without" if usual is ANSWER_KEYS else ""
+        other = ""
+        if usual is ANSWER_KEYS:
+            other = ", or have a reward function of your own do without"
         raise ConfigError(
             f"{place} has no {' or '.join(keys)}; it has {_names(row) or 'nothing'}: name the "
             f"right one in {setting}, which holds for all files{other}"

@@ -42,8 +42,9 @@ class Tokenizer:
 
         # tokenizer.json says everything. For some families AutoTokenizer takes the family's own
         # splitting rules instead, wrong where the checkpoint was made with another tokenizer.
-        complete = (self.path / "tokenizer.json").is_file()
-        load = PreTrainedTokenizerFast if complete else AutoTokenizer
+        load: Any = AutoTokenizer
+        if (self.path / "tokenizer.json").is_file():
+            load = PreTrainedTokenizerFast
         try:
             return load.from_pretrained(self.path)
         except Exception as error:  # of any kind: damaged files lead the libraries anywhere

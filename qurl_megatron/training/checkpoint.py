@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from qurl_megatron.actor.critic import Critic
@@ -113,8 +114,9 @@ def save(
 
     def give_up() -> str:
         shutil.rmtree(aside, ignore_errors=True)
-        newest = latest(run_dir)
-        return f"{newest.name} stays the newest checkpoint" if newest else "there is no older one"
+        if newest := latest(run_dir):
+            return f"{newest.name} stays the newest checkpoint"
+        return "there is no older one"
 
     try:
         on_lead(make_room, ranks, waiting_for="room for a checkpoint")
@@ -241,10 +243,9 @@ def _check_critic(checkpoint: Path, critic: Critic | None) -> None:
 
 
 def _sharded_state(policy: Policy, critic: Critic | None, *, loading: bool) -> dict[str, Any]:
-    rng = {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
+    rng: dict[str, Tensor | None] = {"cpu": torch.get_rng_state(), "cuda": None}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
     state = _sharded(policy, loading=loading)
     if critic is not None:
         state["critic"] = _sharded(critic, loading=loading)

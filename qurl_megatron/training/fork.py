@@ -64,9 +64,10 @@ def fork(source: Path, config: RunConfig) -> None:
     keys = {change.key for change in setting_changes}
     begins = forked(state, keys, files, evaluates=config.train.eval_prompts > 0)
     changed = [*map(str, setting_changes), *(f"other data in {file}" for file in files.values())]
-    origin = f"goes on from step {state.step} of {source.resolve()}, " + (
-        f"with {', '.join(changed)}" if changed else "unchanged"
-    )
+    how = "unchanged"
+    if changed:
+        how = f"with {', '.join(changed)}"
+    origin = f"goes on from step {state.step} of {source.resolve()}, {how}"
     with claim(run_dir, config), refusing(run_dir, key="--fork"):
         _copy_logs(source, run_dir, state.step, origin)
         _copy_checkpoint(newest, run_dir / "checkpoints", begins)

@@ -188,8 +188,12 @@ class Guard:
 def _reason(
     threshold: Threshold, name: str, value: float, limit: float, step: int, count: int
 ) -> str:
-    how = "is not a finite number, held against"
-    if math.isfinite(value):
-        how = "is above" if threshold.above else "is below"
-    when = f"at step {step}" if count == 1 else f"{count} steps in a row up to step {step}"
+    how = "is below"
+    if not math.isfinite(value):
+        how = "is not a finite number, held against"
+    elif threshold.above:
+        how = "is above"
+    when = f"at step {step}"
+    if count > 1:
+        when = f"{count} steps in a row up to step {step}"
     return f"{name} = {value:.4g} {how} guard.{threshold.key} = {limit:g}, {when}"

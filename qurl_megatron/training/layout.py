@@ -158,9 +158,13 @@ def deliver(responses: Responses | None) -> Responses:
 
 def _summary(responses: Responses | None) -> Summary:
     """Return the leading rank's summary on every rank."""
-    count = torch.tensor([len(responses) if responses is not None else 0])
+    count = torch.zeros(1, dtype=torch.int64)
+    if responses is not None:
+        count[0] = len(responses)
     dist.broadcast(count, 0)
-    summary = responses.summary if responses is not None else Summary.empty(int(count))
+    summary = Summary.empty(int(count))
+    if responses is not None:
+        summary = responses.summary
     for field in fields(summary):
         dist.broadcast(getattr(summary, field.name), 0)
     return summary

@@ -308,9 +308,10 @@ def with_advice(cause: Foreseen, step: int) -> Foreseen:
     Args:
         step: the newest that is saved; 0: none.
     """
-    refused = isinstance(cause, EngineError) and cause.ours
-    then = "start again to go on from it"
-    if refused:
-        then = "change what the engines refuse before you start again"
-    saved = f"step {step} is saved, {then}" if step else "no step was done"
-    return (ConfigError if refused else type(cause))(f"{cause}; {saved}")
+    kind, then = type(cause), "start again to go on from it"
+    if isinstance(cause, EngineError) and cause.ours:
+        kind, then = ConfigError, "change what the engines refuse before you start again"
+    saved = "no step was done"
+    if step:
+        saved = f"step {step} is saved, {then}"
+    return kind(f"{cause}; {saved}")

@@ -189,10 +189,14 @@ def _std(values: Tensor) -> StdDev:
 
 
 def _mean_and_max(name: str, values: Tensor) -> dict[str, Metric]:
-    largest = {f"{name}_max": Max(values.max().item())} if len(values) else {}
-    return {f"{name}_mean": _mean(values), **largest}
+    metrics: dict[str, Metric] = {f"{name}_mean": _mean(values)}
+    if len(values):
+        metrics[f"{name}_max"] = Max(values.max().item())
+    return metrics
 
 
 def _mean_and_extremes(name: str, values: Tensor) -> dict[str, Metric]:
-    smallest = {f"{name}_min": Min(values.min().item())} if len(values) else {}
-    return {**_mean_and_max(name, values), **smallest}
+    metrics = _mean_and_max(name, values)
+    if len(values):
+        metrics[f"{name}_min"] = Min(values.min().item())
+    return metrics

@@ -126,7 +126,9 @@ def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
     if before.accuracy is None:
         return sentence
     gain = now.accuracy - before.accuracy
-    change = f"{100 * gain:+.1f} points" if right_or_wrong else f"{gain:+.3f}"
+    change = f"{gain:+.3f}"
+    if right_or_wrong:
+        change = f"{100 * gain:+.1f} points"
     return f"{sentence} ({change} since step {before.accuracy_step})"
 
 

@@ -180,7 +180,9 @@ def adapt(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainSt
         named = f"{key}={config.own_code[key]}"
         remarks.append(f"the code of {named} has changed since step {state.step}: {consequence}")
     state = replace(state, own_code=own_code)
-    return state if comparable else state.without_scores(), remarks
+    if not comparable:
+        state = state.without_scores()
+    return state, remarks
 
 
 def _finite_norm(policy: Policy, critic: Critic | None) -> float:
@@ -201,8 +203,9 @@ def _finite_norm(policy: Policy, critic: Critic | None) -> float:
 
 def models_of(config: RunConfig, ranks: Ranks) -> tuple[Policy, Critic | None]:
     """Load the policy, with a reference where the recipe has one; and its critic, if any."""
-    algo = config.algo
-    reference = Reference(algo.reference, algo.reference_memory) if algo.kl_coef > 0 else None
+    algo, reference = config.algo, None
+    if algo.kl_coef > 0:
+        reference = Reference(algo.reference, algo.reference_memory)
     policy = policy_of(config, ranks, reference)
     if algo.advantage != "gae":
         return policy, None
