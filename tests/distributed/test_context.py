@@ -11,7 +11,7 @@ from qurl_megatron.actor.megatron import Axis, megatron_runtime
 from qurl_megatron.config import TrainConfig
 from qurl_megatron.data.responses import Responses
 from tests.support.models import random_samples, tiny_checkpoint
-from tests.support.policies import build, recipe
+from tests.support.policies import build, hf_scores, recipe
 from tests.support.ranks import run_on_ranks
 
 
@@ -82,25 +82,7 @@ def scores(device, config, samples, expected) -> None:
         assert len(found) == len(laid) if ranks.last_stage else not found
         for batch, both in zip(laid, found, strict=False):
             right = torch.cat([expected[i] for i in batch.indices], dim=1)
-            torch.testing.assert_close(both.cpu(), right, rtol=0, atol=1e-4)
-
-
-def hf_scores(folder, samples, temperature: float) -> list[torch.Tensor]:
-    """Log-prob and entropy of every token that the policy wrote, [2, tokens] for each sample."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    found = []
-    for sample in samples:
-        start, count = len(sample.prompt.input_ids), len(sample.response_ids)
-        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
-        with torch.no_grad():
-            rows = model(ids).logits[0, start - 1 : start - 1 + count]
-        rows = (rows / temperature).log_softmax(-1)
-        log_probs = rows.gather(1, ids[0, start:, None])[:, 0]
-        both = torch.stack((log_probs, -(rows.exp() * rows).sum(-1))).float()
-        found.append(both[:, torch.tensor(sample.written)])
-    return found
+            torch.testing.assert_close(both.cpu(), right.float(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.crossed

@@ -14,7 +14,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.training.state import TrainState, latest
 from tests.support.models import random_samples, tiny_checkpoint
-from tests.support.policies import SAMPLES, build, recipe, scores, whole
+from tests.support.policies import SAMPLES, build, hf_scores, recipe, scores, whole
 from tests.support.ranks import run_on_ranks
 
 
@@ -32,24 +32,6 @@ def moved_away(folder, by: float):
 
 def json_of(folder) -> dict:
     return json.loads((folder / "config.json").read_text())
-
-
-def hf_log_probs(folder, temperature=1.0) -> dict[int, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float64,
-        experts_implementation="eager",  # the others have no float64
-    )
-    found = {}
-    for i, sample in enumerate(SAMPLES):
-        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
-        start = len(sample.prompt.input_ids)
-        with torch.no_grad():
-            rows = (model(ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
-        found[i] = rows.gather(1, ids[0, start:, None])[torch.tensor(sample.written), 0]
-    return found
 
 
 def check_same_weights(device, config, reference) -> None:
@@ -104,8 +86,8 @@ def test_the_divergence_from_a_second_checkpoint_is_that_of_the_two_models(
 ):
     folder = tiny_checkpoint(tmp_path / "model", family)
     other = moved_away(folder, by=0.02)
-    ours, theirs = hf_log_probs(folder), hf_log_probs(other)
-    expected = {i: (ours[i], theirs[i]) for i in ours}
+    ours, theirs = hf_scores(folder, SAMPLES), hf_scores(other, SAMPLES)
+    expected = {i: (ours[i][0], theirs[i][0]) for i in range(len(SAMPLES))}
     assert max(k3(*pair).max() for pair in expected.values()) > 0.01
     config = recipe(folder, layout)
     reference = Reference(str(other), "host")

@@ -40,27 +40,12 @@ MISTAKES = [
         "did you mean data.prompts_per_step?",
     ),
     Mistake("a section misspelt", "train mine/section.toml", "rewards", "did you mean reward?"),
-    Mistake(
-        "an override misspelt",
-        f"{TRAIN} quant.shceme=fp8",
-        "quant.shceme",
-        "did you mean quant.scheme?",
-    ),
     Mistake("an override without =", f"{TRAIN} train.steps", "'train.steps'", "section.key=value"),
-    Mistake("blanks around =", f"{TRAIN} train.steps = 3", "'train.steps'", "section.key=value"),
     Mistake("no section", f"{TRAIN} steps=3", "'steps=3'", "did you mean train.steps=3?"),
     Mistake("a setting with dashes", f"{TRAIN} --steps 3", "--steps", ": train.steps=3"),
     # Data.
     Mistake(
         "no such file", f"{TRAIN} data.path=train.jsonl", "data.path=train.jsonl", "so that is"
-    ),
-    Mistake("another kind of file", f"{TRAIN} data.path=mine/a.csv", "mine/a.csv", "must end in"),
-    Mistake("an empty file", f"{TRAIN} data.path=mine/empty.jsonl", "empty.jsonl", "no prompts"),
-    Mistake(
-        "no such column",
-        f"{TRAIN} data.prompt_key=question",
-        "line 1 has no question",
-        "it has prompt, answer, price: name the right one in data.prompt_key",
     ),
     Mistake(
         "chats for a model without a template",
@@ -86,22 +71,10 @@ MISTAKES = [
     ),
     Mistake("a file alone", f"{TRAIN} reward.function=rewards.py", "'rewards.py'", "file.py:name"),
     Mistake(
-        "a reward that raises as it is imported",
-        f"{TRAIN} reward.function=raises.py:change",
-        "RuntimeError: no licence (raises.py, line 1)",
-        "fix it",
-    ),
-    Mistake(
         "a reward that is no Python",
         f"{TRAIN} reward.function=syntax.py:change",
         "mine/syntax.py, line 1",
         "invalid syntax",
-    ),
-    Mistake(
-        "a reward that lacks parameters",
-        f"{TRAIN} reward.function=two.py:change",
-        "an unexpected keyword argument 'answer'",
-        "give it these parameters",
     ),
     Mistake(
         "no such environment",
@@ -224,12 +197,8 @@ ROW = '{"prompt": "paid 9 for 7:", "answer": 2, "price": 7}\n'
 DATA = {
     "train.jsonl": ROW,
     "held_out.jsonl": ROW.replace("9", "8").replace("2", "1"),
-    "a.csv": "prompt,answer\n",
-    "empty.jsonl": "",
     "chats.jsonl": ROW.replace('"paid 9 for 7:"', '[{"role": "user", "content": "paid 9"}]'),
-    "raises.py": "raise RuntimeError('no licence')\n",
     "syntax.py": "def change(:\n",
-    "two.py": "def change(prompt, response):\n    return 1.0\n",
 }
 
 

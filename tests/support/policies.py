@@ -182,6 +182,28 @@ def run(tmp_path, backend, config, name) -> dict:
     return torch.load(out, weights_only=True)
 
 
+def hf_scores(folder: Path, samples, temperature=1.0) -> list[torch.Tensor]:
+    """Log-probs and entropies of what the policy wrote, [2, tokens] in float64 for each sample."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the others have no float64
+    )
+    found = []
+    for sample in samples:
+        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
+        start = len(sample.prompt.input_ids)
+        with torch.no_grad():
+            rows = (model(ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+        both = torch.stack(
+            (rows.gather(1, ids[0, start:, None])[:, 0], -(rows.exp() * rows).sum(-1))
+        )
+        found.append(both[:, torch.tensor(sample.written)])
+    return found
+
+
 def assert_same_training(actual: dict, expected: dict, *, rounding: float = 1e-5) -> None:
     assert actual["gradients"].keys() == expected["gradients"].keys()
     for name, value in expected["gradients"].items():

@@ -152,14 +152,6 @@ def test_the_papers_numbers():
         assert stage.algo.aggregation == "response_mean"  # Eq. 1 of the paper
 
 
-@pytest.mark.parametrize("name", [name for name in ON_GPUS if not name.startswith("grpo")])
-def test_the_papers_rl_on_quantized_rollouts_is_its_eq_1(name):
-    """Section 5.1 (2): the standard objective, on responses of the quantized model."""
-    text = (ROOT / "launch" / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
-    (overrides,) = re.findall(r"^#   RL, INT8(?: or FP8)? +(.+)$", text, re.MULTILINE)
-    assert "algo.objective=proximal" in overrides.partition("(")[0]
-
-
 def test_each_deepscaler_stage_begins_where_the_one_before_ends():
     for n in (1, 2):
         before = recipe(f"deepscaler_1.5b_stage{n}")
