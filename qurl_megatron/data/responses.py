@@ -1,11 +1,10 @@
-"""A step's samples as a few flat arrays, whole or one data-parallel rank's share of them.
+"""A step's samples as a few flat arrays: numbers of each response, then the tokens of all.
 
-Of every response there are the few numbers that baselines, weights and penalties are made of; of
-those that are held also the tokens. A held response lies in one piece: its prompt's tokens, then
-its own, then the next one's. Of a response's tokens the policy wrote all, or in a conversation with
-an environment some: log-probs and lengths count these tokens alone.
+A prompt's tokens come first, then its response's, then the next one's. Of a response's tokens the
+policy wrote all, or in a conversation with an environment some: log-probs and lengths count these
+tokens alone.
 
-Shapes: R = responses of the step; H = those held here.
+Shapes: R = responses of the step.
 """
 
 from collections.abc import Sequence

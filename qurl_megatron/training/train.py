@@ -93,8 +93,9 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
         policy, critic = models_of(config, ranks)
         if newest:
             checkpoint.load(newest[0], policy, critic)
+        before = newest[1] if newest else TrainState()
         state, remarks = on_lead(
-            lambda: _resumed_state(config, held(claimed), newest),
+            lambda: adapt(config, held(claimed), before),
             ranks,
             waiting_for="looking at what has changed",
         )
@@ -147,23 +148,14 @@ def _read_prompts(config: RunConfig, newest: tuple[Path, TrainState] | None) -> 
     return prompts
 
 
-def _resumed_state(
-    config: RunConfig, claimed: Claim, newest: tuple[Path, TrainState] | None
-) -> tuple[TrainState, list[str]]:
-    """Return the state to go on with, and the changes since it was saved, a sentence each."""
-    state = TrainState()
-    if newest:
-        path, state = newest
-        print(f"resuming {path.parents[1]} after step {state.step}", flush=True)
-    return adapt(config, claimed, state)
-
-
 def adapt(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainState, list[str]]:
     """Adapt the state to the present recipe and user code.
 
     Returns:
         The part of the state that still holds, and the changes since it was saved, a sentence each.
     """
+    if state.step:
+        print(f"resuming {claimed.run_dir} after step {state.step}", flush=True)
     comparable = COMPARABLE_UNLESS.isdisjoint(change.key for change in claimed.changes)
     remarks = []
     if claimed.changes:

@@ -127,22 +127,10 @@ MISTAKES = [
         "must be a Hugging Face checkpoint folder",
     ),
     Mistake(
-        "a model without its tokenizer",
-        f"{TRAIN} model.path=mine/mute",
-        "model.path=mine/mute holds no tokenizer.json",
-        "copy it from the original checkpoint",
-    ),
-    Mistake(
         "the tokenizer of another model",
         f"{EVAL} --model mine/foreign",
         "the tokenizer in mine/foreign",
         "copy tokenizer.json",
-    ),
-    Mistake(
-        "weights that Git LFS has not fetched",
-        "serve mine/lfs --scheme none",
-        "mine/lfs/model.safetensors holds no weights",
-        "run `git lfs pull` in mine/lfs",
     ),
     # Folders of runs, and what is asked of them.
     Mistake(
@@ -150,18 +138,6 @@ MISTAKES = [
         f"{TRAIN} train.run_dir=mine/other",
         "mine/other holds another run (quant.scheme fp8 -> int8)",
         "set train.run_dir to a new folder",
-    ),
-    Mistake(
-        "a run folder that is a file",
-        f"{TRAIN} train.run_dir=mine/rewards.py",
-        "mine/rewards.py cannot be written",
-        "set train.run_dir to another folder",
-    ),
-    Mistake(
-        "a fork of nothing",
-        f"{TRAIN} --fork mine/fork",
-        "mine/run has no checkpoint",
-        "set train.run_dir to the folder of the run to fork",
     ),
     Mistake("samples of no run", "samples mine/run", "mine/run/samples.jsonl", "`qurl train`"),
     Mistake("a report of no run", "report mine/run", "mine/run/metrics.jsonl", "`qurl train`"),
@@ -222,10 +198,9 @@ def mistaken(root: Path) -> Iterator[list[Mistake]]:
 
     whole = tiny_checkpoint(mine / "whole", "llama")
     build_tokenizer([Question("9 7", "2")]).save_pretrained(whole)
-    for name in ("mute", "foreign", "lfs", "bert"):
+    for name in ("foreign", "lfs", "bert"):
         shutil.copytree(whole, mine / name)
     (mine / "nothing").mkdir()
-    (mine / "mute/tokenizer.json").unlink()
     tiny_checkpoint(mine / "foreign", "llama", vocab_size=4)
     (mine / "lfs/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     (mine / "bert/config.json").write_text(json.dumps({"model_type": "bert"}))

@@ -133,6 +133,10 @@ TOOL = "rollout.environment=tool.py:Tool"
             [*FALLING, "algo.advantage=gae", "critic.warmup_steps=10"],
             "critic.warmup_steps=10 must be below the 10 updates",
         ),
+        (
+            ["algo.deal=groups", "algo.minibatches=64", "train.micro_batch=4"],
+            r"data\.prompts_per_step=32 .* algo\.minibatches=64 for algo.deal=groups",
+        ),
         (["algo.reference=ref"], "algo.reference=ref needs a penalty, but algo.kl_coef is 0"),
         (["reward.url=http://a/score?token=secret"], "reward.url has a query, .*key_env"),
         (

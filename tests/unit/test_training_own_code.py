@@ -37,7 +37,7 @@ FILES = {
 
 
 def taken_up(config, state, changes=()):
-    return adapt(config, SimpleNamespace(changes=list(changes)), state)
+    return adapt(config, SimpleNamespace(run_dir="run", changes=list(changes)), state)
 
 
 @pytest.mark.parametrize("key", FILES)

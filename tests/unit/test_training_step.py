@@ -15,7 +15,6 @@ from qurl_megatron.config import (
     TrainConfig,
 )
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.layout import averaged_without, counted_tokens, lay_out
 from qurl_megatron.types import Prompt, Sample
 
@@ -44,13 +43,6 @@ PLAIN = RunConfig(
 )
 def test_all_tokens_count_unless_something_leaves_them_out(algo, counted):
     assert counted_tokens(SUMMARY, replace(PLAIN, algo=AlgoConfig(**algo))) == counted
-
-
-def test_whole_groups_need_prompts_that_divide_into_minibatches():
-    with pytest.raises(ConfigError, match=r"data\.prompts_per_step=16 .* algo\.minibatches=32 "):
-        replace(
-            PLAIN, algo=AlgoConfig(minibatches=32, deal="groups"), train=TrainConfig(micro_batch=1)
-        )
 
 
 def weights_without(rejected: list[int], **algo) -> dict[int, float]:
