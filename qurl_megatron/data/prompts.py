@@ -183,8 +183,8 @@ class PromptStream:
         """Training questions, and as many held-out ones as there are of those asked for."""
         if not self.files:
             return training_questions(self.config), held_out_questions(self.config, held_out)
-        training, *others = (file.questions for file in self.files.values())
-        return training, [question for other in others for question in other[:held_out]]
+        training, *held_out_lists = (file.questions for file in self.files.values())
+        return training, [question for part in held_out_lists for question in part[:held_out]]
 
     def _all_too_long(self, kind: str) -> ConfigError:
         return ConfigError(

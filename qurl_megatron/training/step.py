@@ -83,25 +83,19 @@ def improve(
                 mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
             )
 
-    loss = PolicyLoss(score, algo, config.correction)
-    value_loss = ValueLoss(ranks.context, clip=config.critic.clip)
+    learners: list[tuple[Trained, Loss]] = []
+    if critic:
+        learners.append((critic, ValueLoss(ranks.context, clip=config.critic.clip)))
+    if critic is None or step > config.critic.ahead_steps:
+        learners.append((policy, PolicyLoss(score, algo, config.correction)))
     with timer.phase("train"):
         for _ in range(algo.epochs):
             remaining = iter(batches)
             for size in sizes:
                 minibatch = list(islice(remaining, size))
-                if critic:
-                    metrics += _update(critic, minibatch, value_loss)
-                if critic is None or step > config.critic.ahead_steps:
-                    metrics += _update(policy, minibatch, loss)
-    merged = merge(metrics)
-    # Shares of a loss add up within an update; updates are averaged.
-    updates = algo.epochs * algo.minibatches
-    for name in {"policy/loss", "critic/loss"} & merged.keys():
-        loss_share = merged[name]
-        assert isinstance(loss_share, Mean)
-        merged[name] = Mean(loss_share.total, updates / ranks.data.size)
-    return merged, advantages
+                for model, loss in learners:
+                    metrics += _update(model, minibatch, loss)
+    return _merged(metrics, algo.epochs * algo.minibatches / ranks.data.size), advantages
 
 
 def attach_scores(
@@ -158,6 +152,20 @@ def mean_advantages(batches: Sequence[TokenBatch], kept: Collection[int]) -> dic
             if index in kept and len(advantages):
                 means[index] = advantages.double().mean().item()
     return means
+
+
+def _merged(metrics: Sequence[dict[str, Metric]], updates: float) -> dict[str, Metric]:
+    """Merge metrics. Shares of a loss add up within an update; updates are averaged.
+
+    Args:
+        updates: of the step, divided by the data-parallel ranks.
+    """
+    merged = merge(metrics)
+    for name in {"policy/loss", "critic/loss"} & merged.keys():
+        loss_share = merged[name]
+        assert isinstance(loss_share, Mean)
+        merged[name] = Mean(loss_share.total, updates)
+    return merged
 
 
 def _update(model: Trained, minibatch: Minibatch, loss: Loss) -> list[dict[str, Metric]]:
