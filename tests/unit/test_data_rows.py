@@ -9,7 +9,9 @@ import pytest
 
 from qurl_megatron.config import DataConfig
 from qurl_megatron.config.load import build
+from qurl_megatron.data.questions import training_questions
 from qurl_megatron.data.rows import Columns, changed_files, checksum_of, read_file
+from qurl_megatron.evaluation.benchmarks import read_benchmarks
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.datasets import SYSTEM, slime_lines, verl_table
 
