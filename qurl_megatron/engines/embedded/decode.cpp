@@ -70,7 +70,7 @@ struct Codes {
   int32_t* sum;   // [B] of the codes
   int64_t stride;
 
-  // The arithmetic of kernels.quantize_int8, to the last bit.
+  // The arithmetic of quant.quantize_tokens, to the last bit.
   void quantize(int64_t row, const float* x, int64_t inputs, float largest) {
     // Magnitudes order as integers as they do as numbers, and nan lies above them all.
     int32_t top = 0;
