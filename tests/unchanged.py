@@ -20,9 +20,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,16 @@ class Side:
             raise SystemExit(2)
         return done.stdout
 
+    def start(self, *command: str | Path) -> subprocess.Popen[bytes]:
+        """Start the command in a process group of its own."""
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=self.tree,
+            env=self._env,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
     def plain(self, text: str) -> str:
         """The text without the names of this side's folders."""
         return text.replace(str(self.work), "WORK").replace(str(self.tree), "TREE")
@@ -80,8 +92,33 @@ class Side:
 def quickstart(side: Side) -> Values:
     """Return every metric of every step of the quickstart but seconds and speeds."""
     run_dir = side.work / "quickstart"
+    side.must(*_quickstart(side, run_dir))
+    return _metrics(run_dir)
+
+
+def interrupted(side: Side) -> Values:
+    """Return the same metrics of a quickstart that is killed after step 15 and started again.
+
+    They equal those of the other commit's uninterrupted one.
+    """
+    run_dir = side.work / "interrupted"
+    process = side.start(*_quickstart(side, run_dir))
+    log = run_dir / "metrics.jsonl"
+    while not (log.is_file() and log.read_text().count("\n") > 15):
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    side.must(*_quickstart(side, run_dir))
+    return _metrics(run_dir)
+
+
+def _quickstart(side: Side, run_dir: Path) -> list[str | Path]:
     where = [f"model.path={side.work / 'arithmetic'}", f"train.run_dir={run_dir}"]
-    side.must(*side.qurl("train", "launch/recipes/quickstart.toml", *where))
+    return side.qurl("train", "launch/recipes/quickstart.toml", *where)
+
+
+def _metrics(run_dir: Path) -> Values:
     by_step = metrics(run_dir)  # of a step that is done again, its last
     return {f"step {step}: {name}": v for step in by_step for name, v in by_step[step].items()}
 
@@ -172,8 +209,12 @@ def mistakes(side: Side) -> Values:
 
 
 PARTS: dict[str, Callable[[Side], Values]] = {
-    part.__name__: part for part in (show, mistakes, codes, quickstart)
+    part.__name__: part for part in (show, mistakes, codes, quickstart, interrupted)
 }
+
+
+COMPARED_WITH = {"interrupted": "quickstart"}
+"""The part of the other commit that a part here must equal, where that is not the same one."""
 
 
 def differences(before: Values, after: Values) -> list[str]:
@@ -196,10 +237,11 @@ def main() -> int:
     commit = _git("rev-parse", "--verify", f"{arguments.commit}^{{commit}}")
     status = 0
     for name in arguments.parts or PARTS:
-        record = HERE / "runs" / "unchanged" / commit / f"{name}.json"
+        other = COMPARED_WITH.get(name, name)
+        record = HERE / "runs" / "unchanged" / commit / f"{other}.json"
         if not record.is_file():
             with _checkout(commit) as tree, _work() as work:
-                values = PARTS[name](Side(tree, work))
+                values = PARTS[other](Side(tree, work))
             record.parent.mkdir(parents=True, exist_ok=True)
             record.write_text(json.dumps(values, indent=1))
         with _work() as work:
