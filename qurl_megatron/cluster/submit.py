@@ -189,8 +189,8 @@ def submit_study(words: Sequence[str], cluster: ClusterConfig, *, dry_run: bool)
             print(f"{cell.name}: job {folder.job(own)} is in the queue")
         else:
             print(f"{cell.name}:")
-            words = [*cell.overrides, f"train.run_dir={own}"]
-            submit_training(study.recipe, words, cluster, dry_run=dry_run)
+            overrides = [*cell.overrides, f"train.run_dir={own}"]
+            submit_training(study.recipe, overrides, cluster, dry_run=dry_run)
 
 
 def submit_command(job: Script, cluster: ClusterConfig, *, dry_run: bool) -> None:

@@ -290,7 +290,9 @@ class EngineClient:
         timeout_s: float | None = None,
     ) -> bytes:
         """Return the body of an answer with status 200."""
-        timeout = min(timeout_s or self.timeout_s, _DEADLINE.get() - time.monotonic())
+        if timeout_s is None:
+            timeout_s = self.timeout_s
+        timeout = min(timeout_s, _DEADLINE.get() - time.monotonic())
         if timeout <= 0:
             raise EngineError(f"{self.url}{endpoint} was not asked: the deadline has passed")
         if self._closed:
@@ -392,9 +394,10 @@ def _why(error: BaseException) -> str:
     while (beneath := root.__cause__ or root.__context__) is not None:
         # A group is of all addresses of a name.
         root = beneath.exceptions[0] if isinstance(beneath, ExceptionGroup) else beneath
-    number = isinstance(root, OSError) and not isinstance(root, ssl.SSLError) and root.errno
-    if number and number > 0:  # below are name servers'
-        return os.strerror(number)
+    if isinstance(root, OSError) and not isinstance(root, ssl.SSLError):
+        number = root.errno or 0
+        if number > 0:  # below are name servers'
+            return os.strerror(number)
     return str(error) or type(error).__name__
 
 

@@ -392,7 +392,8 @@ class Fleet:
             if wanted is not None and wanted.state == "serving":
                 chosen = wanted
             if chosen is not None:
-                self.vacate(chosen, -tokens, -requests)
+                chosen.in_flight += requests
+                chosen.tokens_in_flight += tokens
             return chosen
 
     def vacate(self, engine: EngineRecord, tokens: int, requests: int) -> None:

@@ -98,8 +98,8 @@ def register() -> None:
 
 
 def _define_operators() -> None:
-    """Define the operators that torchvision's wheel looks up, once."""
-    if hasattr(torch.ops.torchvision, "nms"):
+    """Define the operators that torchvision's wheel looks up, once, unless torch has CUDA."""
+    if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return
     library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
