@@ -42,18 +42,22 @@ def test_an_empty_engine_is_told_how_its_weights_will_be_quantized():
     assert not {"dummy", "--json-model-override-args"} & {*launch_of("int8", empty=False).command}
 
 
-@pytest.mark.parametrize("given", [["--port", "7"], ["--port=7"]])
+PORTS = dict(port=99, nccl_port=98)
+
+
+@pytest.mark.parametrize("given", [["--port", "7"], ["--port=7"], ["--nccl-port", "7"]])
 def test_options_that_are_given_win_over_those_the_machine_needs(given):
-    arguments = server_arguments([*given, "--attention-backend", "other"], cuda=False, port=99)
-    assert "99" not in arguments
+    arguments = server_arguments([*given, "--attention-backend", "other"], cuda=False, **PORTS)
+    assert len({"98", "99"} & {*arguments}) == 1
     assert arguments.count("--attention-backend") == 1
     assert "torch_native" not in arguments
     assert arguments[arguments.index("--device") + 1] == "cpu"
 
 
 def test_where_there_is_cuda_sglang_keeps_its_defaults():
-    assert server_arguments([], cuda=True, port=99)[:2] == ["--port", "99"]
-    assert "--device" not in server_arguments([], cuda=True, port=99)
+    arguments = server_arguments([], cuda=True, **PORTS)
+    assert arguments[:4] == ["--port", "99", "--nccl-port", "98"]
+    assert "--device" not in arguments
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\n", "k\u00e9y", "two\nlines"])

@@ -65,9 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "the package in this environment with `pip install --no-deps -e .`, and start with "
             "`python -P`, which leaves out what the working folder says of it"
         )
-    kept = _keep_port()
+    kept = [_keep_port() for _ in range(2)]
+    port, nccl_port = (each.getsockname()[1] for each in kept)
+    cuda = torch.cuda.is_available()
     args = prepare_server_args(
-        server_arguments(sglang_options, cuda=torch.cuda.is_available(), port=kept.getsockname()[1])
+        server_arguments(sglang_options, cuda=cuda, port=port, nccl_port=nccl_port)
     )
     if cpu_layers.wanted():
         # One entry a rank is demanded; only the kernels that are not there would bind to it.
@@ -142,7 +144,9 @@ def _end_children() -> None:
 def _keep_port() -> socket.socket:
     """Bound to a free port, which nobody else is given in the minutes until SGLang listens there.
 
-    It can, for this socket does not listen, and both allow an address to be used again.
+    It can, for this socket does not listen, and both allow an address to be used again. A port that
+    SGLang chooses for its ranks is only looked at first: of engines that start together, two may
+    choose the same.
     """
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

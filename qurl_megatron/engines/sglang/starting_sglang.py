@@ -67,14 +67,15 @@ def engine_launch(
     return Launch((*command, *extra), start.environment)
 
 
-def server_arguments(argv: Sequence[str], *, cuda: bool, port: int) -> list[str]:
+def server_arguments(argv: Sequence[str], *, cuda: bool, port: int, nccl_port: int) -> list[str]:
     """Return the options for SGLang's parser: the given ones, ours, and those the machine needs.
 
     Args:
         port: used where no ``--port`` is given.
+        nccl_port: where the engine's ranks meet, unless ``--nccl-port`` says so.
     """
     option_names = {option.split("=")[0] for option in argv}
-    options: dict[str, str | None] = {"--port": str(port)}
+    options: dict[str, str | None] = {"--port": str(port), "--nccl-port": str(nccl_port)}
     if not cuda:
         options |= CPU_OPTIONS
     added = [
