@@ -4,13 +4,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 
 from qurl_megatron.cli import main
 from qurl_megatron.config import RolloutConfig
-from qurl_megatron.engines.sglang.starting_sglang import engine_launch, server_arguments
+from qurl_megatron.engines.sglang.starting_sglang import (
+    ask_itself_directly,
+    engine_launch,
+    server_arguments,
+)
 from qurl_megatron.engines.starting import API_KEY, Launch, Start, given_key
+from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.kit.errors import ConfigError
+from tests.support.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +65,21 @@ def test_where_there_is_cuda_sglang_keeps_its_defaults():
     arguments = server_arguments([], cuda=True, **PORTS)
     assert arguments[:4] == ["--port", "99", "--nccl-port", "98"]
     assert "--device" not in arguments
+
+
+@pytest.mark.parametrize("given", ["", "example.org"])
+def test_an_engine_is_asked_directly_where_the_proxy_for_the_internet_is_dead(given, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", given)
+    with FakeEngine() as engine:
+        assert EngineClient(engine.url).server_info()
+        with pytest.raises(requests.exceptions.ProxyError):
+            requests.get(f"{engine.url}/health")  # as SGLang's warm-up asks itself
+        for host in ("127.0.0.1", "0.0.0.0"):
+            ask_itself_directly(host)
+            assert requests.get(f"{engine.url}/health").status_code == 200
+    assert requests.utils.should_bypass_proxies("http://example.org", None) == bool(given)
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\n", "k\u00e9y", "two\nlines"])

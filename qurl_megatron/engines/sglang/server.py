@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "false"
 
 from qurl_megatron.engines.sglang import cpu_layers
-from qurl_megatron.engines.sglang.starting_sglang import server_arguments
+from qurl_megatron.engines.sglang.starting_sglang import ask_itself_directly, server_arguments
 from qurl_megatron.engines.starting import API_KEY, given_key
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if cpu_layers.wanted():
         # One entry a rank is demanded; only the kernels that are not there would bind to it.
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * args.tp_size))
+    ask_itself_directly(args.host)
     args.resolve_once()
     app.add_route(ENDPOINT, leases(args.model_path), methods=["POST"])
     try:

@@ -88,6 +88,13 @@ def server_arguments(argv: Sequence[str], *, cuda: bool, port: int, nccl_port: i
     return [*argv, *added, "--custom-weight-loader", LOADER]
 
 
+def ask_itself_directly(host: str) -> None:
+    """Keep this process's requests to ``host``, which SGLang makes to warm up, from a proxy."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    hosts = ",".join(filter(None, (given, host, "127.0.0.1", "::1")))
+    os.environ.update(no_proxy=hosts, NO_PROXY=hosts)
+
+
 def refuse_not_installed(config: RolloutConfig) -> None:
     """
     Raises:
