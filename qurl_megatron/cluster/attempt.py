@@ -15,7 +15,7 @@ from pathlib import Path
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.examination import examine, excluding, refuse_exclusion
-from qurl_megatron.cluster.layout import Allocation, lay_out, step
+from qurl_megatron.cluster.layout import Allocation, lay_out, run_steps
 from qurl_megatron.cluster.supervise import Received, StepSupervisor, beside, facts_of, say
 from qurl_megatron.cluster.tasks import prepare
 from qurl_megatron.cluster.verdict import (
@@ -110,25 +110,14 @@ def _once(job: BatchJob, saved: int, received: Received) -> folder.Attempt:
 
 def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> folder.Attempt:
     """Run the training step, and the engines' beside it where they have nodes of their own."""
-    layout, cluster = job.layout, job.cluster
-    rank = ["qurl", "slurm", "task", str(job.run_dir)]
+    steps = run_steps(job.run_dir, job.layout, job.cluster, logs)
     forget(job.run_dir)  # left by a supervisor that was killed with its ranks
     with contextlib.ExitStack() as stack:
         stack.callback(forget, job.run_dir)
-        if layout.rollout:
+        if "engines" in steps:
             prepare(Path(job.config.rollout.rendezvous))
-            offer = ["qurl", "slurm", "offer", str(job.run_dir)]
-            engines = step(
-                "engines",
-                layout.rollout,
-                cluster,
-                offer,
-                folder=str(logs),
-                first_node=layout.training.nodes,
-                together=False,
-            )
-            stack.enter_context(beside(engines))
-        return supervisor.watch(step("train", layout.training, cluster, rank, folder=str(logs)))
+            stack.enter_context(beside(steps["engines"]))
+        return supervisor.watch(steps["train"])
 
 
 def _without(job: BatchJob, attempt: folder.Attempt, bad: Mapping[str, str]) -> folder.Attempt:

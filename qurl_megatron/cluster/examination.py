@@ -15,14 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
-from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, step
+from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examination
 from qurl_megatron.cluster.supervise import SrunStep, say
 from qurl_megatron.cluster.tasks import own_name
 from qurl_megatron.cluster.verdict import Decision
@@ -195,10 +195,8 @@ def examine(
         return {}
     nodes = commands.hostnames(os.environ["SLURM_JOB_NODELIST"])
     end = clock() + cluster.job.examine_s
-    one_task = replace(layout.whole, tasks=1)
-    command = step("examine", one_task, cluster, ["qurl", "slurm", "examine"], together=False)
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        running = SrunStep(command, EXAMINATION_PREFIX, output)
+        running = SrunStep(examination(layout, cluster), EXAMINATION_PREFIX, output)
         while (code := running.wait(POLL_S)) is None and not cancelled() and clock() < end:
             pass
         if code is None:

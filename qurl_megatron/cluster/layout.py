@@ -7,7 +7,8 @@ the trainer on its GPUs, and embedded ones, are started by the leading rank: the
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from qurl_megatron.cluster.cluster import ClusterConfig, NodeConfig
 from qurl_megatron.config.keys import require
@@ -170,6 +171,32 @@ def step(
     if not together:
         srun.append("--no-kill")
     return [*srun, *inside(cluster, command)]
+
+
+def examination(layout: Allocation, cluster: ClusterConfig) -> list[str]:
+    """Return the step that has each node of a job measure itself."""
+    one_task = replace(layout.whole, tasks=1)
+    return step("examine", one_task, cluster, ["qurl", "slurm", "examine"], together=False)
+
+
+def run_steps(
+    run_dir: Path, layout: Allocation, cluster: ClusterConfig, logs: Path
+) -> dict[str, list[str]]:
+    """Return the steps of an attempt by name, in the order in which they start."""
+    steps = {}
+    if layout.rollout:
+        steps["engines"] = step(
+            "engines",
+            layout.rollout,
+            cluster,
+            ["qurl", "slurm", "offer", str(run_dir)],
+            folder=str(logs),
+            first_node=layout.training.nodes,
+            together=False,
+        )
+    ranks = ["qurl", "slurm", "task", str(run_dir)]
+    steps["train"] = step("train", layout.training, cluster, ranks, folder=str(logs))
+    return steps
 
 
 def inside(cluster: ClusterConfig, command: Sequence[str]) -> list[str]:

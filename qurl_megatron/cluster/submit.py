@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig, load_cluster
-from qurl_megatron.cluster.layout import Component, lay_out, step
+from qurl_megatron.cluster.layout import Component, examination, lay_out, run_steps, step
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.config.keys import require
 from qurl_megatron.kit.errors import ConfigError
@@ -36,6 +36,7 @@ class Script:
     nodes: Component
     command: tuple[str, ...]
     options: tuple[str, ...] = ()  # of sbatch, beside those of every job
+    steps: tuple[tuple[str, ...], ...] = ()  # that the command starts: for people to read
 
 
 def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
@@ -45,12 +46,16 @@ def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
     options = [f"--signal=B:USR1@{cluster.job.signal_s}"]
     if layout.rollout:  # it outlives an engine's node
         options.append("--no-kill")
+    steps = run_steps(run_dir, layout, cluster, run_dir / "slurm/attempts/N").values()
+    if cluster.job.examine_s:
+        steps = [examination(layout, cluster), *steps]
     return Script(
         name=run_dir.name,
         output=f"{run_dir}/slurm/job.log".replace("%", "%%"),
         nodes=layout.whole,
         command=("qurl", "slurm", "attempt", str(run_dir)),
         options=tuple(options),
+        steps=tuple(map(tuple, steps)),
     )
 
 
@@ -89,6 +94,9 @@ def render(job: Script, cluster: ClusterConfig) -> str:
     body += cluster.site.prolog
     if body:
         lines += ["set -e", *body, ""]
+    if job.steps:
+        lines.append("# The next line starts these steps; N is the attempt.")
+        lines += [f"#   {shlex.join(step)}" for step in job.steps]
     lines.append(f"exec {shlex.join(job.command)}")
     return "\n".join(lines) + "\n"
 

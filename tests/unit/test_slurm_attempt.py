@@ -13,9 +13,11 @@ import pytest
 
 from qurl_megatron.cluster import folder, supervise
 from qurl_megatron.cluster.attempt import attempt
-from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
+from qurl_megatron.cluster.cluster import ClusterConfig, ContainerConfig, JobConfig, NodeConfig
+from qurl_megatron.cluster.submit import render, training_job
 from qurl_megatron.cluster.supervise import GLANCE_S, Stillness
 from qurl_megatron.cluster.verdict import BAD_NODE, NO_PROGRESS, STOPPED, Decision, decide
+from qurl_megatron.config import load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.state import latest
 from tests.support.programs import Programs
@@ -84,6 +86,22 @@ def test_outside_of_a_job_it_is_said_what_it_is_for(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set: `qurl slurm attempt` runs"):
         attempt(tmp_path)
+
+
+def test_the_script_shows_the_steps_as_the_job_starts_them(slurm, tmp_path):
+    container = ContainerConfig(kind="apptainer", image="/images/q.sif", mounts=("/shared",))
+    run_dir, cluster = tmp_path / "run", ClusterConfig(container=container)
+    submitted(run_dir, "rollout.backend=sglang", f"rollout.rendezvous={run_dir}/e", cluster=cluster)
+    slurm.ranks(run_dir, 'case "$*" in *=train*) saves 7 ;; *=engines*) sleep 60 ;; esac')
+    assert attempt(run_dir) == 0
+    script = render(training_job(load(run_dir / "slurm/config.toml"), cluster), cluster)
+    shown = [line.removeprefix("#   ") for line in script.splitlines() if line.startswith("#   srun")]
+    started = [line for line in slurm.called if line.startswith("srun")]
+    assert [line.replace("/attempts/N/", "/attempts/1/") for line in shown] == started
+    assert len(shown) == 3 and all(
+        f" apptainer exec --nv --bind /shared --pwd {Path.cwd()} /images/q.sif qurl slurm " in line
+        for line in shown
+    )
 
 
 def told(then: str) -> str:

@@ -106,7 +106,7 @@ def test_a_run_with_rollout_nodes_is_one_job_of_all_nodes_and_ends_in_one_call()
     asked |= {"--signal=B:USR1@300", "--export=NONE"}  # nothing of the submitter's shell
     assert {f"#SBATCH {option}" for option in asked} <= set(options)
     assert last == "exec qurl slurm attempt runs/grpo_qwen2.5_32b"
-    assert "--no-kill" not in script(ClusterConfig())  # it has no rollout nodes
+    assert "#SBATCH --no-kill" not in script(ClusterConfig())  # it has no rollout nodes
 
 
 def test_a_percent_sign_in_the_run_folder_is_not_slurms():
@@ -122,8 +122,10 @@ def test_a_run_folder_that_no_sbatch_line_can_carry_is_refused(run_dir):
 
 def test_the_sites_lines_come_before_the_run_and_in_quotes_where_they_need_them():
     site = SiteConfig(prolog=("module load cuda",), environment={"NCCL_IB_HCA": "=a,b c"})
-    assert script(ClusterConfig(site=site)).endswith(
+    text = re.sub("#  .*\n", "", script(ClusterConfig(site=site)))  # the steps, for people
+    assert text.endswith(
         "\nset -e\nexport NCCL_IB_HCA='=a,b c'\nmodule load cuda\n\n"
+        "# The next line starts these steps; N is the attempt.\n"
         "exec qurl slurm attempt runs/quickstart\n"
     )
 
