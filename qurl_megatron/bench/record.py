@@ -259,7 +259,9 @@ def gpus() -> list[dict[str, Any]]:
     devices = []
     for line in done.stdout.splitlines():
         name, _, mebibytes = line.rpartition(", ")
-        devices.append({"name": name, "memory_gib": round(int(mebibytes) / 1024, 1)})
+        # "[N/A]" of a GPU that shares its memory with the CPU.
+        gib = round(int(mebibytes) / 1024, 1) if mebibytes.isdigit() else None
+        devices.append({"name": name, "memory_gib": gib})
     return devices
 
 

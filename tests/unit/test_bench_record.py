@@ -10,7 +10,7 @@ from benchmarks.harness import read
 from benchmarks.repeats import interleaved
 from qurl_megatron import cli
 from qurl_megatron.bench import step
-from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, in_turns
+from qurl_megatron.bench.record import HEADS, BenchRecord, Case, Figure, gpus, in_turns
 from qurl_megatron.kit.errors import ConfigError
 
 
@@ -105,6 +105,14 @@ def test_an_environment_needs_no_torch():
     code = "import sys; from qurl_megatron.bench import record; record.environment()"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_gpu_may_have_no_memory_of_its_own(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'NVIDIA H100, 81559\\nNVIDIA GB10, [N/A]\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert [gpu["memory_gib"] for gpu in gpus()] == [79.6, None]
 
 
 def test_a_benchmark_leaves_its_record_and_shows_its_table(tmp_path, capsys, monkeypatch):
