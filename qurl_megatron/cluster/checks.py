@@ -136,7 +136,7 @@ def check_engines(config: RunConfig) -> None:
     if rendezvous and run_dir.resolve() not in Path(rendezvous).resolve().parents:
         raise ConfigError(
             f"rollout.rendezvous={rendezvous} is not in train.run_dir={run_dir}, and the job "
-            f"clears it; set rollout.rendezvous={run_dir / 'engines'}"
+            "clears it; set rollout.rendezvous=auto"
         )
     given_key(os.environ)
     if config.rollout.urls and "QURL_API_KEY" in os.environ:

@@ -100,6 +100,11 @@ def _with_rollout_nodes(
 ) -> Allocation:
     size, count = rollout.engine_tensor, rollout.engines
     require(
+        not rollout.colocate,
+        "rollout.rendezvous gives engines nodes of their own, and rollout.colocate has them take "
+        "turns with the trainer; leave one of them out",
+    )
+    require(
         node.gpus % size == 0,
         f"rollout.engine_tensor={size} does not divide node.gpus={node.gpus}; lower it",
     )

@@ -265,10 +265,12 @@ def load(
     config = build(RunConfig, tables, kind="section")
     for key, given in config.own_code.items():
         config = _with(config, key, sections.named_beside(path.parent, given))
-    if config.train.run_dir:
-        return config
-    default = _default_run_dir(path, settings if named_by is None else map(_parse, named_by))
-    return _with(config, "train.run_dir", default)
+    if not config.train.run_dir:
+        default = _default_run_dir(path, settings if named_by is None else map(_parse, named_by))
+        config = _with(config, "train.run_dir", default)
+    if config.rollout.rendezvous == "auto":
+        config = _with(config, "rollout.rendezvous", f"{config.train.run_dir}/engines")
+    return config
 
 
 def overridden(cls: type, tables: dict[str, Any], overrides: typing.Sequence[str]) -> Any:

@@ -362,7 +362,8 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
 
     rendezvous: str = ""
     """Folder with one JSON file per engine, {"url": ...} with an optional "api_key_file"; a batch
-    system writes them, and engines may come and go during a run."""
+    system writes them, and engines may come and go during a run. auto: "engines" in train.run_dir.
+    """
 
     take_over: bool = False
     """Adopt engines even from a run that is at work; it loses them."""

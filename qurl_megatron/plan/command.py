@@ -1,6 +1,7 @@
 """``qurl plan``: the layouts of N GPUs by predicted step time, and where more GPUs stop helping."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``qurl plan``."""
     add_recipe(command)
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
-    command.add_argument("--gpu", default="h100", help="kind: a100-80, h100, h200 or b200")
+    kinds = "kind: a100-80, h100, h200 or b200"
+    command.add_argument("--gpu", type=str.lower, default="h100", help=kinds)
     command.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
     command.add_argument(
         "--network-gbps", type=float, metavar="GB", help="GB/s of the network per GPU, one way"
@@ -138,17 +140,19 @@ def render(
     shown = best_trainers(layouts)
     rows = [*shown[:top], *(layout for layout in shown[top:] if layout.own)]
     settings = overrides(planner.config, layouts[0].config)
+    changed = {setting.partition("=")[0] for setting in settings}
+    kept = [given for given in arguments.overrides if given.partition("=")[0] not in changed]
     text = [
         f"{arguments.gpus} x {arguments.gpu}, {work.responses} responses a step of {work.mean:.0f} "
         f"tokens (at most {work.longest}) after {work.prompt:.0f}, "
         f"{planner.config.quant.scheme} rollouts, "
         f"max_staleness {planner.config.rollout.max_staleness}",
         "",
-        *aligned([HEAD, *map(_cells, rows)], words=WORDS),
+        *aligned([HEAD, *(_cells(row, planner.config) for row in rows)], words=WORDS),
         "",
         f"{len(layouts)} layouts fit; the best trainer beside each of {len(shown)} sets of engines "
-        "is shown; * is the recipe's own.",
-        f"Fastest, as overrides: {' '.join(settings) or 'the recipe as it is'}",
+        "is shown; * is the recipe's own, ~ the same scaled.",
+        f"Fastest, as overrides: {shlex.join([*kept, *settings]) or 'the recipe as it is'}",
     ]
     if not any(layout.own for layout in layouts):
         text.insert(-1, f"The recipe's own layout is not among those of {arguments.gpus} GPUs.")
@@ -177,9 +181,12 @@ def stop_sentence(curve: Sequence[Prediction], worth: float) -> str:
     return f"It scales up to {curve[-1].choice.gpus} GPUs, the most that were simulated."
 
 
-def _cells(row: Prediction) -> list[str]:
+def _cells(row: Prediction, recipe: RunConfig) -> list[str]:
+    mark = " "
+    if row.own:
+        mark = "*" if row.config == recipe else "~"
     return [
-        ("* " if row.own else "  ") + row.choice.label(),
+        f"{mark} {row.choice.label()}",
         f"{row.bytes / GIB:.1f}",
         f"{row.rollout.seconds:.1f}",
         f"{row.training:.1f}",

@@ -1,13 +1,13 @@
 """Every way to lay a recipe out over N GPUs, as settings of the recipe.
 
-Tensor ranks and the GPUs of an engine stay on one machine. Engines share the trainer's GPUs, all of
-them, or have whole machines of their own (on a single machine: GPUs).
+Tensor ranks and the GPUs of an engine stay on one machine. Engines have machines of their own; on a
+single machine they have GPUs of their own, or share all of the trainer's.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from qurl_megatron.config import ParallelConfig, RunConfig, changes
 from qurl_megatron.kit.errors import ConfigError
@@ -56,14 +56,9 @@ def choices(arch: Arch, own: ParallelConfig, gpus: int, node: int, shares: int) 
         shares: the number that data ranks divide: an update's responses, or its microbatches.
     """
     within = _divisors(min(node, gpus))
-    step = 1
-    if gpus > node:
-        step = node
-    for trainer in range(step, gpus + 1, step):
+    for trainer in range(1, gpus + 1) if gpus <= node else range(node, gpus, node):
         colocated = trainer == gpus
-        rollout = gpus - trainer
-        if colocated:
-            rollout = gpus
+        rollout = gpus if colocated else gpus - trainer
         engine_tensors = [n for n in within if rollout % n == 0 and engine_divides(arch, n)]
         trainers = [
             each for each in _trainers(arch, own, trainer, within) if not shares % each.data
@@ -124,10 +119,9 @@ def scaled(own: Choice, gpus: int) -> Choice | None:
 
 
 def applied(config: RunConfig, choice: Choice, *, node: int, static: float | None) -> RunConfig:
-    """The recipe in that layout.
+    """The recipe in that layout; its own stays as it is.
 
-    Versions go by the memory of one machine where there is but one; else point to point, which
-    engines that share the trainer's GPUs cannot (NCCL wants two GPUs): theirs go by files.
+    Versions go by the memory of one machine where there is but one, else point to point.
 
     Args:
         static: SGLang's --mem-fraction-static; None keeps the recipe's.
@@ -135,19 +129,22 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
     Raises:
         ConfigError: the batch does not divide, or the recipe forbids it otherwise.
     """
+    if choice == own_choice(config):
+        return config
     rollout = config.rollout
     settings: dict[str, Any] = {
         "engines": choice.engines,
         "engine_tensor": choice.engine_tensor,
+        "engine_first_gpu": 0,
         "colocate": choice.colocated,
         "rendezvous": "",
     }
-    transport: Literal["auto", "files", "group"] = "auto"
     if choice.gpus > node:
-        settings["rendezvous"] = rollout.rendezvous or "ENGINES"
-        transport = "files" if choice.colocated else "group"
-    if choice.colocated:
+        settings["rendezvous"] = rollout.rendezvous or "auto"
+    elif choice.colocated:
         settings["max_staleness"] = 0
+    else:
+        settings["engine_first_gpu"] = choice.parallel.world_size
     if static is not None:
         kept = [a for a in rollout.engine_args if not a.startswith("--mem-fraction-static")]
         settings["engine_args"] = (*kept, f"--mem-fraction-static={static:g}")
@@ -156,7 +153,7 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
         model=replace(config.model, recompute=choice.recompute),
         parallel=choice.parallel,
         rollout=replace(rollout, **settings),
-        sync=replace(config.sync, transport=transport),
+        sync=replace(config.sync, transport="group" if choice.gpus > node else "auto"),
     )
 
 

@@ -226,15 +226,16 @@ def test_a_publication_by_hand():
 
 
 def test_layouts_divide_the_model_the_batch_and_the_machines():
-    found = list(choices(ARCH, ParallelConfig(), 16, 8, shares=8))
+    found = [*choices(ARCH, ParallelConfig(), 16, 8, shares=8)]
     assert len(found) == len(set(found))
     for one in found:
         parallel = one.parallel
         assert one.gpus == 16 and parallel.tensor <= 8 and one.engine_tensor <= 8
         assert ARCH.heads % parallel.tensor == ARCH.kv_heads % parallel.tensor == 0
         assert ARCH.num_layers % parallel.pipeline == 0 and 8 % parallel.data == 0
-        assert one.colocated or parallel.world_size == 8
-    assert {one.colocated for one in found} == {True, False}
+        assert parallel.world_size == 8 and not one.colocated
+    on_one_machine = choices(ARCH, ParallelConfig(), 8, 8, shares=8)
+    assert {one.colocated for one in on_one_machine} == {True, False}
     assert {one.recompute for one in found} == {True, False}
 
 

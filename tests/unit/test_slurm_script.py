@@ -71,6 +71,7 @@ def test_ranks_and_engines_are_cut_into_nodes(case):
         ({"tensor": 4, "data": 3}, {}, "12 ranks .*node.gpus=8 .*multiple of 8"),
         ({}, {"engines": 6, "engine_tensor": 2, "rendezvous": "e"}, "engines=6 .*multiple of 4"),
         ({}, {"engine_tensor": 3, "rendezvous": "e"}, "engine_tensor=3 .*node.gpus=8; lower it"),
+        ({}, {"colocate": True, "rendezvous": "e"}, "leave one of them out"),
         ({"tensor": 8}, {"engines": 2, "engine_first_gpu": 8}, "up to 10 .*rollout.rendezvous"),
         ({"tensor": 4}, {"engines": 2}, "engine_first_gpu=0 .*4 training ranks; set it to 4"),
     ],

@@ -1,6 +1,8 @@
 """From the command line to the queue; sbatch and its like are small scripts here."""
 
 import json
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from datetime import datetime
@@ -143,6 +145,40 @@ def test_the_script_is_printed_without_any_check(here, slurm, capsys, monkeypatc
     monkeypatch.setenv("PATH", "")
     assert main(["slurm", "render", str(QUICK), "--cluster", "cluster.toml"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+
+
+RECIPES = sorted((ROOT / "launch/recipes").glob("*.toml"))
+PLANNED = [(path, gpus) for path in RECIPES for gpus in (8, 32) if "sglang" in path.read_text()]
+
+
+@pytest.mark.parametrize(("recipe", "gpus"), PLANNED, ids=lambda x: getattr(x, "stem", x))
+def test_the_overrides_of_a_plan_can_be_pasted(recipe, gpus, here, slurm, monkeypatch, capsys):
+    """They are one shell's words, and submit, render and show make the same of them."""
+    monkeypatch.setattr(checks, "free", lambda path: 1 << 60)
+    config = load(recipe)
+    shape = ROOT / "launch/models/DeepSeek-R1-Distill-Qwen-1.5B"  # of what a stage begins with
+    if (named := ROOT / "launch/models" / Path(config.model.path).name).exists():
+        shape = named
+    shutil.copytree(shape, config.model.path)
+    Path(config.model.path, "model.safetensors").write_text("weights")
+    for path in (config.data.path, config.data.eval_path):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("prompts")
+    given = ["algo.clip_high=0.3"]
+    code = main(["plan", str(recipe), *given, "--gpus", str(gpus), "--up-to", "0", "--top", "1"])
+    out, error = capsys.readouterr()
+    if gpus == 8 and "32b" in recipe.stem:
+        assert code == 2 and "no layout fits on 8 h100" in error
+        return
+    words = [str(recipe), *shlex.split(out.rpartition("as overrides: ")[2])]
+    assert code == 0 and set(given) < set(words)
+    cluster = ["--cluster", "cluster.toml"]
+    assert main(["slurm", "submit", *words, *cluster, "--dry-run"]) == 0
+    nodes = capsys.readouterr().out.splitlines()[0]
+    assert sum(map(int, re.findall(r"(?:: |, )(\d+) with", nodes))) == max(1, gpus // 8), nodes
+    for command in (["slurm", "render", *words, *cluster], ["show", *words]):
+        assert main(command) == 0
+        assert load(recipe, words[1:]).train.run_dir in capsys.readouterr().out
 
 
 # ---- checks before the queue
@@ -313,7 +349,7 @@ REFUSED = {
     "job.time_limit=24:00:00 is more than MaxTime=04:00:00 of partition short.*lower it": (
         lambda _: checks.check_limits(JobConfig(time_limit="24:00:00"), SHORT)
     ),
-    "is not in train.run_dir=run, .*=run/engines": lambda model: checks.check_engines(
+    "is not in train.run_dir=run, .*=auto": lambda model: checks.check_engines(
         quick(model, "rollout.rendezvous=shared")
     ),
     "unset it here, and have site.prolog read it": lambda model: checks.check_engines(
