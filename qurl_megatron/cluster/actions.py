@@ -46,7 +46,7 @@ def slurm(arguments: argparse.Namespace) -> int:
         case "examine":
             from qurl_megatron.cluster.examination import measure_node
 
-            return measure_node()
+            return measure_node(arguments.run_dir)
         case "task":
             from qurl_megatron.cluster.tasks import task
 
@@ -79,7 +79,7 @@ def add_actions(command: argparse.ArgumentParser) -> None:
         parsers[name].add_argument("--kind", choices=kinds, default="train", help=text)
         text = "that a --kind command takes; default: all of a node"
         parsers[name].add_argument("--gpus", type=int, metavar="N", help=text)
-    for name in ("cancel", "status", "logs", "attempt", "task", "offer"):
+    for name in ("cancel", "status", "logs", "attempt", "examine", "task", "offer"):
         parsers[name].add_argument("run_dir", type=Path, help="train.run_dir of the run")
     text = "stop before anything is written or submitted"
     parsers["submit"].add_argument("--dry-run", action="store_true", help=text)

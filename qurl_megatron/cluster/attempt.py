@@ -96,7 +96,9 @@ def _once(job: BatchJob, saved: int, received: Received) -> folder.Attempt:
         f"attempt {attempt.number}, job {job.number}, from step {saved}; "
         f"the ranks write {logs}/train-RANK.log"
     )
-    bad = examine(job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS)
+    bad = examine(
+        job.run_dir, job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS
+    )
     for node, fault in bad.items():
         say(f"node {node} is bad: {fault}")
     if received.newest in PERSONS:

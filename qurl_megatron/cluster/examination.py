@@ -1,8 +1,9 @@
 """The nodes of an attempt are examined before its ranks start.
 
 Each node measures itself, by a task of ``srun``: GPUs as NVIDIA's driver sees them, a matrix
-product on each, and an all-reduce among them. It is then compared with the others of its own job,
-which have the same GPUs and software: how long a product should take need not be known.
+product on each, an all-reduce among them, and a kernel by the engines' compiler. It is then
+compared with the others of its own job, which have the same GPUs and software: how long a product
+should take need not be known.
 
 With a bad node the job goes back to the queue, and that node is excluded. Where all nodes are bad,
 others would be bad alike, and a person has to look.
@@ -26,6 +27,7 @@ from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examina
 from qurl_megatron.cluster.supervise import SrunStep, say
 from qurl_megatron.cluster.tasks import own_name
 from qurl_megatron.cluster.verdict import Decision
+from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.kit.errors import ConfigError
 
 GIB = 1 << 30
@@ -61,11 +63,11 @@ class Report:
     reduce_ms: float | None = None  # None: it has no two devices; inf: it hangs or fails
 
 
-def measure_node() -> int:
-    """Measure this node, and print its report."""
+def measure_node(run_dir: Path) -> int:
+    """Measure this node for a run, and print its report."""
     name = own_name()
     try:
-        report = _measure(name)
+        report = _measure(name, folder.recipe(run_dir).rollout)
     except Exception as error:  # a sick GPU may raise anything, and that is a finding
         first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
@@ -75,7 +77,7 @@ def measure_node() -> int:
     return 0
 
 
-def _measure(name: str) -> Report:
+def _measure(name: str, rollout: RolloutConfig) -> Report:
     nvml, indices, faults = _nvml(), [], []
     if nvml:
         indices = gpu_indices(nvml, os.environ)
@@ -86,6 +88,10 @@ def _measure(name: str) -> Report:
     devices = []
     if torch.cuda.is_available():
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if devices and rollout.backend == "sglang" and not rollout.urls:
+        from qurl_megatron.engines.sglang.starting_sglang import compiler_fault
+
+        faults += filter(None, [compiler_fault(rollout)])
     product_ms = [_product_ms(device) for device in devices]
     return Report(name, faults, len(indices), len(devices), product_ms, _reduce_ms(devices))
 
@@ -184,6 +190,7 @@ def _shortest_ms(body: Callable[[], None]) -> float:
 
 
 def examine(
+    run_dir: Path,
     layout: Allocation,
     cluster: ClusterConfig,
     *,
@@ -196,7 +203,7 @@ def examine(
     nodes = commands.hostnames(os.environ["SLURM_JOB_NODELIST"])
     end = clock() + cluster.job.examine_s
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        running = SrunStep(examination(layout, cluster), EXAMINATION_PREFIX, output)
+        running = SrunStep(examination(run_dir, layout, cluster), EXAMINATION_PREFIX, output)
         while (code := running.wait(POLL_S)) is None and not cancelled() and clock() < end:
             pass
         if code is None:

@@ -178,10 +178,10 @@ def step(
     return [*srun, *inside(cluster, command)]
 
 
-def examination(layout: Allocation, cluster: ClusterConfig) -> list[str]:
+def examination(run_dir: Path, layout: Allocation, cluster: ClusterConfig) -> list[str]:
     """Return the step that has each node of a job measure itself."""
-    one_task = replace(layout.whole, tasks=1)
-    return step("examine", one_task, cluster, ["qurl", "slurm", "examine"], together=False)
+    measure = ["qurl", "slurm", "examine", str(run_dir)]
+    return step("examine", replace(layout.whole, tasks=1), cluster, measure, together=False)
 
 
 def run_steps(

@@ -48,7 +48,7 @@ def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
         options.append("--no-kill")
     steps = run_steps(run_dir, layout, cluster, run_dir / "slurm/attempts/N").values()
     if cluster.job.examine_s:
-        steps = [examination(layout, cluster), *steps]
+        steps = [examination(run_dir, layout, cluster), *steps]
     return Script(
         name=run_dir.name,
         output=f"{run_dir}/slurm/job.log".replace("%", "%%"),

@@ -1,6 +1,11 @@
+import errno
+import fcntl
 import json
+import os
+import re
 import socket
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,7 @@ import torch
 
 from qurl_megatron.cli import main
 from qurl_megatron.config import RolloutConfig
+from qurl_megatron.engines.sglang import compiling
 from qurl_megatron.engines.sglang.starting_sglang import (
     ask_itself_directly,
     engine_launch,
@@ -80,6 +86,41 @@ def test_an_engine_is_asked_directly_where_the_proxy_for_the_internet_is_dead(gi
             ask_itself_directly(host)
             assert requests.get(f"{engine.url}/health").status_code == 200
     assert requests.utils.should_bypass_proxies("http://example.org", None) == bool(given)
+
+
+def test_a_kernel_is_compiled_and_linked_by_what_pip_left(tmp_path, monkeypatch):
+    pip = tmp_path / "nvidia/cu13"
+    (pip / "lib").mkdir(parents=True)
+    (pip / "lib/libcudart.so.13").touch()
+    linker = """for folder in $(echo $LIBRARY_PATH | tr : ' '); do
+        [ ! -e $folder/libcudart.so ] || exit 0; done; echo cannot find -lcudart >&2; exit 1"""
+    for program, body in {
+        pip / "bin/nvcc": "cp kernel.cu kernel.o",
+        tmp_path / "c++": linker,
+    }.items():
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+    env = {"PATH": "/usr/bin:/bin", "CXX": f"{tmp_path}/c++", "SGLANG_JIT_CACHE_DIR": str(tmp_path)}
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(os, "environ", env | {"CUDA_HOME": str(pip)})
+    assert "cannot find -lcudart); install cuda-toolkit" in compiling.fault("13.0")
+    monkeypatch.setattr(os, "environ", env)
+    assert compiling.fault("13.0") is None and env["CUDA_HOME"] == str(pip)
+    env["CUDA_HOME"] = "/none"
+    assert "CUDA_HOME=/none (sh: " in compiling.fault("13.0")
+
+
+def test_a_folder_of_kernels_without_locks_is_named(tmp_path, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setenv("SGLANG_JIT_CACHE_DIR", f"{tmp_path}/jit")
+    said = (
+        f"lock its kernels in {tmp_path}/jit .Function not implemented.; set SGLANG_JIT_CACHE_DIR"
+    )
+    assert re.search(said, compiling.fault("13.0"))
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\n", "k\u00e9y", "two\nlines"])

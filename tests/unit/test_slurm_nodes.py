@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.programs import Programs
+from tests.support.slurm_runs import submitted
 
 INFINITE = float("inf")
 
@@ -141,28 +143,47 @@ def test_the_names_that_are_asked_for_are_those_of_the_library():
     assert set(vars(nvml())) <= set(dir(pynvml))
 
 
-def own_report(capsys) -> Report:
-    assert examination.measure_node() == 0
-    return Report(**json.loads(capsys.readouterr().out))
+@pytest.fixture
+def own_report(tmp_path, capsys):
+    def measure(*overrides: str) -> Report:
+        assert examination.measure_node(submitted(tmp_path, *overrides)) == 0
+        return Report(**json.loads(capsys.readouterr().out))
+
+    return measure
 
 
-def test_a_node_measures_itself(capsys, monkeypatch):
+def test_a_node_measures_itself(own_report, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "a1")
-    own = own_report(capsys)
+    own = own_report()
     assert own.node == "a1" and judge({"a1": own}, ["a1"], 8) == {}
 
 
-def test_a_gpu_that_cannot_be_measured_makes_its_node_bad(capsys, monkeypatch):
+def test_a_gpu_that_cannot_be_measured_makes_its_node_bad(own_report, monkeypatch):
     def lost() -> int:
         raise RuntimeError("GPU is lost\nCUDA kernel errors might be reported elsewhere")
 
     monkeypatch.setenv("SLURMD_NODENAME", "a1")
     library = SimpleNamespace(**vars(nvml()) | {"nvmlDeviceGetCount": lost})
     monkeypatch.setattr(examination, "_nvml", lambda: library)
-    own = own_report(capsys)
+    own = own_report()
     sentence = {"a1": "it could not be measured: RuntimeError: GPU is lost"}
     assert judge({"a1": own}, ["a1"], 2) == sentence
     assert judge({"a1": own, "a2": report("a2")}, ["a1", "a2"], 2) == sentence
+
+
+@pytest.mark.parametrize("fault", ["", "SGLang cannot compile kernels"])
+def test_a_node_whose_engines_could_compile_no_kernel_is_bad(
+    fault, own_report, monkeypatch, tmp_path
+):
+    torch = pytest.importorskip("torch")
+    Programs(tmp_path, monkeypatch)("python", f"echo '{fault}' >&2; test -z '{fault}'")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(examination, "_product_ms", lambda device: 1.5)
+    sglang = ("rollout.backend=sglang", f"rollout.sglang_python={tmp_path}/bin/python")
+    own = own_report(*sglang)
+    assert own.faults == [fault] * bool(fault) and own.devices == 1
+    assert own_report(*sglang, "rollout.urls=['http://a:1']").faults == []  # not ours
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -188,14 +209,14 @@ def test_an_all_reduce_that_hangs_or_fails_takes_for_ever(hangs, monkeypatch):
     assert examination._reduce_ms([torch.device("cpu")]) is None
 
 
-def test_a_node_with_hung_devices_speaks_and_leaves_at_once(capsys, monkeypatch):
+def test_a_node_with_hung_devices_speaks_and_leaves_at_once(own_report, capsys, monkeypatch):
     def leave(code: int) -> None:
         raise SystemExit(code, capsys.readouterr().out)
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(examination, "_measure", lambda name: report(name, reduce_ms=INFINITE))
+    monkeypatch.setattr(examination, "_measure", lambda name, _: report(name, reduce_ms=INFINITE))
     with pytest.raises(SystemExit) as left:
-        examination.measure_node()
+        own_report()
     code, line = left.value.args
     assert code == 0 and json.loads(line)["reduce_ms"] == INFINITE
 
@@ -216,7 +237,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 def examined(**options) -> dict[str, str]:
-    return examination.examine(LAYOUT, ClusterConfig(), **options)
+    return examination.examine(Path("run"), LAYOUT, ClusterConfig(), **options)
 
 
 def test_nodes_are_asked_through_srun_and_a_greeting_is_passed_on(slurm, capfd):

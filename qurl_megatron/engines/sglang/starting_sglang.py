@@ -6,6 +6,7 @@ The fleet calls ``launches``; the server calls ``server_arguments``, on the mach
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.engines.sglang import compiling
 from qurl_megatron.engines.starting import Launch, Start
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire.message import LOADER
@@ -93,6 +95,13 @@ def ask_itself_directly(host: str) -> None:
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     hosts = ",".join(filter(None, (given, host, "127.0.0.1", "::1")))
     os.environ.update(no_proxy=hosts, NO_PROXY=hosts)
+
+
+def compiler_fault(config: RolloutConfig) -> str | None:
+    """Return why engines on this machine's GPUs could not compile their kernels; None: they can."""
+    command = [str(sglang_python(config.sglang_python)), "-P", "-m", compiling.__name__]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
 def refuse_not_installed(config: RolloutConfig) -> None:

@@ -1,0 +1,94 @@
+"""The compiler with which SGLang and FlashInfer make kernels on a node, at their first use.
+
+``python -P -m qurl_megatron.engines.sglang.compiling`` makes one as they do. Where that fails, it
+prints a sentence and ends with 1.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from qurl_megatron.kit.disk import lock
+
+KERNEL = """\
+#include <cuda/std/cstdint>  // refuses headers of another release than the compiler's
+#if CUDART_VERSION / 1000 != TORCH
+#error "torch is built for another CUDA"
+#endif
+__global__ void set(int *at) { *at = 1; }
+void run(int *at) { set<<<1, 1>>>(at); }
+"""
+BUILD = """\
+"$CUDA/bin/nvcc" "-DTORCH=$TORCH" -Xcompiler -fPIC -c kernel.cu -o kernel.o &&
+${CXX:-c++} -shared kernel.o -o kernel.so "-L$CUDA/lib64" "-L$CUDA/lib64/stubs" -lcudart -lcuda
+"""
+
+
+def use_cuda_of_pip() -> None:
+    """Set ``CUDA_HOME`` to the compiler that pip installed in this environment, unless it is set.
+
+    pip has the runtime as lib/libcudart.so.13 alone, and SGLang links lib64/libcudart.so.
+    """
+    cuda = Path(sysconfig.get_path("purelib"), "nvidia/cu13")
+    if {"CUDA_HOME", "CUDA_PATH"} & {*os.environ} or not (cuda / "bin/nvcc").is_file():
+        return
+    links = _kernels() / "cuda"
+    links.mkdir(parents=True, exist_ok=True)
+    aside = links / f".{os.getpid()}"  # other engines do the same meanwhile
+    aside.symlink_to(cuda / "lib/libcudart.so.13")
+    aside.replace(links / "libcudart.so")
+    # Of a container's libcuda.so the loader alone may be told.
+    given = [os.environ.get(name) for name in ("LIBRARY_PATH", "LD_LIBRARY_PATH")]
+    searched = [str(links), str(cuda / "lib"), *filter(None, given)]
+    os.environ.update(CUDA_HOME=str(cuda), LIBRARY_PATH=":".join(searched))
+
+
+def fault(torch_cuda: str) -> str | None:
+    """Return why no kernel can be made here; None: one was.
+
+    Args:
+        torch_cuda: release that torch is built for, as "13.0".
+    """
+    try:
+        use_cuda_of_pip()
+        _kernels().mkdir(parents=True, exist_ok=True)
+        with (_kernels() / ".qurl.lock").open("w") as file:
+            lock(file)
+    except OSError as error:
+        return (
+            f"SGLang cannot write and lock its kernels in {_kernels()} ({error.strerror}); set "
+            "SGLANG_JIT_CACHE_DIR to a folder of the node's, or mount it with locks (Lustre: -o "
+            "flock)"
+        )
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"  # as SGLang looks for it
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or Path(nvcc).parents[1]
+    env = {**os.environ, "CUDA": str(home), "TORCH": torch_cuda.partition(".")[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "kernel.cu").write_text(KERNEL)
+        command = ["sh", "-c", BUILD]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    if not done.returncode:
+        return None
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    reason = next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
+    return (
+        f"SGLang cannot compile kernels with CUDA_HOME={home} ({reason}); install "
+        f"cuda-toolkit[nvcc,cccl,crt] {torch_cuda} in its environment and unset CUDA_HOME, or "
+        "set it to a whole toolkit of that release"
+    )
+
+
+def _kernels() -> Path:
+    """The folder in which SGLang keeps its kernels."""
+    return Path(os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit").expanduser()
+
+
+if __name__ == "__main__":
+    import torch
+
+    if reason := fault(torch.version.cuda or ""):
+        sys.exit(reason)
