@@ -4,8 +4,12 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 from torch.nn import functional
 
 from qurl_megatron.actor.aligned import Align, aligned_layers
@@ -110,7 +114,7 @@ def build_model(
     """Build this rank's part of the model, with undefined weights, on its device.
 
     Args:
-        fp32_output: compute logits in FP32, whatever the format of weights and hidden states.
+        fp32_output: leave logits in FP32, whatever the format of weights and hidden states.
         align: how its linear layers follow the engines', once they are given codes.
 
     Raises:
@@ -138,19 +142,44 @@ def build_model(
         rope_scaling_factor=arch.rope_scaling.factor if arch.rope_scaling else 8.0,
     )
     if fp32_output and ranks.last_stage:
-        model.output_layer.register_forward_pre_hook(_widened, with_kwargs=True)
+        model.output_layer._forward_impl = _wide_logits
     _accumulate_in_place(model)
     return model.to(ranks.device)
 
 
-def _widened(layer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    """The output layer's input and weight in FP32; the weight's gradient comes back in its format.
+def _wide_logits(
+    input: Tensor, weight: Tensor, *, sequence_parallel: bool, tp_group: Any, **_: Any
+) -> Tensor:
+    """Compute FP32 logits in place of an output layer's product; its arguments are Megatron's."""
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)
+    return _WideProduct.apply(input, weight)
 
-    GPTModel gives a tied weight as an argument, and None for one of the layer's own.
+
+class _WideProduct(torch.autograd.Function):
+    """[s, b, H] hidden states times the output layer [v, H], summed and left in FP32.
+
+    SGLang's --enable-fp32-lm-head computes so: on a GPU by a product of BF16 numbers, which is as
+    fast as one with a BF16 result, elsewhere by one of the same numbers in FP32. The backward
+    products take a gradient in the weight's format, as those of BF16 logits do.
     """
-    (hidden,) = args
-    weight = layer.weight if kwargs.get("weight") is None else kwargs["weight"]
-    return (hidden.float(),), {**kwargs, "weight": weight.float()}
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight_vH: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight_vH)
+        hidden_TH = hidden.flatten(0, 1)
+        if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+            logits_Tv = torch.mm(hidden_TH, weight_vH.t(), out_dtype=torch.float32)
+        else:
+            logits_Tv = hidden_TH.float() @ weight_vH.float().t()
+        return logits_Tv.view(*hidden.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight_vH = ctx.saved_tensors
+        gradient_Tv = gradient.to(weight_vH.dtype).flatten(0, 1)
+        of_hidden = (gradient_Tv @ weight_vH).view(hidden.shape)
+        return of_hidden, gradient_Tv.t() @ hidden.flatten(0, 1)
 
 
 def _accumulate_in_place(model: GPTModel) -> None:

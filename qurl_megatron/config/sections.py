@@ -43,7 +43,7 @@ class ModelConfig(Section, name="model", on_resume="fork"):
     """Recompute activations by layer in the backward pass: less memory, one forward pass more."""
 
     fp32_output: bool = False
-    """Compute logits in FP32 from the BF16 output layer: BF16 rounds a logit of 20 by up to 0.06.
+    """Leave logits in FP32, of the BF16 output layer: BF16 rounds a logit of 20 by up to 0.06.
     SGLang engines want --enable-fp32-lm-head among rollout.engine_args then, and only then."""
 
     @property

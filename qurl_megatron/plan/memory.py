@@ -145,7 +145,7 @@ class Pass:
     tensor: int
     itemsize: int  # of an activation
     transposed: bool  # several rows: Megatron copies [s, b, v] logits to [b, s, v]
-    fp32_output: bool = False  # logits in FP32, from an FP32 copy of the output layer
+    fp32_output: bool = False  # logits in FP32, of a model in BF16
 
 
 def layer_activations(arch: Arch, passed: Pass) -> int:
@@ -185,15 +185,14 @@ def logits(arch: Arch, passed: Pass) -> int:
     """Return the bytes of one pass's logits on the last stage, with their copies and buffers.
 
     Their gradient is written over them. Several rows of a pass cost a second copy. Logits in FP32
-    keep the FP32 output layer and hidden states that they were made from, for the backward pass.
+    keep the hidden states that they were made from, and a BF16 copy of their gradient is made when
+    a second copy of them is gone.
     """
-    columns = -(-arch.vocab // passed.tensor)
-    numbers = passed.tokens * columns
-    size, sources = passed.itemsize * numbers, 0
+    numbers = passed.tokens * -(-arch.vocab // passed.tensor)
+    copies, sources = 1 + passed.transposed, 0
+    size = copies * passed.itemsize * numbers
     if passed.fp32_output:
-        size, sources = 4 * numbers, 4 * arch.hidden * (columns + passed.tokens)
-    if passed.transposed:
-        size *= 2
+        size, sources = max(copies * 4, 4 + 2) * numbers, 2 * arch.hidden * passed.tokens
     return size + sources + min(2 * SCRATCH, 2 * 4 * numbers)
 
 

@@ -118,11 +118,16 @@ MEGATRON = [
         "moe_router_pre_softmax moe_router_load_balancing_type moe_aux_loss_coeff "
         "moe_token_dispatcher_type moe_grouped_gemm",
     ),
-    _mc("tensor_parallel.layers.ColumnParallelLinear.forward", "input_ weight"),  # logits in FP32
-    # layers that compute with the engines' codes
+    # logits in FP32, and layers that compute with the engines' codes
     _mc("tensor_parallel.layers.ColumnParallelLinear._forward_impl", "input weight"),
     _mc("tensor_parallel.layers.RowParallelLinear._forward_impl", "input weight"),
-    _mc("tensor_parallel.gather_from_sequence_parallel_region", "tensor_parallel_output_grad"),
+    _mc(
+        "tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce",
+        "sequence_parallel allreduce_dgrad tp_group",
+    ),
+    _mc(
+        "tensor_parallel.gather_from_sequence_parallel_region", "tensor_parallel_output_grad group"
+    ),
     _mc("tensor_parallel.set_tensor_model_parallel_attributes", "tensor is_parallel dim stride"),
     # Transformer Engine's layers
     _mc(f"{_TE}.TEColumnParallelLinear", _LINEAR),

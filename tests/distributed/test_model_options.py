@@ -114,6 +114,42 @@ def scaled_output(folder: Path) -> Path:
     return folder
 
 
+def check_products(device, folder, parallel) -> None:
+    """Of BF16 numbers: exact, but for sums in FP32, and a gradient that is rounded to BF16."""
+    from qurl_megatron.actor.build import build_model, transformer_config
+
+    with megatron_runtime(parallel) as ranks:
+        arch = read_arch(read_config(folder))
+        config = transformer_config(arch, ModelConfig(path=str(folder), dtype="bfloat16"), parallel)
+        layer = build_model(arch, config, ranks, fp32_output=True).output_layer
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(n, 64, generator=generator) for n in (16, arch.vocab)]
+        hidden, weight = (x.to(torch.bfloat16) for x in tensors)
+        upstream = torch.randn(16, arch.vocab, generator=generator)
+        exact_hidden, exact_weight = (x.double().requires_grad_() for x in (hidden, weight))
+        exact = exact_hidden @ exact_weight.t()
+        exact.backward(upstream.double())
+
+        rank, size = ranks.tensor.rank, ranks.tensor.size
+        part = arch.vocab // size
+        rows = slice(rank * part, (rank + 1) * part)
+        layer.weight.data.copy_(weight[rows])
+        own = hidden.chunk(size)[rank][:, None].to(device, copy=True).requires_grad_()
+        logits, _ = layer(own)
+        logits.backward(upstream[:, None, rows].to(device))
+        assert logits.dtype == torch.float32
+        assert relative(logits[:, 0].cpu().double(), exact[:, rows]) < 1e-6
+        assert relative(own.grad[:, 0].cpu().double(), exact_hidden.grad.chunk(size)[rank]) < 4e-3
+        assert relative(layer.weight.grad.cpu().double(), exact_weight.grad[rows]) < 4e-3
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_fp32_logits_and_their_gradients_are_those_of_float64(tensor, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", tie_word_embeddings=False)
+    parallel = ParallelConfig(tensor=tensor)
+    run_on_ranks(check_products, tensor, backend, tmp_path, folder, parallel)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_with_fp32_logits_is_the_same_training(tied, backend, tmp_path):
     """In FP32 throughout, so that nothing else rounds."""

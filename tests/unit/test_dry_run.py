@@ -58,14 +58,14 @@ def test_a_layer_keeps_the_terms_of_korthikanti():
     assert memory.stage_activations(ARCH, 4, halves, recompute=True) == 4 * 10 * 2 * 64 // 2
 
 
-def test_logits_are_there_twice_for_several_rows_and_in_fp32_keep_what_they_were_made_from():
+def test_logits_are_there_twice_for_several_rows_and_in_fp32_have_a_gradient_in_bf16_beside():
     one = Pass(tokens=10, tensor=2, itemsize=2, transposed=False)
     scratch = 2 * 4 * 10 * 50
     assert memory.logits(ARCH, one) == 10 * 50 * 2 + scratch
     assert memory.logits(ARCH, replace(one, transposed=True)) == 2 * 10 * 50 * 2 + scratch
-    weight, hidden = 4 * 50 * 64, 4 * 10 * 64
-    in_fp32 = 4 * 10 * 50 + weight + hidden + scratch
-    assert memory.logits(ARCH, replace(one, fp32_output=True)) == in_fp32
+    wide, hidden = replace(one, fp32_output=True), 2 * 10 * 64
+    assert memory.logits(ARCH, wide) == (4 + 2) * 10 * 50 + hidden + scratch
+    assert memory.logits(ARCH, replace(wide, transposed=True)) == 8 * 10 * 50 + hidden + scratch
 
 
 def test_an_engine_rank_holds_codes_scales_and_what_is_not_quantized():

@@ -166,6 +166,14 @@ static void check_matmul(Arguments args) {
           c10::str("\"addmm_cuda\" not implemented for '", v.toTensor().scalar_type(), "'"));
 }
 
+static void check_wide_mm(Arguments args) {
+  for (auto& v : args.first(2))
+    refuse(
+        !at::isReducedFloatingType(v.toTensor().scalar_type()) ||
+            args[2].toScalarType() != at::kFloat,
+        "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs");
+}
+
 static void check_int_mm(Arguments args) {
   const Tensor& a = args[0].toTensor();
   const Tensor& b = args[1].toTensor();
@@ -252,6 +260,7 @@ static Operator look_at(const c10::OperatorHandle& op) {
   }
   if (name == "aten::is_set_to") known.touches.assign(known.arity, Touch::none);
   if (kMatmuls.count(name)) known.check = &check_matmul;
+  if (name == "aten::mm" && schema.overload_name() == "dtype") known.check = &check_wide_mm;
   if (name == "aten::_int_mm") known.check = &check_int_mm;
   if (name == "aten::_scaled_mm") known.check = &check_scaled_mm;
   known.host_numbers = !kNoHostNumbers.count(name);
@@ -574,6 +583,15 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", &copy_);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
+}
+
+// torch has this one for GPUs alone.
+static Tensor wide_mm(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  return at::mm(a.to(dtype), b.to(dtype));
+}
+
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("mm.dtype", &wide_mm);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
