@@ -1,9 +1,11 @@
-"""Seconds of publishing weights to a real SGLang engine, by transport.
+"""Seconds of publishing weights to a real engine, by transport.
 
-Two training ranks (TP2, BF16 weights with FP32 masters) hold a random model; one engine is started
-empty per scheme and tensor size, and the transports publish to it in turns. Each is made again for
-each turn, publishes once so that its slots exist, and is timed then. The limit is a plain copy of
-the version's bytes, at the rate that both ranks reach at once.
+Two training ranks (TP2, BF16 weights with FP32 masters, no optimizer) hold a random model; one
+engine is started per scheme and tensor size, and the transports publish to it in turns. Each is
+made again for each turn, publishes once so that its slots exist, and is timed then. The limit is a
+plain copy of the version's bytes in the host's memory, at the rate that all ranks reach at once.
+Memory is the worst rank's high-water mark above its weights. Where there are GPUs each rank has
+one, which the engine shares: ``--trainers 1`` needs a single one.
 
     python -m benchmarks.publish --out DIR
 """
@@ -17,42 +19,46 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
 from benchmarks.harness import measure as record_of
 from benchmarks.harness import parser_of
+from benchmarks.loss import high_water
 from benchmarks.machine_limits import fastest
 from benchmarks.repeats import Repeats, interleaved, yardstick
 from qurl_megatron.bench.command import count
 from qurl_megatron.bench.record import Case, Figure, progress
-from qurl_megatron.bench.rollout_engines import config_of, write_random
+from qurl_megatron.bench.rollout_engines import config_of, model_folder
 from qurl_megatron.config import (
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     QuantConfig,
     RolloutConfig,
     SyncConfig,
 )
-from qurl_megatron.engines.sglang.starting_sglang import sglang_python
+from qurl_megatron.engines.starting import refuse_not_installed
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.launch import launch
+from qurl_megatron.tensors.arch import read_arch
 
 TRANSPORTS = ("memory", "files", "group")
 MIB = 1 << 20
-TRAINERS = 2
 
 
 @dataclass(frozen=True)
 class PublishPlan:
     """The plan that all ranks follow in step."""
 
+    shape: str  # --model
     model: Path
+    trainers: int
+    rollout: RolloutConfig  # but for the tensor size
     work: Path
     memory: Path  # a folder in memory, for transports that write files
     subjects: tuple[tuple[str, int], ...]  # (quant.scheme, TP of the engine)
@@ -65,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     add = options.add_argument
     add("--schemes", nargs="+", choices=["int8", "fp8", "none"], default=["int8", "fp8", "none"])
     add("--engine-tp", type=count, nargs="+", default=[1, 2], metavar="N", help="default 1 2")
+    add("--trainers", type=count, default=2, metavar="N", help="training ranks; default 2")
+    add("--engine", choices=["sglang", "embedded"], default="sglang", help="default sglang")
+    add("--sglang-python", default="", metavar="PATH", help="Python that has SGLang")
     add("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     return options
 
@@ -75,15 +84,23 @@ def run(options: argparse.Namespace) -> list[Case]:
     Raises:
         ConfigError: no SGLang, or not this model.
     """
-    sglang_python(RolloutConfig().sglang_python)  # or names the package to install
+    rollout = RolloutConfig(
+        backend=options.engine,
+        engine_threads=1,
+        start_timeout_s=500,
+        sglang_python=options.sglang_python,
+    )
+    refuse_not_installed(rollout)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="bench-publish-") as folder:
         work = Path(folder)
-        write_random(config_of(options.model), work / "model")
         memory = Path("/dev/shm") / f"qurl-{work.name}"
         memory.mkdir()
         plan = PublishPlan(
-            model=work / "model",
+            shape=options.model,
+            model=model_folder(options.model, work, empty=rollout.kind.starts_empty),
+            trainers=options.trainers,
+            rollout=rollout,
             work=work,
             memory=memory,
             subjects=tuple((s, tp) for s in options.schemes for tp in options.engine_tp),
@@ -91,7 +108,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             repeats=options.repeats,
         )
         try:
-            status = launch(measure, (plan,), TRAINERS)
+            status = launch(measure, (plan,), options.trainers)
         finally:
             shutil.rmtree(memory)
         if status:
@@ -103,7 +120,7 @@ def run(options: argparse.Namespace) -> list[Case]:
             engine_tp,
             transport,
             Repeats(**repeats),
-            model=options.model,
+            options,
         )
         for scheme, engine_tp, transport, repeats in subjects
     ]
@@ -115,21 +132,17 @@ def measure(plan: PublishPlan) -> int:
     import torch.distributed as dist
 
     from qurl_megatron.actor.megatron import megatron_runtime
-    from qurl_megatron.actor.policy import Policy
     from qurl_megatron.fleet.fleet import Fleet
     from qurl_megatron.wire.transport import settle_nccl
 
     torch.set_num_threads(1)
     settle_nccl()  # for the group transport
-    parallel = ParallelConfig(tensor=TRAINERS)
+    parallel = ParallelConfig(tensor=plan.trainers)
     with megatron_runtime(parallel) as ranks:
-        model = ModelConfig(path=str(plan.model), dtype="bfloat16")
-        policy = Policy.build(model, parallel, OptimizerConfig(), ranks)
+        policy = random_policy(plan.shape, parallel, ranks)
         subjects = []
         for scheme, tp in plan.subjects:
-            rollout = RolloutConfig(
-                backend="sglang", engine_tensor=tp, engine_threads=1, start_timeout_s=500
-            )
+            rollout = replace(plan.rollout, engine_tensor=tp)
             started = (
                 Fleet(
                     rollout,
@@ -159,6 +172,23 @@ def measure(plan: PublishPlan) -> int:
     return 0
 
 
+def random_policy(shape: str, parallel: ParallelConfig, ranks):
+    """A policy that can publish and not learn: with what an optimizer holds, a GPU of 80 GB would
+    have no room for 7 billion parameters and an engine."""
+    from qurl_megatron.actor.build import build_model, transformer_config
+    from qurl_megatron.actor.policy import Policy
+
+    arch = read_arch(config_of(shape))
+    config = transformer_config(arch, ModelConfig(path=shape, dtype="bfloat16"), parallel)
+    gpt = build_model(arch, config, ranks)
+    for parameter in gpt.parameters():
+        parameter.data.normal_(0, 0.02)
+        parameter.main_param = parameter.detach().float()  # as Megatron's optimizer does
+    absent: Any = None
+    holds = SimpleNamespace(arch=arch), SimpleNamespace(module=gpt)
+    return Policy(holds[0], 1.0, ranks, holds[1], absent, absent)  # type: ignore[arg-type]
+
+
 def _show(engine: str, transport: str, turn: dict[str, float]) -> None:
     progress(f"{engine}, {transport}: {turn['seconds']:.2f} s")
 
@@ -181,23 +211,25 @@ class PublishTurns:
         self._version += 2
         folder = self._plan.work / f"turn-{self._version}"
         folder.mkdir(exist_ok=True)
-        copy = _copy_gb_s(16 * MIB)
+        copy, device = _copy_gb_s(16 * MIB), self._policy.ranks.device.type
         sync = SyncConfig(
             transport=transport,  # type: ignore[arg-type]
             dir=str(self._plan.memory),
         )
-        sender = make_sender(sync, self._rollout, self._policy, folder)
-        with Publisher(self._policy, self._fleet, self._quant, sync, sender) as publisher:
-            publisher.publish(self._version - 1)
-            dist.barrier()
-            start, cpu_s, engine_cpu_s = time.perf_counter(), time.process_time(), self._engine_s()
-            metrics = publisher.publish(self._version)
-            dist.barrier()
-            seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
-            engine_cpu_s = self._engine_s() - engine_cpu_s
-        of_ranks: list[Any] = [None] * TRAINERS
-        dist.all_gather_object(of_ranks, (metrics, cpu_s, copy))
-        every_metric, cpu_seconds, copies = zip(*of_ranks, strict=True)
+        with high_water(device) as mark:
+            sender = make_sender(sync, self._rollout, self._policy, folder)
+            with Publisher(self._policy, self._fleet, self._quant, sync, sender) as publisher:
+                publisher.publish(self._version - 1)
+                dist.barrier()
+                start, cpu_s = time.perf_counter(), time.process_time()
+                engine_cpu_s = self._engine_s()
+                metrics = publisher.publish(self._version)
+                dist.barrier()
+                seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
+                engine_cpu_s = self._engine_s() - engine_cpu_s
+        of_ranks: list[Any] = [None] * self._plan.trainers
+        dist.all_gather_object(of_ranks, (metrics, cpu_s, copy, mark[0]))
+        every_metric, cpu_seconds, copies, marks = zip(*of_ranks, strict=True)
         published = values(merge(every_metric))
         return {
             "seconds": seconds,
@@ -205,6 +237,7 @@ class PublishTurns:
             "paused_s": published["sync/paused_s"],
             "work_s": sum(cpu_seconds) + engine_cpu_s,
             "copy_gb_s": min(copies),
+            "memory_gib": max(marks) / (1 << 30),
         }
 
     def _engine_s(self) -> float:
@@ -230,8 +263,7 @@ def case_of(
     engine_tp: int,
     transport: str,
     repeats: Repeats[dict[str, float]],
-    *,
-    model: str,
+    options: argparse.Namespace,
 ) -> Case:
     """One transport to one engine."""
     turns = repeats.results
@@ -245,7 +277,9 @@ def case_of(
     return Case(
         name=f"{scheme}, engine TP{engine_tp}, {transport}",
         keys={
-            "model": model,
+            "model": options.model,
+            "engine": options.engine,
+            "trainers": options.trainers,
             "scheme": scheme,
             "engine_tp": engine_tp,
             "way": transport,
@@ -254,6 +288,7 @@ def case_of(
             figure("seconds", "s", "seconds", limit=copy_s, limit_of="one copy"),
             figure("work", "CPU s", "work_s"),
             figure("paused", "s", "paused_s"),
+            figure("memory", "GiB", "memory_gib"),
         ],
         yardsticks=repeats.yardsticks,
         reasons=repeats.reasons,

@@ -69,7 +69,7 @@ def add_rollout(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="keys and values of an embedded engine; default 2",
     )
-    add("--prompts", type=count, default=8, metavar="N", help="default 8")
+    add("--prompts", type=count, nargs="+", default=[8], metavar="N", help="default 8; a load each")
     add("--samples", type=count, default=4, metavar="N", help="responses to each; default 4")
     add("--prompt", type=count, default=32, metavar="N", help="tokens of a prompt; default 32")
     add("--mean", type=float, default=64.0, metavar="N", help="tokens of a response; default 64")

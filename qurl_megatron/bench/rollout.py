@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,8 +30,8 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_arch
 
 TIMEOUT_S = 3600.0  # of a response
-SETTINGS = ("model", "prompts", "samples", "prompt", "mean", "max", "publish", "cache_gb")
-"""Options that are keys of a case."""
+SETTINGS = ("model", "samples", "prompt", "mean", "max", "publish", "cache_gb")
+"""Options that are keys of a case, beside the number of prompts."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,14 @@ def _measured(options: argparse.Namespace) -> list[Case]:
         subject = Subject(*each)
         configs[subject] = engine_config(subject, options)
     vocab = read_arch(config_of(options.model)).vocab
-    count = options.prompts * options.samples
-    lengths = long_tailed(count, mean=options.mean, longest=options.max)
+    lengths = {
+        prompts: long_tailed(prompts * options.samples, mean=options.mean, longest=options.max)
+        for prompts in options.prompts
+    }
     logs = options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="qurl-bench-"))
     with tempfile.TemporaryDirectory(prefix="qurl-bench-") as work, ExitStack() as stack:
-        folder = model_folder(options.model, Path(work))
+        empty = all(config.kind.starts_empty for config in configs.values())
+        folder = model_folder(options.model, Path(work), empty=empty)
         versions: dict[tuple[str, str], Version] = {}
         engines: dict[str, StartedEngine] = {}
         for subject, config in configs.items():
@@ -94,16 +97,21 @@ def _measured(options: argparse.Namespace) -> list[Case]:
             progress(f"starting {subject.name}; it logs to {own_logs}")
             engine = started(config, folder, versions[kind], own_logs)
             engines[subject.name] = stack.enter_context(engine)
-        loads = {name: _loads(engine, lengths, vocab, options) for name, engine in engines.items()}
+        loads = {
+            f"{name}, {len(each)} responses": _loads(engine, each, vocab, options)
+            for name, engine in engines.items()
+            for each in lengths.values()
+        }
         measured = in_turns(loads, repeats=options.repeats, warm_up=1, seen=_show)
     if not options.out:
         shutil.rmtree(logs)
     settings = {name: getattr(options, name) for name in SETTINGS}
-    settings["tokens"] = sum(lengths)
     cases = []
-    for subject in configs:
-        outcomes, identity = measured[subject.name], engines[subject.name].identity
-        cases.append(case_of(subject, settings, outcomes, identity))
+    for subject, prompts in itertools.product(configs, options.prompts):
+        load = settings | {"prompts": prompts, "tokens": sum(lengths[prompts])}
+        name = f"{subject.name}, {len(lengths[prompts])} responses"
+        case = case_of(subject, load, measured[name], engines[subject.name].identity)
+        cases.append(replace(case, name=name) if len(lengths) > 1 else case)
     return cases
 
 

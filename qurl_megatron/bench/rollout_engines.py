@@ -3,48 +3,50 @@
 ``--model`` is a folder of ``launch/models`` or any other folder with a config.json. Where no
 weights are at hand random ones do: their values change no bytes and no times.
 
-The engines are a trainer's: brought to every version by the fleet. A version is as the trainer
-would publish it: quantized, in the engines' own layout, checked and named. It is written once and
-published under ever new numbers, since engines do not care whether weights have changed.
+The engines are a trainer's: brought to every version by the fleet, through memory that both map. A
+version is as the trainer would publish it: quantized, in the engines' own layout, checked and
+named. Its tensors are made once and published under ever new numbers, since engines do not care
+whether weights have changed. Random ones of one shape are one tensor, so that a model of 32 billion
+parameters takes no more room here than a layer of it and its vocabulary.
 """
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qurl_megatron.checkpoints.huggingface import TensorSpec, write_safetensors
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.checkpoints.places import SINGLE
-from qurl_megatron.checkpoints.source import (
-    Checkpoint,
-    open_checkpoint,
-    read_tensors,
-    write_json,
-)
+from qurl_megatron.checkpoints.source import open_checkpoint, read_tensors, write_json
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.engines.embedded.decoder import DTYPES
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import ROOT
-from qurl_megatron.publish.update import BlobsFor, Update
+from qurl_megatron.publish.update import Update
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import stored
+from qurl_megatron.quant.weights import QuantizedWeight
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.message import Blob
+from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.wire.shared_memory import MemorySender
 
 BUCKET = 256 << 20  # bytes
 IDENTITY = ("version", "engine", "tp_size", "scheme", "quantization", "dtype", "device", "threads")
 """Facts in ``/server_info`` that a record keeps."""
 
 MODELS = ROOT / "launch/models"
+
+Weight = Tensor | QuantizedWeight
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -53,9 +55,14 @@ def config_of(model: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is neither.
     """
+    return read_config(described(model))
+
+
+def described(model: str) -> Path:
+    """The folder with the config.json that ``config_of`` reads."""
     for folder in (Path(model), MODELS / model):
         if (folder / "config.json").is_file():
-            return read_config(folder)
+            return folder
     shipped = sorted(path.name for path in MODELS.glob("*") if path.is_dir())
     raise ConfigError(
         f"--model {model} is neither a folder with a config.json nor a known shape; "
@@ -63,18 +70,33 @@ def config_of(model: str) -> dict[str, Any]:
     )
 
 
-def write_random(config: dict[str, Any], folder: Path) -> None:
-    """Write a BF16 Hugging Face folder without a tokenizer."""
-    folder.mkdir(parents=True)
-    write_json(folder / "config.json", config)
-    shapes = hf_shapes(read_arch(config))
+def model_folder(model: str, work: Path, *, empty: bool) -> Path:
+    """Return the folder from which engines start.
 
-    def random(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16).mul_(0.02)
-
+    Args:
+        model: a checkpoint, or a folder with a config.json alone, or the name of one that ships.
+        work: where random weights are written if they are needed.
+        empty: no engine needs weights before the first version.
+    """
+    folder = described(model)
+    if empty or has_weights(folder):
+        return folder
+    random = work / "model"
+    random.mkdir(parents=True)
+    write_json(random / "config.json", config_of(model))
+    shapes = hf_shapes(read_arch(config_of(model)))
     specs = [TensorSpec(name, shape, torch.bfloat16) for name, shape in shapes.items()]
-    tensors = ((name, random(shape)) for name, shape in shapes.items())
-    write_safetensors(folder / SINGLE, specs, tensors)
+    tensors = ((name, random_weight(shape)) for name, shape in shapes.items())
+    write_safetensors(random / SINGLE, specs, tensors)
+    return random
+
+
+def has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.distcp"))
+
+
+def random_weight(shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02)
 
 
 @dataclass(frozen=True)
@@ -86,56 +108,50 @@ class StartedEngine:
     identity: dict[str, object]
 
 
-def model_folder(given: str, work: Path) -> Path:
-    """Return the folder of the weights: ``given`` itself, or random ones made in ``work``.
-
-    Args:
-        given: a checkpoint, or a folder with a config.json alone, or the name of one that ships.
-
-    Raises:
-        ConfigError: it is none of them.
-    """
-    folder = Path(given)
-    if any(folder.glob("*.safetensors")) or any(folder.glob("*.distcp")):
-        return folder
-    random = work / "model"
-    write_random(config_of(given), random)
-    return random
-
-
 class Version:
     """The weights as one training rank would send them; their folder is the caller's to remove."""
 
     def __init__(self, folder: Path, scheme: str, dtype: str, root: Path) -> None:
         """
         Args:
-            folder: a checkpoint.
+            folder: a checkpoint, or a config.json alone: then weights are random.
             scheme: of the linear layers; "none", "int8" or "fp8".
             dtype: of all else.
-            root: gets the files.
+            root: gets receipts, and on a CPU the memory that engines map.
 
         Raises:
             ConfigError: it is no checkpoint.
         """
+        self.arch, self.scheme, self.dtype = read_arch(read_config(folder)), scheme, dtype
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        weights = self._read(folder) if has_weights(folder) else self._random(device)
+        self.shards: list[Shard] = []
+        for name, weight in weights:
+            tensors = (
+                stored(name, weight) if isinstance(weight, QuantizedWeight) else {name: weight}
+            )
+            self.shards += [Shard.whole(each, value) for each, value in tensors.items()]
+        self.sender = MemorySender("bench", 0, leads=False, device=device, root=root)
+
+    def _read(self, folder: Path) -> Iterator[tuple[str, Weight]]:
         source = open_checkpoint(folder)
         source.reader.check(source.arch)
-        self.arch, self.scheme, self.dtype = source.arch, scheme, dtype
-        self.sender = FilesSender(root, "tp0", leads=False)
-        self.sender.begin(1)
-        self.blobs: list[Blob] = []
-        for parts in _buckets(self._tensors(source)):
-            self.blobs.append(self.sender.put(len(self.blobs), parts))
-
-    def _tensors(self, source: Checkpoint) -> Iterator[Shard]:
         for op in source.ops():
-            quantized = self.scheme != "none" and op.hf[0].quantized
-            dtype = None if quantized else DTYPES[self.dtype]
-            for name, tensor in read_tensors(source, op, dtype).items():
-                stored_tensors = {name: tensor}
-                if quantized:
-                    stored_tensors = stored(name, quantize(tensor, self.scheme))
-                for each, value in stored_tensors.items():
-                    yield Shard.whole(each, value)
+            for name, tensor in read_tensors(source, op, None).items():
+                yield name, self._encoded(tensor, is_quantized(name))
+
+    def _random(self, device: torch.device) -> Iterator[tuple[str, Weight]]:
+        @functools.cache
+        def made(shape: tuple[int, ...], quantized: bool) -> Weight:
+            return self._encoded(random_weight(shape, device), quantized)
+
+        for name, shape in hf_shapes(self.arch).items():
+            yield name, made(shape, is_quantized(name))
+
+    def _encoded(self, weight: Tensor, quantized: bool) -> Weight:
+        if quantized and self.scheme != "none":
+            return quantize(weight, self.scheme)
+        return weight.to(DTYPES[self.dtype])
 
     def publish(self, fleet: Fleet, number: int) -> float:
         """Publish as the trainer does, under rising numbers; return for how long engines paused.
@@ -143,21 +159,18 @@ class Version:
         Raises:
             EngineError: an engine did not take it.
         """
+        self.sender.begin(number)
         with (
             fleet.publication() as engines,
             Update(fleet, engines, number, SyncConfig(), self.sender.describe) as update,
         ):
-            for blob in self.blobs:
-                update.bucket(_to_all(blob))
+            for index, parts in enumerate(_buckets(self.shards)):
+                blob = self.sender.put(index, parts)
+                update.bucket(lambda engine, rank, blob=blob: (blob,))  # type: ignore[misc]
             return update.commit(self.sender.receipts)["sync/paused_s"].value
 
 
-def _to_all(blob: Blob) -> BlobsFor:
-    blobs = (blob,)
-    return lambda engine, rank: blobs
-
-
-def _buckets(tensors: Iterator[Shard]) -> Iterator[list[Shard]]:
+def _buckets(tensors: Iterable[Shard]) -> Iterator[list[Shard]]:
     bucket: list[Shard] = []
     size = 0
     for tensor in tensors:

@@ -7,15 +7,17 @@ from benchmarks.harness import read
 
 
 def test_an_engine_that_it_starts_is_published_to_in_the_middle_of_its_load(tmp_path):
-    load = ["--model", "tiny", "--prompts", "3", "--samples", "2", "--mean", "600", "--max", "2400"]
-    words = ["--schemes", "int8", "--repeats", "2", "--publish", "2", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "qurl_megatron.cli", "bench", "rollout", *load, *words]
+    load = ["--model", "tiny", "--prompts", "3", "4", "--samples", "2", "--mean", "600"]
+    load += ["--max", "2400", "--schemes", "int8", "--repeats", "2", "--publish", "2"]
+    command = [sys.executable, "-m", "qurl_megatron.cli", "bench", "rollout", *load]
+    command += ["--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout
-    (case,) = read(tmp_path / "rollout.json").cases
-    assert case.reasons == []
-    assert case.keys["tokens"] == 6 * 600
+    case, larger = read(tmp_path / "rollout.json").cases
+    assert case.reasons == larger.reasons == []
+    assert (case.keys["tokens"], larger.keys["tokens"]) == (6 * 600, 8 * 600)
+    assert larger.name == "embedded int8, 8 responses"
     assert case.figure("paused to publish").median > 0
     assert len(case.figure("tokens/s").repeats) == 2
     assert case.notes["identity"]["scheme"] == "int8"

@@ -7,7 +7,7 @@ import torch
 from qurl_megatron.bench import rollout
 from qurl_megatron.bench.command import SCHEMES
 from qurl_megatron.bench.rollout import Subject
-from qurl_megatron.bench.rollout_engines import Version, config_of, model_folder
+from qurl_megatron.bench.rollout_engines import Version, model_folder
 from qurl_megatron.bench.rollout_load import (
     Ask,
     LoadOutcome,
@@ -18,7 +18,6 @@ from qurl_megatron.bench.rollout_load import (
 )
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.fleet.client import EngineError
-from tests.support.versions import read_version
 
 # -- the load ----------------------------------------------------------------------------------
 
@@ -145,21 +144,24 @@ def test_a_reason_of_one_repeat_is_one_of_the_case_and_without_an_answer_there_a
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_random_weights_are_a_whole_version_as_engines_load_it(tmp_path, scheme):
+@pytest.mark.parametrize("empty", [False, True], ids=["written", "never written"])
+def test_weights_are_a_whole_version_as_engines_load_it(empty, scheme, tmp_path):
     subject = Subject("embedded", scheme)
     number, dtype = subject.quant_scheme, subject.dtype
-    version = Version(model_folder("tiny", tmp_path), number, dtype, tmp_path / "versions")
+    folder = model_folder("tiny", tmp_path, empty=empty)
+    version = Version(folder, number, dtype, tmp_path / "versions")
     decoder = Decoder(version.arch, number, DTYPES[dtype], torch.device("cpu"))
-    tensors = read_version(version.blobs)
+    tensors = {shard.name: shard.value for shard in version.shards}
     decoder.check(tensors)
     kinds = {tensors[name].dtype for name in tensors if name.endswith("q_proj.weight")}
-    stored = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": DTYPES[dtype]}
-    assert kinds == {stored[scheme]}
-    assert config_of("tiny")["vocab_size"] == version.arch.vocab
+    codes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": DTYPES[dtype]}
+    assert kinds == {codes[scheme]}
+    layer = "model.layers.0."
+    key, value = (tensors[f"{layer}self_attn.{name}_proj.weight"] for name in "kv")
+    assert (key is value) == empty  # of one shape: a large model takes no more room than a layer
 
 
 def test_a_folder_that_has_weights_is_taken_as_it_is(tmp_path):
-    assert config_of("Qwen2.5-32B")["tie_word_embeddings"] is False
-    random = model_folder("tiny", tmp_path)
-    assert model_folder(str(random), tmp_path / "other") == random
+    random = model_folder("tiny", tmp_path, empty=False)
+    assert model_folder(str(random), tmp_path / "other", empty=False) == random
     assert not (tmp_path / "other").exists()
