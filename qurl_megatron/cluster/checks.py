@@ -26,7 +26,10 @@ from qurl_megatron.training.shapes import find_models
 from qurl_megatron.training.state import latest, refuse_other_run
 
 GIB = 1 << 30
-THERE = "set it to a checkpoint that is there"
+THERE = (
+    "set it to a checkpoint that is there; `hf download OWNER/NAME --revision COMMIT` fetches one "
+    "of a hub, and prints its folder"
+)
 
 
 def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:

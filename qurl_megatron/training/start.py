@@ -161,7 +161,7 @@ def _missing(config: RunConfig) -> str:
     return (
         f"model.path={config.model.path} does not exist; put the model there, a Hugging Face folder"
         " (config.json, *.safetensors, tokenizer) or a Megatron checkpoint, or set model.path to "
-        "where it is"
+        "where it is; `hf download OWNER/NAME --revision COMMIT` fetches one, and prints its folder"
     )
 
 

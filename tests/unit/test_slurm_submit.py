@@ -188,7 +188,7 @@ def test_the_overrides_of_a_plan_can_be_pasted(recipe, gpus, here, slurm, monkey
     ("overrides", "sentence"),
     [
         (["model.path=nowhere"], "`qurl train RECIPE train.steps=0`, called here once, makes it"),
-        (["model.path=nowhere", "warmstart.steps=0"], "set it to a checkpoint that is there"),
+        (["model.path=Qwen/None", "warmstart.steps=0"], "`hf download OWNER/NAME --revision COM"),
         (['data.task=""', "data.path=x.jsonl"], "data.path=x.jsonl: x.jsonl cannot be read (No"),
         (["reward.kind=", "reward.function=own.py:score"], "own.py cannot be read (No such"),
         (["train.run_dir=/elsewhere/run"], "which lies in none of site.shared="),
