@@ -96,6 +96,7 @@ class RankShards:
                         mistake = mistake or error
         if mistake:
             raise mistake
+        _refuse_inf_and_nan([shard for shard in shards if shard.name.endswith("_scale")])
         return [shard for shard in shards if self._sends(shard.value.shape, shard.dim)]
 
     def cut(self, shards: Sequence[Shard], tp: int, rank: int) -> list[Shard]:
@@ -138,6 +139,7 @@ class RankShards:
                     offset=shard.start,
                 ),
                 out=out,
+                check=False,
             )
         except ConfigError as error:
             raise ConfigError(f"tensor {name}: {error}") from error
@@ -175,6 +177,17 @@ class RankShards:
         if is_quantized(shard.name) and self._scheme != "none":
             return (elements + 4 * shard.shape[0]) // split
         return elements * self._dtype.itemsize // split
+
+
+def _refuse_inf_and_nan(scales: Sequence[Shard]) -> None:
+    """Raise ConfigError for inf or nan in a scale, and so in its weight.
+
+    One look at all of them: a GPU has to end its work before it can answer.
+    """
+    if scales and not bool(torch.cat([s.value.flatten() for s in scales]).isfinite().all()):
+        bad = next(s for s in scales if not bool(s.value.isfinite().all()))
+        name = bad.name.removesuffix("_scale")
+        raise ConfigError(f"tensor {name}: cannot quantize a weight that has inf or nan")
 
 
 def buckets(sizes: Sequence[int], limit: int) -> list[range]:

@@ -1,7 +1,8 @@
 """Weights to INT8 and E4M3 codes, one scale per output channel, equal to torch's to the bit.
 
-A row that fits into the registers of one program is read once: its amax, its scale and its codes
-come from the same copy. Longer rows, and rows on whose amax ranks have to agree, are read twice.
+A short row stays in the registers of one program and is read once: its amax, its scale and its
+codes come from the same copy. Longer rows, and rows on whose amax ranks have to agree, are read
+twice.
 
 Every step is exact or rounded as IEEE 754 says, on a GPU as in NumPy, with which the interpreter
 computes: the amax is a maximum of integers (magnitudes of floats are ordered like their bits, and
@@ -17,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HELD = 1 << 15  # elements of the longest row that one program keeps in its registers
-HELD_DRAWN = 1 << 13  # beside the words that draws are made of
+# Elements of the longest row that one program keeps in its registers. It could keep four times as
+# many, but then an H100 has too few programs under way to wait for its memory in.
+HELD = 1 << 13
 STRIDE = 1 << 12  # elements at a time of rows that are read twice
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)

@@ -50,6 +50,7 @@ def quantize(
     input_group: dist.ProcessGroup | None = None,
     rounding: Rounding | None = None,
     out: Tensor | None = None,
+    check: bool = True,
 ) -> QuantizedWeight:
     """The point of the scheme's grid that is nearest to a weight, or one of the two beside it.
 
@@ -60,6 +61,8 @@ def quantize(
             agree on one scale per channel. None for whole and column-parallel weights.
         rounding: the draws that choose between the codes beside a weight; None: the nearest one.
         out: where the codes are written, [O, I] in the scheme's format; None: memory of their own.
+        check: wait for a GPU and refuse inf and nan; False leaves it to the caller, who finds them
+            in the scales.
 
     For fp8_block a shard must start and end on a multiple of 128, or the squares of the shards are
     not the squares of the whole.
@@ -76,8 +79,8 @@ def quantize(
     weight = weight.detach()
     if rules.block is None and has_kernels_for(weight):
         values, scale = _quantize_fused(weight, rules, input_group, rounding)
-        _refuse_inf_and_nan(scale, weight)
-        return QuantizedWeight(values if out is None else out.copy_(values), scale)
+        quantized = QuantizedWeight(values if out is None else out.copy_(values), scale)
+        return _without_inf_and_nan(quantized) if check else quantized
     shared = None
     if input_group is not None and dist.get_world_size(input_group) > 1:
         if rules.block is None:
@@ -96,8 +99,8 @@ def quantize(
         amax = _amax(run) if shared is None else shared[squares]
         scale[squares] = scale_of(amax, rules)
         _encode(run, scale[squares], out[rows], scratch, round_, rows.start)
-    _refuse_inf_and_nan(scale, weight)
-    return QuantizedWeight(out, scale, rules.block)
+    quantized = QuantizedWeight(out, scale, rules.block)
+    return _without_inf_and_nan(quantized) if check else quantized
 
 
 def dequantize(quantized: QuantizedWeight) -> Tensor:
@@ -130,8 +133,7 @@ def _quantize_fused(
 
     counter = None if rounding is None else rounding.counter
     alone = input_group is None or dist.get_world_size(input_group) == 1
-    longest_row = channels.HELD if counter is None else channels.HELD_DRAWN
-    if alone and weight_OI.shape[1] <= longest_row:
+    if alone and weight_OI.shape[1] <= channels.HELD:
         return channels.quantize_rows(weight_OI, rules.dtype, rules.largest, counter)
     amax_O1 = channels.amax_rows(weight_OI)
     if not alone:
@@ -142,11 +144,12 @@ def _quantize_fused(
     return codes_OI, scale_O1
 
 
-def _refuse_inf_and_nan(found: Tensor, weight: Tensor) -> None:
-    if not bool(found.isfinite().all()):
+def _without_inf_and_nan(quantized: QuantizedWeight) -> QuantizedWeight:
+    if not bool(quantized.scale.isfinite().all()):
         raise ConfigError(
-            f"cannot quantize a weight of shape {tuple(weight.shape)} that has inf or nan"
+            f"cannot quantize a weight of shape {tuple(quantized.values.shape)} that has inf or nan"
         )
+    return quantized
 
 
 def _shared_amax(weight_OI: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -134,14 +134,22 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def checksum(data: Tensor) -> str:
-    """Return XXH3-128 of a tensor's bytes, or on a GPU a sum; against damage, not malice."""
-    if data.is_cuda:
-        return f"sum64-{word_sum(raw(data)):016x}"
-    return xxhash.xxh3_128_hexdigest(raw(data).numpy().data)
+    return checksums([data])[0]
 
 
-def word_sum(data: Tensor) -> int:
-    """Sum all words of 8 bytes, each scrambled with its place, modulo 2**64.
+def checksums(tensors: Sequence[Tensor]) -> list[str]:
+    """Return XXH3-128 of each tensor's bytes, or on a GPU a sum; against damage, not malice.
+
+    All are on one device. The host waits for a GPU once.
+    """
+    if tensors and tensors[0].is_cuda:
+        sums = torch.stack([word_sum(raw(tensor)) for tensor in tensors]).tolist()
+        return [f"sum64-{number % 2**64:016x}" for number in sums]
+    return [xxhash.xxh3_128_hexdigest(raw(tensor).numpy().data) for tensor in tensors]
+
+
+def word_sum(data: Tensor) -> Tensor:
+    """Sum all words of 8 bytes, each scrambled with its place, modulo 2**64; int64 [].
 
     A GPU computes it at the speed of its memory, and a single changed word always shows.
 
@@ -154,7 +162,7 @@ def word_sum(data: Tensor) -> int:
     for run, words in enumerate(data.view(torch.int64).split(WORDS)):
         place = torch.arange(run * WORDS, run * WORDS + len(words), device=data.device)
         total += _scrambled(_scrambled(words + place * MULTIPLIER)).sum()
-    return int(total.item()) % 2**64
+    return total
 
 
 def _scrambled(words: Tensor) -> Tensor:
@@ -202,16 +210,18 @@ def fill(blob: Tensor, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> tu
 
     A tensor that was made in a ``Room`` over the same bytes lies in its place already.
     """
-    filled = []
-    for piece, tensor in zip(pieces, tensors, strict=True):
-        place = piece_of(blob, piece)
+    places = [piece_of(blob, piece) for piece in pieces]
+    for place, tensor in zip(places, tensors, strict=True):
         if tensor.data_ptr() != place.data_ptr():
             place.copy_(tensor)
-        filled.append(msgspec.structs.replace(piece, checksum=checksum(place)))
+    sums = checksums(places)
     if blob.is_cuda:
         # Other processes, and other streams of this one, do not wait for this stream.
         torch.cuda.current_stream(blob.device).synchronize()
-    return tuple(filled)
+    return tuple(
+        msgspec.structs.replace(piece, checksum=own)
+        for piece, own in zip(pieces, sums, strict=True)
+    )
 
 
 def piece_of(blob: Tensor, piece: Piece) -> Tensor:

@@ -189,11 +189,15 @@ def test_engines_find_what_the_trainer_does_not_hold(nccl, tmp_path):
 
 
 def count_waits(device, config, out: Path) -> None:
-    """How often the host waits for the GPU in one update, by the number of its microbatches."""
+    """How often the host waits for the GPU in one update, by the number of its microbatches; and
+    while it makes a message."""
     import emulated_cuda
 
     from qurl_megatron.actor.policy import Policy
+    from qurl_megatron.publish.drift import Drift
+    from qurl_megatron.publish.shards import RankShards
     from qurl_megatron.training.step import improve
+    from qurl_megatron.wire.message import fill, lay_out
 
     with megatron_runtime(config.parallel) as ranks:
         policy = Policy.build(config.model, config.parallel, config.optimizer, ranks)
@@ -203,6 +207,13 @@ def count_waits(device, config, out: Path) -> None:
             emulated_cuda.reset_synchronizations()
             improve(policy, Responses.of(random_samples(16)), cut, step=1, timer=Timer())
             waits[count] = sum(emulated_cuda.synchronizations().values())
+        shards = RankShards(policy, config.quant, "int8", 1 << 30, 0)
+        emulated_cuda.reset_synchronizations()
+        made = shards.quantized(0, 1, None, Drift(QuantConfig(diagnostics_every=0)))
+        pieces, size = lay_out(made)
+        blob = torch.empty(size, dtype=torch.uint8, device=device)
+        fill(blob, pieces, [shard.value for shard in made])
+        waits["message"] = sum(emulated_cuda.synchronizations().values())
         (out / f"{config.model.path.rpartition('/')[2]}-{ranks.rank}.json").write_text(
             json.dumps(waits)
         )
@@ -217,6 +228,8 @@ def test_the_host_waits_for_the_gpu_once_in_a_while_and_not_in_every_layer(nccl,
     # Megatron's gradient norm fetches that of each parameter, where neither Transformer Engine nor
     # apex has a better one: 7 in a layer, in both updates.
     more_layers = 2 * 7 * 2
+    # Whether all scales are finite, all checksums, and the blob for other processes.
+    assert [waits.pop("message") for waits in found.values()] == [3, 3]
     assert found[4] == {count: waits + more_layers for count, waits in found[2].items()}
     # A microbatch: seven copies to the GPU; where its response tokens are, in both passes; metrics.
     assert found[2]["4"] - found[2]["2"] <= 2 * 16

@@ -44,12 +44,9 @@ def variants() -> dict[str, tuple]:
                 "largest": "fp32",
                 **dict.fromkeys(channels.COUNTER, "i32"),
             }
-            for way, blocks in (
-                ("", (4096, 8192, channels.HELD)),
-                (" drawn", (channels.HELD_DRAWN,)),
-            ):
+            for way in ("", " drawn"):
                 constants = {"E4M3": scheme == "fp8", "DRAWN": way == " drawn"}
-                for block in blocks:
+                for block in (4096, channels.HELD):
                     found[f"quantize_row {weight} {scheme} {block}{way}"] = (
                         *(channels.quantize_row, arguments, constants | {"BLOCK": block}),
                         channels.warps(block),

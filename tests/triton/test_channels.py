@@ -19,7 +19,6 @@ def passes(request, device, monkeypatch) -> None:
 
     if request.param == "two passes":
         monkeypatch.setattr(channels, "HELD", 0)
-        monkeypatch.setattr(channels, "HELD_DRAWN", 0)
 
 
 def by_torch(weight, scheme, rounding=None):
