@@ -27,6 +27,7 @@ from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examina
 from qurl_megatron.cluster.supervise import SrunStep, say
 from qurl_megatron.cluster.tasks import own_name
 from qurl_megatron.cluster.verdict import Decision
+from qurl_megatron.config.env import unseen_gpus
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.kit.errors import ConfigError
 
@@ -88,6 +89,8 @@ def _measure(name: str, rollout: RolloutConfig) -> Report:
     devices = []
     if torch.cuda.is_available():
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if indices and not devices:
+        faults += filter(None, [unseen_gpus()])
     if devices and rollout.backend == "sglang" and not rollout.urls:
         from qurl_megatron.engines.sglang.starting_sglang import compiler_fault
 

@@ -1,5 +1,7 @@
 """Installed packages with their effects, and environment variables that must be set early."""
 
+import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.metadata
@@ -10,6 +12,7 @@ import platform
 import sys
 import types
 from dataclasses import dataclass
+from pathlib import Path
 
 from qurl_megatron.config.sections import ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
@@ -18,6 +21,11 @@ FUSED = ("transformer_engine", "apex", "amp_C")
 """Packages that Megatron prefers to torch's own kernels; none runs on a CPU."""
 DECORATOR = "megatron.core.jit"
 """Where Megatron has ``torch.compile`` from, under a name of its own."""
+
+DRIVERS = {"12": "525 or newer", "13": "580 or newer"}
+"""NVIDIA's drivers for each CUDA."""
+HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that show no device; the last is Slurm's."""
 
 # Raised by compiled packages that were built for another torch, CUDA or driver.
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, NameError, TypeError)
@@ -101,6 +109,47 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def refuse_environment() -> None:
+    """
+    Raises:
+        ConfigError: torch sees none of this machine's GPUs, and nobody asked for the CPU.
+    """
+    if reason := unseen_gpus():
+        raise ConfigError(reason)
+
+
+def unseen_gpus(root: Path = Path("/")) -> str | None:
+    """Return why torch sees none of the GPUs of this machine.
+
+    Returns:
+        None where it sees some, there are none, or the CPU was asked for: CUDA_VISIBLE_DEVICES
+        shows no device, or torch was built without CUDA.
+    """
+    import torch
+
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    if torch.cuda.is_available() or not torch.version.cuda or shown in HIDDEN:
+        return None
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    release = root / "sys/module/nvidia/version"
+    driver = f"NVIDIA's driver{f' {release.read_text().strip()}' if release.exists() else ''}"
+    needed = torch.version.cuda.partition(".")[0]
+    if 0 < version.value < 1000 * int(needed):
+        reason = (
+            f"{driver} is of CUDA {version.value // 1000}.{version.value % 1000 // 10}, and torch "
+            f"of CUDA {torch.version.cuda}: install driver {DRIVERS.get(needed, 'that has it')}"
+        )
+    elif not release.exists() and not any(root.glob("dev/nvidia[0-9]*")):
+        return None
+    elif not version.value:
+        reason = f"{driver} has no libcuda.so.1 here: start a container with it (apptainer --nv)"
+    else:
+        reason = f"{driver} is there, but no GPU for this process: ask the batch system for GPUs"
+    return f"torch sees no GPU; {reason}, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+
+
 def keep_out_without_gpu() -> None:
     """Where torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed, and
     have Megatron compile nothing.
@@ -166,7 +215,8 @@ def describe() -> str:
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
         device = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, collectives over NCCL"
     else:
-        device = "no CUDA device: CPU with collectives over gloo (actor/cpu.py is active)"
+        on_cpu = "no CUDA device: CPU with collectives over gloo (actor/cpu.py is active)"
+        device = unseen_gpus() or on_cpu
     lines = [
         f"python {platform.python_version()}, {os.cpu_count()} cores",
         f"device: {device}",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qurl_megatron.config import Change, RunConfig
-from qurl_megatron.config.env import prepare_cuda, use_transformer_engine
+from qurl_megatron.config.env import prepare_cuda, refuse_environment, use_transformer_engine
 from qurl_megatron.engines.starting import given_key, refuse_not_installed
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.filesystem import refusing
@@ -239,6 +239,7 @@ def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> in
     codes: dict[type[Exception], int]
     codes = {ConfigError: 2, Collapse: 3, EngineError: 1, RankLost: 1, RewardDown: 1}
     try:
+        refuse_environment()
         use_transformer_engine()  # reports a broken one before Megatron trips over it
         from qurl_megatron.training.train import train
 

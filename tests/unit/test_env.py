@@ -1,11 +1,14 @@
 """Transformer Engine that is there, broken or of no use; what is set before CUDA starts."""
 
+import ctypes
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qurl_megatron.config import ParallelConfig, env
+from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.kit.errors import ConfigError
 
 
@@ -80,3 +83,81 @@ def test_collectives_beside_products_want_one_hardware_queue(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     env.prepare_cuda(ParallelConfig(context=2))
     assert env.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+def library(cuda: int | None):
+    """Stands in for ctypes.CDLL: NVIDIA's driver of this CUDA, or none."""
+
+    def version(at) -> None:
+        at._obj.value = cuda
+
+    def load(name: str) -> SimpleNamespace:
+        if cuda is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace(cuDriverGetVersion=version)
+
+    return load
+
+
+ASKED = "or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+
+
+@pytest.mark.parametrize(
+    ("files", "cuda", "sentence"),
+    [
+        ({}, None, None),
+        ({}, 13000, None),  # a driver without a GPU, as to import libraries that want one
+        (
+            {"sys/module/nvidia/version": "550.54.15\n", "dev/nvidia0": ""},
+            12040,
+            "torch sees no GPU; NVIDIA's driver 550.54.15 is of CUDA 12.4, and torch of CUDA 13.0: "
+            f"install driver 580 or newer, {ASKED}",
+        ),
+        (
+            {},
+            12040,
+            "torch sees no GPU; NVIDIA's driver is of CUDA 12.4, and torch of CUDA 13.0: install "
+            f"driver 580 or newer, {ASKED}",
+        ),
+        (
+            {"dev/nvidia7": ""},
+            None,
+            "torch sees no GPU; NVIDIA's driver has no libcuda.so.1 here: start a container with "
+            f"it (apptainer --nv), {ASKED}",
+        ),
+        (
+            {"sys/module/nvidia/version": "580.65.06\n"},
+            13000,
+            "torch sees no GPU; NVIDIA's driver 580.65.06 is there, but no GPU for this process: "
+            f"ask the batch system for GPUs, {ASKED}",
+        ),
+    ],
+)
+def test_gpus_that_torch_does_not_see_are_refused_unless_the_cpu_was_asked_for(
+    files, cuda, sentence, tmp_path, monkeypatch
+):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ctypes, "CDLL", library(cuda))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert env.unseen_gpus(tmp_path) == sentence
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert env.unseen_gpus(tmp_path) == sentence
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert env.unseen_gpus(tmp_path) is None
+
+
+def test_a_rank_or_an_engine_does_not_compute_on_the_cpu_beside_gpus_that_it_cannot_use(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", library(12040))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="install driver 580 or newer"):
+        env.refuse_environment()
+    with pytest.raises(ConfigError, match="install driver 580 or newer"):
+        load_engine(tmp_path, scheme="none", dtype="bfloat16", cache_gb=1.0)
+    assert "device: torch sees no GPU; NVIDIA's driver" in env.describe()

@@ -30,6 +30,7 @@ from starlette.routing import Route
 
 from qurl_megatron import __version__
 from qurl_megatron.checkpoints.places import description_of
+from qurl_megatron.config.env import unseen_gpus
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.engines.embedded.engine import Engine
@@ -105,11 +106,14 @@ def load_engine(
     """Return an engine with the weights of a Hugging Face folder or a Megatron checkpoint.
 
     Raises:
-        ConfigError: the weights are not of a model, a kind or a scheme that the engine computes.
+        ConfigError: the weights are not of a model, a kind or a scheme that the engine computes, or
+            the device is "auto" and there are GPUs that torch does not see.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}")
     if device == "auto":
+        if reason := unseen_gpus():
+            raise ConfigError(reason)
         device = "cuda" if torch.cuda.is_available() else "cpu"
     refuse_other_scheme(model_dir, scheme)
     arch = arch_of(description_of(model_dir), quantized=True)

@@ -30,6 +30,7 @@ if not torch.cuda.is_available():
 # Launch scripts of other trainers export it; log-probs would then belong to temperature 1.
 os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "false"
 
+from qurl_megatron.config.env import unseen_gpus
 from qurl_megatron.engines.sglang import compiling, cpu_layers
 from qurl_megatron.engines.sglang.starting_sglang import ask_itself_directly, server_arguments
 from qurl_megatron.engines.starting import API_KEY, given_key
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if our_options.exit_with_stdin:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
 
+    if reason := unseen_gpus():
+        sys.exit(f"qurl: {reason}")
     if torch.cuda.is_available():
         compiling.use_cuda_of_pip()
     from sglang.srt.entrypoints.http_server import app, launch_server
