@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import sys
+import sysconfig
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,13 @@ FUSED = ("transformer_engine", "apex", "amp_C")
 DECORATOR = "megatron.core.jit"
 """Where Megatron has ``torch.compile`` from, under a name of its own."""
 
+OF_WHEELS = {
+    "CUDNN_HOME": "cudnn/lib/libcudnn.so.9",
+    "NVRTC_HOME": "cu13/lib/libnvrtc.so.13",
+    "CURAND_HOME": "cu13/lib/libcurand.so.10",
+    "NVTE_CUDA_INCLUDE_DIR": "cu13/include/cuda_runtime.h",
+}
+"""Where Transformer Engine looks first for a library, and the wheels' file of it."""
 DRIVERS = {"12": "525 or newer", "13": "580 or newer"}
 """NVIDIA's drivers for each CUDA."""
 HIDDEN = ("", "-1", "NoDevFiles")
@@ -107,6 +115,24 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
     """
     if parallel.tensor > 1 or parallel.context > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def take_libraries_of_wheels() -> None:
+    """Have Transformer Engine use the libraries that torch uses; call before it is imported.
+
+    It would load cuDNN, NVRTC and cuRAND of CUDA_HOME or /usr/local/cuda, whatever their release,
+    before those of pip's wheels. Where it is told of one it leaves cuDNN's parts to be found.
+    """
+    import torch
+
+    wheels = Path(sysconfig.get_path("purelib"), "nvidia")
+    if not torch.cuda.is_available() or not importlib.util.find_spec("transformer_engine"):
+        return
+    for name, file in OF_WHEELS.items():
+        if (wheels / file).exists():
+            os.environ.setdefault(name, str((wheels / file).parents[1]))
+    for part in Path(os.environ.get("CUDNN_HOME", "/none")).glob("lib/libcudnn*.so.9"):
+        ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
 
 
 def refuse_environment() -> None:

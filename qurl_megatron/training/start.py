@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from qurl_megatron.config import Change, RunConfig
-from qurl_megatron.config.env import prepare_cuda, refuse_environment, use_transformer_engine
+from qurl_megatron.config.env import (
+    prepare_cuda,
+    refuse_environment,
+    take_libraries_of_wheels,
+    use_transformer_engine,
+)
 from qurl_megatron.engines.starting import given_key, refuse_not_installed
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.filesystem import refusing
@@ -231,6 +236,7 @@ def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> in
     """
     stop = StopRequest()
     prepare_cuda(config.parallel)
+    take_libraries_of_wheels()
     from qurl_megatron.actor.megatron import RankLost
     from qurl_megatron.fleet.client import EngineError
     from qurl_megatron.rewards.pool import RewardDown

@@ -1,7 +1,9 @@
 """Transformer Engine that is there, broken or of no use; what is set before CUDA starts."""
 
 import ctypes
+import os
 import sys
+import sysconfig
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +85,29 @@ def test_collectives_beside_products_want_one_hardware_queue(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     env.prepare_cuda(ParallelConfig(context=2))
     assert env.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+def test_transformer_engine_gets_the_libraries_of_the_wheels(
+    transformer_engine, tmp_path, monkeypatch
+):
+    wheels, loaded, environment = tmp_path / "nvidia", [], {"CUDA_HOME": "/usr/local/cuda"}
+    parts = ("cudnn/lib/libcudnn.so.9", "cudnn/lib/libcudnn_graph.so.9", "cu13/lib/libnvrtc.so.13")
+    for part in parts:
+        (wheels / part).parent.mkdir(parents=True, exist_ok=True)
+        (wheels / part).touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path, mode: loaded.append((path, mode)))
+    monkeypatch.setattr(os, "environ", environment)
+    transformer_engine("")
+    env.take_libraries_of_wheels()
+    own = {"CUDNN_HOME": f"{wheels}/cudnn", "NVRTC_HOME": f"{wheels}/cu13"}
+    assert environment == {"CUDA_HOME": "/usr/local/cuda"} | own
+    whole = [(f"{wheels}/{part}", ctypes.RTLD_GLOBAL) for part in parts[:2]]
+    assert sorted(loaded) == whole
+    loaded.clear()
+    environment["CUDNN_HOME"] = "/none"  # the user's own stays
+    env.take_libraries_of_wheels()
+    assert environment["CUDNN_HOME"] == "/none" and not loaded
 
 
 def library(cuda: int | None):
