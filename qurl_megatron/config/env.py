@@ -138,10 +138,17 @@ def take_libraries_of_wheels() -> None:
 def refuse_environment() -> None:
     """
     Raises:
-        ConfigError: torch sees none of this machine's GPUs, and nobody asked for the CPU.
+        ConfigError: torch sees none of this machine's GPUs, and nobody asked for the CPU; or
+            Megatron would fail at a choice of kernels.
     """
     if reason := unseen_gpus():
         raise ConfigError(reason)
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        if os.environ.get(name, "1") != "1":
+            raise ConfigError(
+                f"{name}={os.environ[name]} leaves a kernel of attention out, and Megatron chooses "
+                "among all; unset it"
+            )
 
 
 def unseen_gpus(root: Path = Path("/")) -> str | None:

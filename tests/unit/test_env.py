@@ -186,3 +186,12 @@ def test_a_rank_or_an_engine_does_not_compute_on_the_cpu_beside_gpus_that_it_can
     with pytest.raises(ConfigError, match="install driver 580 or newer"):
         load_engine(tmp_path, scheme="none", dtype="bfloat16", cache_gb=1.0)
     assert "device: torch sees no GPU; NVIDIA's driver" in env.describe()
+
+
+@pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
+def test_a_choice_of_attention_that_megatron_would_fail_at_is_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "1")  # as Megatron leaves it
+    env.refuse_environment()
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError, match=f"{name}=0 leaves a kernel of attention out.*; unset it"):
+        env.refuse_environment()
