@@ -17,6 +17,7 @@ from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.config import RunConfig
 from qurl_megatron.config.sections import file_of
 from qurl_megatron.engines.starting import given_key
+from qurl_megatron.kit.disk import lock
 from qurl_megatron.kit.errors import ConfigError, reading
 from qurl_megatron.kit.filesystem import free, refusing
 from qurl_megatron.plan.footprint import footprint
@@ -45,7 +46,11 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     check_container(cluster)
     run_dir = Path(config.train.run_dir)
     check_shared("train.run_dir", run_dir, cluster)
-    check_writable(run_dir)
+    check_writable("train.run_dir", run_dir)
+    if config.rollout.backend == "sglang" and cluster.container.kind == "none":
+        key = "SGLANG_JIT_CACHE_DIR"  # where SGLang compiles kernels, under a lock
+        kernels = Path(cluster.site.environment.get(key, "~/.cache/sglang/jit"))
+        check_writable(key, kernels.expanduser())
     check_engines(config)
     arch = check_model(config)
     newest = latest(run_dir)
@@ -125,11 +130,11 @@ def _is_shared(path: Path, cluster: ClusterConfig) -> bool:
     return any(real.is_relative_to(Path(folder).resolve()) for folder in cluster.site.shared)
 
 
-def check_writable(run_dir: Path) -> None:
-    """Asked of the nearest folder that is there, so that a check leaves nothing behind."""
-    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    with refusing(run_dir, key="train.run_dir"):
-        tempfile.TemporaryFile(dir=existing).close()
+def check_writable(key: str, folder: Path) -> None:
+    """Write and lock a file in the nearest folder that is there: a check leaves nothing behind."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with refusing(folder, key=key), tempfile.TemporaryFile(dir=existing) as file:
+        lock(file)
 
 
 def check_engines(config: RunConfig) -> None:

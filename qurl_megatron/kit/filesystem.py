@@ -28,6 +28,11 @@ FIXES = {
     "another folder",
     errno.EMFILE: "too many files are open; raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "set {key} to a shorter name",
+    **dict.fromkeys(
+        (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP),
+        "its file system has no locks; have it mounted with them (Lustre: -o flock), or set {key} "
+        "to a folder on another",
+    ),
     errno.EIO: "the disk fails; set {key} to a folder on another",
 }
 """Advice for a user where the system refuses to write."""

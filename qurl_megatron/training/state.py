@@ -289,7 +289,8 @@ def claim(run_dir: Path, config: RunConfig) -> Claim:
     with refusing(run_dir, key="train.run_dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
         lock_file = (run_dir / ".lock").open("w")
-    if not lock(lock_file):
+        locked = lock(lock_file)
+    if not locked:
         raise ConfigError(
             f"{run_dir} is in use by a run that has not ended; wait for it, stop it, "
             "or set train.run_dir to a new folder"

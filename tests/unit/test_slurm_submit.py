@@ -1,6 +1,9 @@
 """From the command line to the queue; sbatch and its like are small scripts here."""
 
+import errno
+import fcntl
 import json
+import os
 import re
 import shlex
 import shutil
@@ -21,6 +24,7 @@ from qurl_megatron.cluster.cluster import (
 )
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.training.state import claim
 from tests.support.models import tiny_checkpoint
 from tests.support.programs import Programs
 from tests.support.slurm_scripts import FOLDER, ROOT
@@ -314,6 +318,26 @@ def test_a_recipe_that_fits_one_gpu_is_refused_on_a_smaller_one():
     small = replace(big, node=replace(big.node, gpu_gib=40))
     with pytest.raises(ConfigError, match="node.gpu_gib: .* GiB do not fit in 40 in phase"):
         checks.check_memory(config, small)
+
+
+def test_a_file_system_without_locks_is_named(here, slurm, model, monkeypatch, capsys):
+    def flock(file, how) -> None:
+        if os.fstat(file.fileno()).st_dev == os.stat(without_locks).st_dev:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    without_locks = here
+    said = "/run cannot be written (Function not implemented): its file system has no locks; have "
+    assert said.removeprefix("/") in refused(capsys, model)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        claim(here / "run", quick(model))
+    without_locks, home = Path("/dev/shm"), here / "home"
+    home.mkdir()
+    (home / ".cache").symlink_to(without_locks)
+    monkeypatch.setenv("HOME", str(home))
+    assert "or set SGLANG_JIT_CACHE_DIR to a" in refused(
+        capsys, model, "rollout.backend=sglang", "rollout.colocate=true"
+    )
 
 
 def test_room_for_the_checkpoints_to_come(tmp_path, monkeypatch, model):

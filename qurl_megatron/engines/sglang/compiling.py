@@ -12,8 +12,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from qurl_megatron.kit.disk import lock
-
 KERNEL = """\
 #include <cuda/std/cstdint>  // refuses headers of another release than the compiler's
 #if CUDART_VERSION / 1000 != TORCH
@@ -36,7 +34,8 @@ def use_cuda_of_pip() -> None:
     cuda = Path(sysconfig.get_path("purelib"), "nvidia/cu13")
     if {"CUDA_HOME", "CUDA_PATH"} & {*os.environ} or not (cuda / "bin/nvcc").is_file():
         return
-    links = _kernels() / "cuda"
+    kernels = os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit"  # as SGLang
+    links = Path(kernels).expanduser() / "cuda"
     links.mkdir(parents=True, exist_ok=True)
     aside = links / f".{os.getpid()}"  # other engines do the same meanwhile
     aside.symlink_to(cuda / "lib/libcudart.so.13")
@@ -53,17 +52,7 @@ def fault(torch_cuda: str) -> str | None:
     Args:
         torch_cuda: release that torch is built for, as "13.0".
     """
-    try:
-        use_cuda_of_pip()
-        _kernels().mkdir(parents=True, exist_ok=True)
-        with (_kernels() / ".qurl.lock").open("w") as file:
-            lock(file)
-    except OSError as error:
-        return (
-            f"SGLang cannot write and lock its kernels in {_kernels()} ({error.strerror}); set "
-            "SGLANG_JIT_CACHE_DIR to a folder of the node's, or mount it with locks (Lustre: -o "
-            "flock)"
-        )
+    use_cuda_of_pip()
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"  # as SGLang looks for it
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or Path(nvcc).parents[1]
     env = {**os.environ, "CUDA": str(home), "TORCH": torch_cuda.partition(".")[0]}
@@ -73,18 +62,13 @@ def fault(torch_cuda: str) -> str | None:
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if not done.returncode:
         return None
-    lines = (done.stderr or done.stdout).strip().splitlines()
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     reason = next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
     return (
         f"SGLang cannot compile kernels with CUDA_HOME={home} ({reason}); install "
         f"cuda-toolkit[nvcc,cccl,crt] {torch_cuda} in its environment and unset CUDA_HOME, or "
         "set it to a whole toolkit of that release"
     )
-
-
-def _kernels() -> Path:
-    """The folder in which SGLang keeps its kernels."""
-    return Path(os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit").expanduser()
 
 
 if __name__ == "__main__":
