@@ -30,10 +30,6 @@ OF_WHEELS = {
     "NVTE_CUDA_INCLUDE_DIR": "cu13/include/cuda_runtime.h",
 }
 """Where Transformer Engine looks first for a library, and the wheels' file of it."""
-DRIVERS = {"12": "525 or newer", "13": "580 or newer"}
-"""NVIDIA's drivers for each CUDA."""
-HIDDEN = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that show no device; the last is Slurm's."""
 
 # Raised by compiled packages that were built for another torch, CUDA or driver.
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, NameError, TypeError)
@@ -136,51 +132,40 @@ def take_libraries_of_wheels() -> None:
 
 
 def refuse_environment() -> None:
-    """
-    Raises:
-        ConfigError: torch sees none of this machine's GPUs, and nobody asked for the CPU; or
-            Megatron would fail at a choice of kernels.
-    """
+    """Raise ``ConfigError`` for ``unseen_gpus`` and for kernels that Megatron would assert."""
     if reason := unseen_gpus():
         raise ConfigError(reason)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         if os.environ.get(name, "1") != "1":
-            raise ConfigError(
-                f"{name}={os.environ[name]} leaves a kernel of attention out, and Megatron chooses "
-                "among all; unset it"
-            )
+            raise ConfigError(f"{name}={os.environ[name]} forbids Megatron a kernel; unset it")
 
 
 def unseen_gpus(root: Path = Path("/")) -> str | None:
-    """Return why torch sees none of the GPUs of this machine.
+    """Return why torch sees no GPU where NVIDIA's driver or devices are.
 
-    Returns:
-        None where it sees some, there are none, or the CPU was asked for: CUDA_VISIBLE_DEVICES
-        shows no device, or torch was built without CUDA.
+    None also where the CPU was asked for: CUDA_VISIBLE_DEVICES shows no device ("NoDevFiles" is
+    Slurm's), or torch was built without CUDA.
     """
     import torch
 
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    if torch.cuda.is_available() or not torch.version.cuda or shown in HIDDEN:
+    built, shown = torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    if torch.cuda.is_available() or not built or shown in ("", "-1", "NoDevFiles"):
         return None
     version = ctypes.c_int()
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     release = root / "sys/module/nvidia/version"
-    driver = f"NVIDIA's driver{f' {release.read_text().strip()}' if release.exists() else ''}"
-    needed = torch.version.cuda.partition(".")[0]
-    if 0 < version.value < 1000 * int(needed):
-        reason = (
-            f"{driver} is of CUDA {version.value // 1000}.{version.value % 1000 // 10}, and torch "
-            f"of CUDA {torch.version.cuda}: install driver {DRIVERS.get(needed, 'that has it')}"
-        )
+    driver = f"NVIDIA's driver {release.read_text().strip() if release.exists() else ''}".rstrip()
+    major, minor = version.value // 1000, version.value % 1000 // 10
+    if 0 < major < int(built.partition(".")[0]):
+        reason = f"is of CUDA {major}.{minor}, and torch of {built}: CUDA 13 needs 580 or newer"
     elif not release.exists() and not any(root.glob("dev/nvidia[0-9]*")):
         return None
-    elif not version.value:
-        reason = f"{driver} has no libcuda.so.1 here: start a container with it (apptainer --nv)"
+    elif not major:
+        reason = "has no libcuda.so.1 here: start a container with it (apptainer --nv)"
     else:
-        reason = f"{driver} is there, but no GPU for this process: ask the batch system for GPUs"
-    return f"torch sees no GPU; {reason}, or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        reason = "has no GPU for this process: ask the batch system for some"
+    return f"torch sees no GPU: {driver} {reason}, or set CUDA_VISIBLE_DEVICES= to use the CPU"
 
 
 def keep_out_without_gpu() -> None:
@@ -248,8 +233,7 @@ def describe() -> str:
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
         device = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, collectives over NCCL"
     else:
-        on_cpu = "no CUDA device: CPU with collectives over gloo (actor/cpu.py is active)"
-        device = unseen_gpus() or on_cpu
+        device = unseen_gpus() or "no CUDA device: CPU with gloo (actor/cpu.py is active)"
     lines = [
         f"python {platform.python_version()}, {os.cpu_count()} cores",
         f"device: {device}",

@@ -124,53 +124,31 @@ def library(cuda: int | None):
     return load
 
 
-ASKED = "or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
-
-
 @pytest.mark.parametrize(
     ("files", "cuda", "sentence"),
     [
-        ({}, None, None),
-        ({}, 13000, None),  # a driver without a GPU, as to import libraries that want one
-        (
-            {"sys/module/nvidia/version": "550.54.15\n", "dev/nvidia0": ""},
-            12040,
-            "torch sees no GPU; NVIDIA's driver 550.54.15 is of CUDA 12.4, and torch of CUDA 13.0: "
-            f"install driver 580 or newer, {ASKED}",
-        ),
-        (
-            {},
-            12040,
-            "torch sees no GPU; NVIDIA's driver is of CUDA 12.4, and torch of CUDA 13.0: install "
-            f"driver 580 or newer, {ASKED}",
-        ),
-        (
-            {"dev/nvidia7": ""},
-            None,
-            "torch sees no GPU; NVIDIA's driver has no libcuda.so.1 here: start a container with "
-            f"it (apptainer --nv), {ASKED}",
-        ),
-        (
-            {"sys/module/nvidia/version": "580.65.06\n"},
-            13000,
-            "torch sees no GPU; NVIDIA's driver 580.65.06 is there, but no GPU for this process: "
-            f"ask the batch system for GPUs, {ASKED}",
-        ),
+        ((), None, None),
+        ((), 13000, None),  # a driver without a GPU, as to import libraries that want one
+        ((), 12040, "driver is of CUDA 12.4, and torch of 13.0: CUDA 13 needs 580 or newer, or"),
+        (("sys/module/nvidia/version", "dev/nvidia0"), 12040, "driver 550.54 is of CUDA 12.4, and"),
+        (("dev/nvidia7",), None, "driver has no libcuda.so.1 here: start a container with it"),
+        (("sys/module/nvidia/version",), 13000, "driver 550.54 has no GPU for this process: ask"),
     ],
 )
 def test_gpus_that_torch_does_not_see_are_refused_unless_the_cpu_was_asked_for(
     files, cuda, sentence, tmp_path, monkeypatch
 ):
-    for name, text in files.items():
+    for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text("550.54\n")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(ctypes, "CDLL", library(cuda))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert env.unseen_gpus(tmp_path) == sentence
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert env.unseen_gpus(tmp_path) == sentence
+    for _ in range(2):
+        said = env.unseen_gpus(tmp_path)
+        assert said is sentence or said.startswith(f"torch sees no GPU: NVIDIA's {sentence}")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert env.unseen_gpus(tmp_path) is None
 
@@ -181,11 +159,11 @@ def test_a_rank_or_an_engine_does_not_compute_on_the_cpu_beside_gpus_that_it_can
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(ctypes, "CDLL", library(12040))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(ConfigError, match="install driver 580 or newer"):
+    with pytest.raises(ConfigError, match="CUDA 13 needs 580 or newer"):
         env.refuse_environment()
-    with pytest.raises(ConfigError, match="install driver 580 or newer"):
+    with pytest.raises(ConfigError, match="CUDA 13 needs 580 or newer"):
         load_engine(tmp_path, scheme="none", dtype="bfloat16", cache_gb=1.0)
-    assert "device: torch sees no GPU; NVIDIA's driver" in env.describe()
+    assert "device: torch sees no GPU: NVIDIA's driver" in env.describe()
 
 
 @pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
@@ -193,5 +171,5 @@ def test_a_choice_of_attention_that_megatron_would_fail_at_is_refused(name, monk
     monkeypatch.setenv(name, "1")  # as Megatron leaves it
     env.refuse_environment()
     monkeypatch.setenv(name, "0")
-    with pytest.raises(ConfigError, match=f"{name}=0 leaves a kernel of attention out.*; unset it"):
+    with pytest.raises(ConfigError, match=f"{name}=0 forbids Megatron a kernel; unset it"):
         env.refuse_environment()
