@@ -95,9 +95,7 @@ def test_the_script_shows_the_steps_as_the_job_starts_them(slurm, tmp_path):
     slurm.ranks(run_dir, 'case "$*" in *=train*) saves 7 ;; *=engines*) sleep 60 ;; esac')
     assert attempt(run_dir) == 0
     script = render(training_job(load(run_dir / "slurm/config.toml"), cluster), cluster)
-    shown = [
-        line.removeprefix("#   ") for line in script.splitlines() if "#   srun" in line
-    ]
+    shown = [line.removeprefix("#   ") for line in script.splitlines() if "#   srun" in line]
     started = [line for line in slurm.called if line.startswith("srun")]
     assert [line.replace("/attempts/N/", "/attempts/1/") for line in shown] == started
     assert len(shown) == 3 and all(
