@@ -244,8 +244,7 @@ def _samples_options(command: argparse.ArgumentParser) -> None:
 def _fleet_options(command: argparse.ArgumentParser) -> None:
     looks = command.add_subparsers(dest="look", required=True, metavar="COMMAND")
     status = looks.add_parser(
-        "status",
-        help="a table of versions and queues of engines; QURL_API_KEY has their key",
+        "status", help="a table of versions and queues of engines; QURL_API_KEY has their key"
     )
     status.add_argument("urls", nargs="+", metavar="URL", help="e.g. http://127.0.0.1:30000")
 

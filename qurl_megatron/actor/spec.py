@@ -54,10 +54,7 @@ def decoder_spec(
             num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm
         )
     layer = get_gpt_layer_local_spec(
-        num_experts=experts,
-        moe_grouped_gemm=False,
-        normalization="HfRMSNorm",
-        qk_layernorm=qk_norm,
+        num_experts=experts, moe_grouped_gemm=False, normalization="HfRMSNorm", qk_layernorm=qk_norm
     )
     parts = _submodules(layer.submodules.mlp)
     if experts:

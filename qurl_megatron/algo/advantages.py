@@ -85,12 +85,7 @@ def discounted_returns(rewards: Tensor, lengths: Sequence[int] | Tensor, gamma: 
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    lengths: Sequence[int] | Tensor,
-    *,
-    gamma: float,
-    lam: float,
+    rewards: Tensor, values: Tensor, lengths: Sequence[int] | Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, Eq. 16).
 

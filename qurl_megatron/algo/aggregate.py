@@ -13,10 +13,7 @@ from torch import Tensor
 
 
 def token_weights(
-    lengths: Sequence[int] | Tensor,
-    kind: str = "response_mean",
-    *,
-    constant: int | None = None,
+    lengths: Sequence[int] | Tensor, kind: str = "response_mean", *, constant: int | None = None
 ) -> Tensor:
     """Weight of one token of each response, [R] float32 on the CPU.
 

@@ -143,12 +143,7 @@ def companions(folder: Path) -> Iterator[Path]:
 
 
 def read_tensors(
-    source: Checkpoint,
-    op: Op,
-    dtype: torch.dtype | None,
-    *,
-    fold: float = 1.0,
-    unfold: float = 1.0,
+    source: Checkpoint, op: Op, dtype: torch.dtype | None, *, fold: float = 1.0, unfold: float = 1.0
 ) -> dict[str, Tensor]:
     """Return the whole Hugging Face tensors of an op, changed in FP32, then rounded to ``dtype``.
 

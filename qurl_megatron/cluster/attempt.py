@@ -18,14 +18,7 @@ from qurl_megatron.cluster.examination import examine, excluding, refuse_exclusi
 from qurl_megatron.cluster.layout import Allocation, lay_out, run_steps
 from qurl_megatron.cluster.supervise import Received, StepSupervisor, beside, facts_of, say
 from qurl_megatron.cluster.tasks import prepare
-from qurl_megatron.cluster.verdict import (
-    BAD_NODE,
-    GOES_ON,
-    PERSONS,
-    WALL_TIME,
-    Decision,
-    decide,
-)
+from qurl_megatron.cluster.verdict import BAD_NODE, GOES_ON, PERSONS, WALL_TIME, Decision, decide
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError

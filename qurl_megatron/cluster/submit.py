@@ -67,8 +67,7 @@ def command_job(words: Sequence[str], cluster: ClusterConfig, node_gpus: int | N
         node_gpus: GPUs that it takes; None: a node's.
     """
     require(
-        words[0] in COMMANDS,
-        f"--kind command: {words[0]} is unknown; known: {', '.join(COMMANDS)}",
+        words[0] in COMMANDS, f"--kind command: {words[0]} is unknown; known: {', '.join(COMMANDS)}"
     )
     if node_gpus is None:
         node_gpus = cluster.node.gpus

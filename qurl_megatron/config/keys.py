@@ -82,8 +82,7 @@ def in_interval(written: str) -> Allowed:
 
 def at_most_in_size(largest: float) -> Allowed:
     return Allowed(
-        lambda value: -largest <= value <= largest,
-        f"be a number of at most {largest:.0f} in size",
+        lambda value: -largest <= value <= largest, f"be a number of at most {largest:.0f} in size"
     )
 
 
@@ -93,10 +92,7 @@ def one_of(*names: str) -> Allowed:
 
 
 def key(
-    default: Value,
-    allowed: Allowed | None = None,
-    *,
-    on_resume: OnResume | None = None,
+    default: Value, allowed: Allowed | None = None, *, on_resume: OnResume | None = None
 ) -> Value:
     """A field of a section.
 

@@ -52,11 +52,7 @@ class TokenBatch:
 
 
 def pad_samples(
-    responses: Responses,
-    indices: Sequence[int],
-    token_weights: Sequence[float],
-    *,
-    length: int,
+    responses: Responses, indices: Sequence[int], token_weights: Sequence[float], *, length: int
 ) -> TokenBatch:
     """A row for each response, padded to the given length.
 

@@ -26,14 +26,7 @@ import orjson
 
 from qurl_megatron.config.keys import names_a_user
 from qurl_megatron.engines.starting import API_KEY
-from qurl_megatron.fleet.answer import (
-    Info,
-    Load,
-    parsed,
-    read_info,
-    read_load,
-    uncollected,
-)
+from qurl_megatron.fleet.answer import Info, Load, parsed, read_info, read_load, uncollected
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Foreseen, keep_secret
 from qurl_megatron.kit.record import Malformed, convert, shortened
@@ -270,11 +263,7 @@ class EngineClient:
             raise EngineError(f"{self.url}{endpoint} failed: {reason}")
 
     def _object(
-        self,
-        method: str,
-        endpoint: str,
-        body: dict | None = None,
-        timeout_s: float | None = None,
+        self, method: str, endpoint: str, body: dict | None = None, timeout_s: float | None = None
     ) -> dict:
         with self.believing(endpoint):
             answer = parsed(self._request(method, endpoint, body, timeout_s))
@@ -283,11 +272,7 @@ class EngineClient:
             return answer
 
     def _request(
-        self,
-        method: str,
-        endpoint: str,
-        body: dict | None = None,
-        timeout_s: float | None = None,
+        self, method: str, endpoint: str, body: dict | None = None, timeout_s: float | None = None
     ) -> bytes:
         """Return the body of an answer with status 200."""
         if timeout_s is None:

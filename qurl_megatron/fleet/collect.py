@@ -24,14 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.fleet.answer import (
-    NEUTRAL,
-    Asked,
-    Part,
-    Rules,
-    answer_limit,
-    read_answers,
-)
+from qurl_megatron.fleet.answer import NEUTRAL, Asked, Part, Rules, answer_limit, read_answers
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.fleet.turns import Response, Turns, hash63

@@ -498,10 +498,7 @@ class Fleet:
                     self.fail(engine, f"it was not brought to version {version}")
 
     def each(
-        self,
-        act: Callable[[EngineRecord], Result],
-        purpose: str,
-        engines: Iterable[EngineRecord],
+        self, act: Callable[[EngineRecord], Result], purpose: str, engines: Iterable[EngineRecord]
     ) -> dict[EngineRecord, Result]:
         """Call ``act`` on engines in parallel; one that raises EngineError or is late has failed.
 

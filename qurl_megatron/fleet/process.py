@@ -32,11 +32,7 @@ class EngineProcess:
     """Starts again under the same name; its log continues where the last process left it."""
 
     def __init__(
-        self,
-        name: str,
-        launch: Launch,
-        folder: Path,
-        clock: Callable[[], float] = time.monotonic,
+        self, name: str, launch: Launch, folder: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """
         Args:

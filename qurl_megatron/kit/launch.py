@@ -41,11 +41,7 @@ PRELOAD = ["qurl_megatron.training.train"]
 
 
 def launch(
-    target: Callable[..., int],
-    args: tuple,
-    world_size: int,
-    *,
-    lost: Callable[[str], str] = str,
+    target: Callable[..., int], args: tuple, world_size: int, *, lost: Callable[[str], str] = str
 ) -> int:
     """Run ``target(*args)`` on ``world_size`` ranks and return the exit code of the run.
 

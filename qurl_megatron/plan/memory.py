@@ -79,12 +79,7 @@ class Held:
 
 @cache
 def held_from_shapes(
-    arch: Arch,
-    parallel: ParallelConfig,
-    stage: int,
-    *,
-    itemsize: int,
-    critic: bool = False,
+    arch: Arch, parallel: ParallelConfig, stage: int, *, itemsize: int, critic: bool = False
 ) -> Held:
     """Return the memory that a rank of a pipeline stage would hold.
 

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.fused import has_kernels_for
-from qurl_megatron.quant.rounding import (
-    Draws,
-    Rounding,
-    round_to_grid_,
-    scale_of,
-    scheme_named,
-)
+from qurl_megatron.quant.rounding import Draws, Rounding, round_to_grid_, scale_of, scheme_named
 from qurl_megatron.schemes import Scheme
 
 # Float32 elements in flight at once, however large the weight: of a run, which shares the operators

@@ -80,9 +80,7 @@ class Tally:
 
     def metrics(self) -> dict[str, Metric]:
         """Metrics below ``reward/``: the share of failures, and their number by cause."""
-        metrics: dict[str, Metric] = {
-            "reward/failed_fraction": Mean(self.failed, self.responses),
-        }
+        metrics: dict[str, Metric] = {"reward/failed_fraction": Mean(self.failed, self.responses)}
         for cause in CAUSES:
             metrics[f"reward/{cause}"] = Sum(self.causes[cause])
         return metrics

@@ -55,10 +55,7 @@ class Llama3Rope:
 
 
 MEGATRON_LLAMA3_ROPE = Llama3Rope(
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
 """Constants that Megatron hard-codes beside the factor."""
 

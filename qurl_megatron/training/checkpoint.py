@@ -30,9 +30,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -45,26 +43,14 @@ from qurl_megatron.actor.critic import Critic
 from qurl_megatron.actor.megatron import everywhere, on_lead, together
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.actor.trained import Trained
-from qurl_megatron.checkpoints.integrity import (
-    RECORD,
-    FileSum,
-    read_record,
-    to_disk,
-    write_record,
-)
+from qurl_megatron.checkpoints.integrity import RECORD, FileSum, read_record, to_disk, write_record
 from qurl_megatron.checkpoints.megatron_reader import CRITIC
 from qurl_megatron.checkpoints.places import DESCRIPTION
 from qurl_megatron.checkpoints.source import describe
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import free, refusal, refusing
 from qurl_megatron.training.in_place import OneTensorAtATime, in_place
-from qurl_megatron.training.state import (
-    STATE,
-    TrainState,
-    checkpoints,
-    latest,
-    set_aside,
-)
+from qurl_megatron.training.state import STATE, TrainState, checkpoints, latest, set_aside
 
 
 def save(

@@ -18,13 +18,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.observe.samples import SAMPLES_FILE
 from qurl_megatron.observe.timeline import Timeline
-from qurl_megatron.training.state import (
-    STATE,
-    TrainState,
-    claim,
-    latest,
-    recipe_of,
-)
+from qurl_megatron.training.state import STATE, TrainState, claim, latest, recipe_of
 
 ORDER = ("data.", "train.seed")  # keys that determine which prompt comes when ...
 NOT_ORDER = ("data.prompts_per_step",)  # ... and one that only sets how many

@@ -31,13 +31,7 @@ from qurl_megatron.observe.samples import (
     say,
     telling,
 )
-from qurl_megatron.observe.sinks import (
-    JsonlSink,
-    Sink,
-    TensorBoardSink,
-    WandbSink,
-    read_metrics,
-)
+from qurl_megatron.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink, read_metrics
 from qurl_megatron.observe.text import percent
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import Tally

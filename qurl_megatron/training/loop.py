@@ -32,14 +32,7 @@ from qurl_megatron.observe.timeline import HALTED
 from qurl_megatron.publish.drift import of_an_update
 from qurl_megatron.publish.publisher import Publisher
 from qurl_megatron.training import checkpoint
-from qurl_megatron.training.guard import (
-    Collapse,
-    Guard,
-    NotFinite,
-    Verdict,
-    check_losses,
-    examine,
-)
+from qurl_megatron.training.guard import Collapse, Guard, NotFinite, Verdict, check_losses, examine
 from qurl_megatron.training.layout import deliver
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.state import TrainState

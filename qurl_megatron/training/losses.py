@@ -196,8 +196,7 @@ class ValueLoss:
         returns, errors = batch.returns.double(), batch.returns.double() - batch.values.double()
         count = float(len(returns))
         total, value, moved, target, target_squares, error, error_squares = _fetched_sums(
-            *(loss, batch.values, clipped),
-            *(returns, returns.square(), errors, errors.square()),
+            *(loss, batch.values, clipped), *(returns, returns.square(), errors, errors.square())
         )
         return loss, {
             "critic/loss": Mean(total, 0.0),

@@ -15,15 +15,7 @@ from torch import Tensor
 from qurl_megatron.algo.kl import k1, k3
 from qurl_megatron.algo.ratios import bounded_exp
 from qurl_megatron.algo.segments import mean_per_response, sum_per_response
-from qurl_megatron.observe.metrics import (
-    EffectiveSampleSize,
-    Max,
-    Mean,
-    Metric,
-    Min,
-    StdDev,
-    Sum,
-)
+from qurl_megatron.observe.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, StdDev, Sum
 from qurl_megatron.observe.text import how_many
 
 BEYOND = 1e4

@@ -14,13 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from qurl_megatron.actor.megatron import Ranks, on_lead, together
-from qurl_megatron.checkpoints.integrity import (
-    FIX,
-    FileSum,
-    damaged,
-    read_record,
-    wrong_size,
-)
+from qurl_megatron.checkpoints.integrity import FIX, FileSum, damaged, read_record, wrong_size
 from qurl_megatron.checkpoints.places import find_torch_dist
 from qurl_megatron.kit.errors import ConfigError, Unreadable
 from qurl_megatron.kit.filesystem import wait_until_seen

@@ -14,22 +14,12 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
-from qurl_megatron.training.credit import (
-    attach_advantages,
-    attach_correction,
-    rejected_responses,
-)
+from qurl_megatron.training.credit import attach_advantages, attach_correction, rejected_responses
 from qurl_megatron.training.groups import kept_of
 from qurl_megatron.training.guard import NotFinite, check_gradient
 from qurl_megatron.training.journal import Proximal
 from qurl_megatron.training.layout import Minibatch, averaged_without, lay_out, layout_metrics
-from qurl_megatron.training.losses import (
-    PolicyLoss,
-    Scorer,
-    ValueLoss,
-    attach_values,
-    with_scores,
-)
+from qurl_megatron.training.losses import PolicyLoss, Scorer, ValueLoss, attach_values, with_scores
 from qurl_megatron.training.mismatch import mismatch
 
 

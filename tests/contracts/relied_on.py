@@ -251,8 +251,7 @@ SGLANG = [
     _sg(f"{_IO}.PauseGenerationReqInput", "mode"),
     _sg(f"{_IO}.AbortReq", "rid abort_all"),
     _sg(
-        f"{_IO}.UpdateWeightsFromTensorReqInput",
-        "serialized_named_tensors load_format flush_cache",
+        f"{_IO}.UpdateWeightsFromTensorReqInput", "serialized_named_tensors load_format flush_cache"
     ),
     _sg(f"{_IO}.UpdateWeightVersionReqInput", "new_version abort_all_requests"),
     _sg(f"{_IO}.ReleaseMemoryOccupationReqInput", "tags"),

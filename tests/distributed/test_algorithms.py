@@ -87,14 +87,7 @@ def test_algorithms_differ(alone):
     assert len(norms) == len(alone[1])
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        dict(tensor=2, data=2),
-        dict(pipeline=2, context=2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [dict(tensor=2, data=2), dict(pipeline=2, context=2)], ids=str)
 def test_every_algorithm_trains_alike_in_every_layout(layout, alone, backend, tmp_path):
     folder, expected = alone
     run_on_ranks(train_all, 4, backend, tmp_path, folder, layout, tmp_path / "out.pt")

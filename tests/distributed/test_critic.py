@@ -8,15 +8,7 @@ import torch
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import CriticConfig, OptimizerConfig, TrainConfig
 from tests.support.cases import all_but
-from tests.support.critics import (
-    HEAD,
-    build,
-    expected_of,
-    learn,
-    minibatch,
-    named,
-    observe,
-)
+from tests.support.critics import HEAD, build, expected_of, learn, minibatch, named, observe
 from tests.support.models import tiny_checkpoint
 from tests.support.policies import joined, recipe, relative
 from tests.support.ranks import run_on_ranks

@@ -13,13 +13,7 @@ from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.support.logits import forward
 from tests.support.models import random_samples, tiny_checkpoint
-from tests.support.policies import (
-    ALGO,
-    assert_same_training,
-    recipe,
-    relative,
-    train_twice,
-)
+from tests.support.policies import ALGO, assert_same_training, recipe, relative, train_twice
 from tests.support.ranks import run_on_ranks
 
 PARAMETERS_A_BUCKET = 5_000  # of some 60,000: the tiny model goes in one otherwise

@@ -6,12 +6,7 @@ import torch
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.actor.policy import Reference
 from tests.support.cases import all_but
-from tests.support.models import (
-    FAMILIES,
-    as_stored,
-    random_samples,
-    tiny_checkpoint,
-)
+from tests.support.models import FAMILIES, as_stored, random_samples, tiny_checkpoint
 from tests.support.policies import (
     ALGO,
     LAYOUTS,
@@ -28,13 +23,7 @@ from tests.support.ranks import run_on_ranks
 
 @pytest.mark.parametrize(
     "layout",
-    all_but(
-        LAYOUTS,
-        "TP2 x DP2",
-        "CP2 x DP2",
-        "PP2 x CP2",
-        nccl=["TP2 x PP2", "DP2", "TP2 x CP2"],
-    ),
+    all_but(LAYOUTS, "TP2 x DP2", "CP2 x DP2", "PP2 x CP2", nccl=["TP2 x PP2", "DP2", "TP2 x CP2"]),
 )
 def test_gradients_and_updates_equal_one_process(backend, layout, alone, tmp_path):
     folder, expected = alone("qwen2", **ALGO)

@@ -8,13 +8,7 @@ from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.models import FAMILIES, tiny_checkpoint
 from tests.support.policies import build, recipe
-from tests.support.published import (
-    SEED,
-    assert_published,
-    assert_whole,
-    publish,
-    publisher_of,
-)
+from tests.support.published import SEED, assert_published, assert_whole, publish, publisher_of
 from tests.support.ranks import run_on_ranks
 from tests.support.versions import joined
 
@@ -137,8 +131,7 @@ def test_stages_of_different_size_choose_one_transport(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [dict(tensor=2, pipeline=2), dict(tensor=2, data=2), dict(data=2), dict(context=2)],
+    "layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2), dict(data=2), dict(context=2)]
 )
 def test_drift_metrics_do_not_depend_on_the_layout(layout, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")

@@ -21,11 +21,7 @@ def check_against_dense(device, logits_TV, targets_T, vocab_size, temperature, t
     whole = logits_TV.double().requires_grad_()
     leaf = logits_TV.chunk(world, dim=1)[rank].clone().requires_grad_()
     log_prob, entropy = token_log_probs(
-        leaf * 1,
-        targets_T,
-        group=dist.group.WORLD,
-        temperature=temperature,
-        vocab_size=vocab_size,
+        leaf * 1, targets_T, group=dist.group.WORLD, temperature=temperature, vocab_size=vocab_size
     )
     expected_log_prob, expected_entropy = dense(whole[:, :vocab_size], targets_T, temperature)
     close = dict(atol=1e-5, rtol=1e-5)

@@ -65,13 +65,13 @@ RUNS = {
         *("rollout.engine_tensor=2", "parallel.tensor=1", "parallel.data=2"),
     ],
     "packed sequences over two context ranks": [
-        *("parallel.tensor=1", "parallel.context=2", "train.packed=true", "train.max_tokens=512"),
+        *("parallel.tensor=1", "parallel.context=2", "train.packed=true", "train.max_tokens=512")
     ],
     "a critic, and a reference in pinned memory": [
-        *("algo.name=ppo", "algo.kl_coef=0.01", "algo.reference_memory=host"),
+        *("algo.name=ppo", "algo.kl_coef=0.01", "algo.reference_memory=host")
     ],
     "FP32 logits on both sides": [
-        *("model.fp32_output=true", 'rollout.engine_args=["--enable-fp32-lm-head"]'),
+        *("model.fp32_output=true", 'rollout.engine_args=["--enable-fp32-lm-head"]')
     ],
 }
 

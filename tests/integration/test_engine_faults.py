@@ -77,11 +77,7 @@ def trained(run: Run, vocabulary: int) -> None:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_run_holds_every_answer_that_an_engine_must_never_give(tensor, tiny):
     first, second = ([name for name in FAULTS if name != out] for out in reversed(LOCKED_OUT))
-    with (
-        serving(tiny, 3) as (good, behind, other),
-        Proxy(behind) as liar,
-        Proxy(other) as stranger,
-    ):
+    with serving(tiny, 3) as (good, behind, other), Proxy(behind) as liar, Proxy(other) as stranger:
         liar.play(first)
         stranger.play(second[-1:])
         run = Run(

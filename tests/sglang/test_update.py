@@ -2,14 +2,7 @@
 
 import pytest
 
-from tests.sglang.engines import (
-    Case,
-    Server,
-    checkpoints,
-    difference,
-    publish,
-    servers,
-)
+from tests.sglang.engines import Case, Server, checkpoints, difference, publish, servers
 
 IN_SLICE = ("int8", "fp8-tp2")
 CASES = {

@@ -15,10 +15,7 @@ def verl_table(path: Path, questions: Sequence[tuple[str, str]]) -> Path:
     rows = [
         {
             "data_source": "sums/main",
-            "prompt": [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": text},
-            ],
+            "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"split": "train", "index": index},

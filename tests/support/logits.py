@@ -11,12 +11,7 @@ from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.support.ranks import run_on_ranks
 
-LAYOUTS = [
-    {},
-    dict(tensor=2),
-    dict(pipeline=2),
-    dict(tensor=2, pipeline=2),
-]
+LAYOUTS = [{}, dict(tensor=2), dict(pipeline=2), dict(tensor=2, pipeline=2)]
 IDS = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0))
 
 

@@ -187,12 +187,10 @@ FAULTS: dict[str, Fault] = {
         lambda a: a["meta_info"]["output_token_logprobs"].pop(), "log-probs do not belong"
     ),
     "no log-probs": _spoilt(
-        lambda a: a["meta_info"].pop("output_token_logprobs"),
-        "malformed .*output_token_logprobs",
+        lambda a: a["meta_info"].pop("output_token_logprobs"), "malformed .*output_token_logprobs"
     ),
     "unknown end": _spoilt(
-        lambda a: a["meta_info"].update(finish_reason={"type": "tired"}),
-        "malformed .*tired",
+        lambda a: a["meta_info"].update(finish_reason={"type": "tired"}), "malformed .*tired"
     ),
     "stopped nowhere": _spoilt(_stopped_nowhere, "it stopped at token 5, which ends no response"),
     "cut short": _spoilt(_cut_short, "it ended for its length after|the response is empty"),
@@ -208,7 +206,7 @@ FAULTS: dict[str, Fault] = {
 
 
 COULD_BE_TRUE: dict[str, Fault] = {
-    "log-prob -90": _log_prob(-90.0, r"1 token has more than 10000 times the probability"),
+    "log-prob -90": _log_prob(-90.0, r"1 token has more than 10000 times the probability")
 }
 """Lies that no look at an answer finds out: the trainer's own numbers must."""
 

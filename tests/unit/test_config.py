@@ -59,14 +59,8 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
         ("train.run_dir=-x", "train.run_dir must not begin with -, as an option does, got '-x'"),
         ("optimizer.beta1=2", "optimizer.beta1 must lie in [0, 1), got 2"),
         ("train.steps=99999999999999999999", "train.steps must be a number of at most 9007199254"),
-        (
-            "rollout.urls=['http://h:99999']",
-            "rollout.urls must be like http://host:30000, got",
-        ),
-        (
-            "rollout.urls=['http://me:pw@h:1']",
-            "rollout.urls has a user name or a password, which",
-        ),
+        ("rollout.urls=['http://h:99999']", "rollout.urls must be like http://host:30000, got"),
+        ("rollout.urls=['http://me:pw@h:1']", "rollout.urls has a user name or a password, which"),
         ("reward.url=me:pw@a", "reward.url has a user name or a password, which recipes"),
         ("optimizer.clip_grad=nan", "optimizer.clip_grad must be positive, got nan"),
         ("train.steps=-1", "train.steps must be 0 or more, got -1"),

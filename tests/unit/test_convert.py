@@ -113,10 +113,7 @@ def test_codes_are_those_of_the_whole_fp32_weight_before_and_after_folding(
     run(to_megatron(open_checkpoint(hf), tmp_path / "megatron", uaq_scale=1.5, tensor=2))
     for name, folder in (("plain", hf), ("folded", tmp_path / "megatron")):
         job = to_quantized(
-            open_checkpoint(folder),
-            tmp_path / name,
-            scheme=scheme,
-            file_bytes=SMALL,
+            open_checkpoint(folder), tmp_path / name, scheme=scheme, file_bytes=SMALL
         )
         run(job)
     plain, folded = (tensors(tmp_path / name) for name in ("plain", "folded"))

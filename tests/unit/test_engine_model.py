@@ -13,12 +13,7 @@ from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import CONFIGS
-from qurl_megatron.tensors.arch import (
-    facts_of,
-    read_arch,
-    read_eos,
-    read_stop_ids,
-)
+from qurl_megatron.tensors.arch import facts_of, read_arch, read_eos, read_stop_ids
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.files import FilesSender
@@ -111,8 +106,7 @@ def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest,
 
 
 @pytest.mark.parametrize(
-    "model,scheme",
-    [("qwen2-tied", "none"), ("llama", "int8"), ("qwen3", "int4"), ("qwen3", "fp8")],
+    "model,scheme", [("qwen2-tied", "none"), ("llama", "int8"), ("qwen3", "int4"), ("qwen3", "fp8")]
 )
 def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
     changes, sender = MODELS[model], FilesSender(tmp_path / "versions", "r0", leads=False)

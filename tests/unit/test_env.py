@@ -46,10 +46,7 @@ def test_a_whole_one_is_used_where_there_is_a_gpu(transformer_engine, monkeypatc
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (
-            "raise OSError('libcudart.so.12: cannot open\\nmore')",
-            "OSError: libcudart.so.12",
-        ),
+        ("raise OSError('libcudart.so.12: cannot open\\nmore')", "OSError: libcudart.so.12"),
         ("import torch.no_such_module", "ModuleNotFoundError: No module named 'torch.no_such"),
         ("raise AssertionError", "AssertionError"),
     ],

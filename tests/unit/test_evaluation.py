@@ -26,11 +26,7 @@ from qurl_megatron.evaluation.benchmarks import (
     with_prompts,
 )
 from qurl_megatron.evaluation.eval_plan import EvaluationPlan, add_options, make_plans
-from qurl_megatron.evaluation.results import (
-    interval,
-    pass_at,
-    resampled_means,
-)
+from qurl_megatron.evaluation.results import interval, pass_at, resampled_means
 from qurl_megatron.fleet.collect import NEUTRAL, sample_seed
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import quantization_config

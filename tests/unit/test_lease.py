@@ -70,10 +70,7 @@ def test_an_engine_that_computes_another_model_is_refused_by_what_differs(tmp_pa
             pass
         (name,) = change
         refusal = rf"{other.url} computes another model .*: {name} is .* there and .* here; start"
-        with (
-            pytest.raises(ConfigError, match=refusal) as error,
-            fleet_of(same, other, facts=facts),
-        ):
+        with pytest.raises(ConfigError, match=refusal) as error, fleet_of(same, other, facts=facts):
             pass
         assert str(error.value).count(" here") == 1
         wait_until(lambda: other.lease.ask(_asking(OTHER))["granted"])  # it was given back

@@ -24,13 +24,7 @@ from qurl_megatron.training.shapes import find_models
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 
 # Round numbers: 1000 FLOP/s, 100 bytes/s of memory, 10 and 1 to other GPUs.
-GPU = Gpu(
-    gib=80,
-    flops={"none": 1000.0, "int8": 2000.0},
-    hbm=100.0,
-    nvlink=10.0,
-    network=1.0,
-)
+GPU = Gpu(gib=80, flops={"none": 1000.0, "int8": 2000.0}, hbm=100.0, nvlink=10.0, network=1.0)
 IDEAL = Constants(
     flops=1.0,
     hbm=1.0,

@@ -32,10 +32,7 @@ def section(folder: Path, table: str) -> RewardConfig:
 
 @pytest.mark.parametrize(
     ("table", "expected"),
-    [
-        (FUNCTION, [1.0, 1.0, 0.1, 0.0]),
-        (SUM, [1 + 0.2 / 3, 1.2, 0.2, 0.04]),
-    ],
+    [(FUNCTION, [1.0, 1.0, 0.1, 0.0]), (SUM, [1 + 0.2 / 3, 1.2, 0.2, 0.04])],
     ids=["function", "sum"],
 )
 def test_the_functions_score_as_the_page_says(table, expected, tmp_path):

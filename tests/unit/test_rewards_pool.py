@@ -116,10 +116,7 @@ def test_workers_that_never_start_end_the_call(tmp_path, monkeypatch, module, st
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     broken = workers_of(RewardConfig(kind="math", workers=1))
     broken.module, broken.start_s = module, start_s
-    with (
-        broken,
-        pytest.raises(RuntimeError, match=f"^reward.kind=math: a worker {why}; see"),
-    ):
+    with broken, pytest.raises(RuntimeError, match=f"^reward.kind=math: a worker {why}; see"):
         scores(broken, [("1", "1")])
 
 

@@ -200,11 +200,7 @@ def test_what_the_model_cannot_read_of_an_environment_is_said_once_and_is_no_mes
 
 def test_a_stop_waits_for_no_environment(folder):
     talker, stopped = engine(), []
-    with (
-        talking(folder, "Slow") as turns,
-        fleet_of(talker) as fleet,
-        ThreadPoolExecutor(1) as one,
-    ):
+    with talking(folder, "Slow") as turns, fleet_of(talker) as fleet, ThreadPoolExecutor(1) as one:
         pending = one.submit(gather, fleet, turns, stop=lambda: bool(stopped))
         wait_until(lambda: talker.generated >= 3)
         stopped.append(True)

@@ -16,12 +16,7 @@ import pytest
 from qurl_megatron.checkpoints.integrity import write_record
 from qurl_megatron.cli import main
 from qurl_megatron.cluster import checks, commands, folder
-from qurl_megatron.cluster.cluster import (
-    ClusterConfig,
-    ContainerConfig,
-    JobConfig,
-    load_cluster,
-)
+from qurl_megatron.cluster.cluster import ClusterConfig, ContainerConfig, JobConfig, load_cluster
 from qurl_megatron.config import RunConfig, load
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.state import claim

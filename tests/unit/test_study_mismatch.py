@@ -6,14 +6,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from benchmarks.mismatch_page import (
-    BEGIN,
-    PAGE,
-    kept,
-    page,
-    record,
-    rendered,
-)
+from benchmarks.mismatch_page import BEGIN, PAGE, kept, page, record, rendered
 from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig

@@ -11,12 +11,7 @@ from qurl_megatron.data.rows import Question
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import simulation
 from qurl_megatron.tensors.arch import read_arch
-from qurl_megatron.training.inputs import (
-    check_files,
-    describe_data,
-    doubts,
-    longest_prompt,
-)
+from qurl_megatron.training.inputs import check_files, describe_data, doubts, longest_prompt
 from qurl_megatron.training.warmstart import build_tokenizer
 from tests.support.descriptions import QWEN2
 

@@ -30,10 +30,7 @@ def config(tmp_path, monkeypatch):
     return replace(config, reward=reward, rollout=rollout)
 
 
-FILES = {
-    "reward.function": "rewards.py",
-    "rollout.environment": "own_package/inner/tool.py",
-}
+FILES = {"reward.function": "rewards.py", "rollout.environment": "own_package/inner/tool.py"}
 
 
 def taken_up(config, state, changes=()):

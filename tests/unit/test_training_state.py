@@ -13,9 +13,7 @@ from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.training.inputs import sources
 from qurl_megatron.training.loop import with_advice
-from qurl_megatron.training.start import (
-    _already_done,
-)
+from qurl_megatron.training.start import _already_done
 from qurl_megatron.training.state import (
     RECIPE,
     STATE,

@@ -278,11 +278,7 @@ SAME = {
     "kind,changes,expected",
     [
         ("nccl", {"torch": "2.14.1", "nccl": "2.28.3"}, r"nccl 2.27.5 .* nccl 2.28.3 .*transport"),
-        (
-            "nccl",
-            {"NCCL_CUMEM_ENABLE": "unset"},
-            "NCCL_CUMEM_ENABLE 0 .*ENABLE unset .*start",
-        ),
+        ("nccl", {"NCCL_CUMEM_ENABLE": "unset"}, "NCCL_CUMEM_ENABLE 0 .*ENABLE unset .*start"),
         ("nccl", {"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE"),
         ("gloo", {"nccl": "2.28.3", "NCCL_CUMEM_ENABLE": "1", "torch": "2.14.1"}, None),
         ("memory", {"protocol": "0"}, "protocol 1 .*protocol 0 .*install the same version"),

@@ -12,12 +12,7 @@ from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.data.rows import Question
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import read_eos
-from qurl_megatron.training.warmstart import (
-    accuracy,
-    build_tokenizer,
-    save_tokenizer,
-    warmstart,
-)
+from qurl_megatron.training.warmstart import accuracy, build_tokenizer, save_tokenizer, warmstart
 
 # 1-digit sums and 2-digit ones: small enough to learn something in seconds.
 DATA = DataConfig(

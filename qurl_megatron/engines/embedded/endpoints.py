@@ -96,12 +96,7 @@ def serve(
 
 
 def load_engine(
-    model_dir: Path,
-    *,
-    scheme: str,
-    dtype: str,
-    cache_gb: float,
-    device: str = "auto",
+    model_dir: Path, *, scheme: str, dtype: str, cache_gb: float, device: str = "auto"
 ) -> Engine:
     """Return an engine with the weights of a Hugging Face folder or a Megatron checkpoint.
 

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.checkpoints.huggingface import HfReader
-from qurl_megatron.checkpoints.places import (
-    description_of,
-    find_torch_dist,
-)
+from qurl_megatron.checkpoints.places import description_of, find_torch_dist
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
 from qurl_megatron.kit.errors import ConfigError

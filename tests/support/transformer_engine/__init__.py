@@ -37,17 +37,11 @@ MODULES = {
         (plain, "CudaRNGStatesTracker"),
         (plain, "activation_recompute_forward"),
     ),
-    "transformer_engine.pytorch.fp8": (
-        (plain, "FP8GlobalStateManager"),
-        (plain, "fp8_autocast"),
-    ),
+    "transformer_engine.pytorch.fp8": ((plain, "FP8GlobalStateManager"), (plain, "fp8_autocast")),
     "transformer_engine.pytorch.module": _LAYERS,
     "transformer_engine.pytorch.module.base": ((plain, "get_dummy_wgrad"),),
     "transformer_engine.pytorch.ops": ((plain, "FusibleOperation"), (plain, "Sequential")),
-    "transformer_engine.pytorch.optimizers": (
-        (optimizers, "FusedAdam"),
-        (plain, "FusedSGD"),
-    ),
+    "transformer_engine.pytorch.optimizers": ((optimizers, "FusedAdam"), (plain, "FusedSGD")),
     "transformer_engine.pytorch.tensor": ((plain, "QuantizedTensor"),),
     "transformer_engine.pytorch.tensor.utils": (
         (plain, "cast_master_weights_to_fp8"),
