@@ -46,7 +46,7 @@ def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
     options = [f"--signal=B:USR1@{cluster.job.signal_s}"]
     if layout.rollout:  # it outlives an engine's node
         options.append("--no-kill")
-    steps = run_steps(run_dir, layout, cluster, run_dir / "slurm/attempts/N").values()
+    steps = [*run_steps(run_dir, layout, cluster, run_dir / "slurm/attempts/N").values()]
     if cluster.job.examine_s:
         steps = [examination(run_dir, layout, cluster), *steps]
     return Script(
