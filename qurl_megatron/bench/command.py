@@ -21,8 +21,12 @@ def bench(options: argparse.Namespace) -> int:
     """
     from qurl_megatron.bench.record import recorded
 
-    run = import_module(f"qurl_megatron.bench.{options.benchmark}").run
-    recorded(options.benchmark, "qurl", lambda: run(options)).keep(options.out)
+    module = import_module(f"qurl_megatron.bench.{options.benchmark}")
+    record = recorded(options.benchmark, "qurl", lambda: module.run(options))
+    record.keep(options.out)
+    if options.benchmark == "rollout":
+        for line in module.ratios(record.cases):
+            print(line)
     return 0
 
 

@@ -6,7 +6,9 @@ lengths in the same order, on prompts that nobody has sent before. A step waits 
 
 import argparse
 import itertools
+import math
 import shutil
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -197,3 +199,28 @@ def figures_of(outcomes: Sequence[LoadOutcome]) -> list[Figure]:
     if any(pauses):
         figures.append(Figure(name="paused to publish", unit="s", better="lower", repeats=pauses))
     return figures
+
+
+def ratios(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each 8-bit case beside BF16's of the same engine and load, if both count.
+
+    It has the median of tokens/s over BF16's in the same round, and its 95 % confidence interval by
+    the sign test; of five rounds or fewer, which are too few for one, the least and the most.
+    """
+    from scipy.stats import quantile_test  # it takes half a second to import
+
+    lines = []
+    for case, bf16 in itertools.permutations(cases, 2):
+        load = {key for key in case.keys if case.keys[key] == bf16.keys[key]}
+        alike = load >= case.keys.keys() - {"scheme", "dtype"}
+        if not alike or bf16.keys["scheme"] != "bf16" or case.reasons or bf16.reasons:
+            continue
+        rates = zip(case.figures[0].repeats, bf16.figures[0].repeats, strict=True)
+        rounds = [coded / base for coded, base in rates]
+        low, high = quantile_test(rounds, p=0.5).confidence_interval(0.95)
+        if math.isnan(low):
+            low, high = min(rounds), max(rounds)
+        scheme = str(case.keys["scheme"]).upper()
+        span = f"{statistics.median(rounds):.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"{case.name}: {scheme} / BF16 = {span}")
+    return lines

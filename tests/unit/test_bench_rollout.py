@@ -6,6 +6,7 @@ import torch
 
 from qurl_megatron.bench import rollout
 from qurl_megatron.bench.command import SCHEMES
+from qurl_megatron.bench.record import Case, Figure
 from qurl_megatron.bench.rollout import Subject
 from qurl_megatron.bench.rollout_engines import Version, model_folder
 from qurl_megatron.bench.rollout_load import (
@@ -16,6 +17,7 @@ from qurl_megatron.bench.rollout_load import (
     groups,
     long_tailed,
 )
+from qurl_megatron.cli import main
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.fleet.client import EngineError
 
@@ -138,6 +140,34 @@ def test_a_reason_of_one_repeat_is_one_of_the_case_and_without_an_answer_there_a
     found = case(outcome(1.0), outcome(1.0, failure="cut off"))
     assert found.figures == [] and found.reasons == ["failed requests"]
     assert found.notes["failed requests"] == "1 of 1 requests; the first: cut off"
+
+
+def measured(scheme: str, rates: list[float], prompts=8, **given) -> Case:
+    keys = {"engine": "sglang", "scheme": scheme, "dtype": "bfloat16", "prompts": prompts}
+    speed = Figure(name="tokens/s", unit="1/s", better="higher", repeats=rates)
+    return Case(name=f"sglang {scheme}", figures=[speed], keys=keys, **given)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "line"),
+    [
+        ([1.5, 1.4, 1.7], "1.50 (1.40 to 1.70)"),  # too few for an interval: all
+        ([0.1, 1.3, 1.4, 1.5, 1.5, 1.5, 1.6, 1.7, 9.0], "1.50 (1.30 to 1.70)"),
+    ],
+)
+def test_it_ends_with_int8_over_bf16_in_the_median_of_the_rounds_and_where_it_lies(
+    rounds, line, monkeypatch, capsys
+):
+    slower = [100.0 / (i + 1) for i in range(len(rounds))]  # drift that both have
+    bf16 = measured("bf16", slower)
+    int8 = measured("int8", [rate * ratio for rate, ratio in zip(slower, rounds, strict=True)])
+    other_load = measured("int8", slower, prompts=9)
+    failed = measured("fp8", slower, reasons=["failed requests"])
+    monkeypatch.setattr(rollout, "run", lambda options: [failed, int8, bf16, other_load])
+    assert main(["bench", "rollout"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"failed requests\nsglang int8: INT8 / BF16 = {line}\n")
+    assert rollout.ratios([int8]) == []
 
 
 # -- the engines -------------------------------------------------------------------------------
