@@ -10,16 +10,24 @@ from qurl_megatron.config import RunConfig, load
 from qurl_megatron.config.arguments import add_recipe
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import aligned
-from qurl_megatron.plan.constants import GB, Constants, gpu_of
+from qurl_megatron.plan.constants import ASSUMPTIONS, GB, Constants, gpu_of
 from qurl_megatron.plan.layouts import overrides
 from qurl_megatron.plan.memory import GIB
 from qurl_megatron.plan.planner import Planner, Prediction
 from qurl_megatron.plan.seconds import Roofline, Workload
+from qurl_megatron.schemes import title
 from qurl_megatron.training.shapes import find_models
 
 HEAD = ("layout", "GiB", "rollout", "train", "publish", "step s", "tokens/s/GPU", "limited by")
-WORDS = ("layout", "best layout", "limited by")
+COMPARE_HEAD = ("scheme", "best layout", *HEAD[1:6], "x BF16", "range", "limited by")
+COMPARED = (
+    "x BF16: steps while BF16 makes one. range: each estimate of GPUs and engines by itself",
+    "at both ends of what is plausible (plan/constants.py). Lengths are yours (--mean-tokens).",
+)
+WORDS = ("layout", "scheme", "best layout", "limited by")
 SCALING_HEAD = ("GPUs", "best layout", "step s", "tokens/s/GPU", "limited by")
+AS_ESTIMATED = "the estimates hold"
+CANDIDATES = 300  # of the fastest layouts, one is the fastest under another assumption, too
 
 
 def add_plan_options(command: argparse.ArgumentParser) -> None:
@@ -42,6 +50,12 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the model's config.json, or its folder; default: where model.path is",
     )
+    command.add_argument(
+        "--compare",
+        type=lambda text: text.split(","),
+        metavar="SCHEME,...",
+        help="quant.scheme: the best layout of each beside BF16's, e.g. int8,fp8",
+    )
     command.add_argument("--top", type=int, default=12, metavar="N", help="rows of the table")
     command.add_argument(
         "--up-to", type=int, default=1024, metavar="N", help="GPUs to simulate; 0: only --gpus"
@@ -54,14 +68,51 @@ def plan(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: unknown GPU, a recipe that is not for GPUs, or nothing fits.
     """
-    config = load(arguments.recipe, arguments.overrides)
-    planner = make_planner(config, arguments)
+    if arguments.compare:
+        print(compare(arguments), end="")
+        return 0
+    planner = make_planner(load(arguments.recipe, arguments.overrides), arguments)
     layouts = planner.plan(arguments.gpus)
-    if not layouts:
-        raise planner.nothing_fits(arguments.gpus, arguments.gpu)
-    curve = planner.scaling(arguments.up_to)
-    print(render(planner, arguments, layouts, curve), end="")
+    print(render(planner, arguments, layouts, planner.scaling(arguments.up_to)), end="")
     return 0
+
+
+def compare(arguments: argparse.Namespace) -> str:
+    """Return a table of the best layout of each scheme, beside BF16's, and how sure it is."""
+    recipe = load(arguments.recipe, arguments.overrides)
+    rows: list[tuple[str, ...]] = [COMPARE_HEAD]
+    bf16: dict[str, float] = {}
+    notes, pasted = [], []
+    for scheme in dict.fromkeys(["none", *arguments.compare]):
+        settings = [*arguments.overrides, f"quant.scheme={scheme}"]
+        config = load(arguments.recipe, settings, named_by=arguments.overrides)
+        planner = make_planner(config, arguments)
+        layouts = planner.plan(arguments.gpus)
+        steps = steps_by_assumption(planner, layouts[:CANDIDATES])
+        bf16 = bf16 or steps
+        ratio = bf16[AS_ESTIMATED] / steps[AS_ESTIMATED]
+        ratios = sorted((bf16[words] / steps[words], words) for words in steps)
+        (low, slow), (high, fast) = ratios[0], ratios[-1]
+        name, ends = title(scheme), ""
+        if scheme != "none":
+            ends = f"{low:.2f} to {high:.2f}"
+            notes.append(f"{name} is {low:.2f} where {slow}, and {high:.2f} where {fast}.")
+        label, *seconds, _, limit = _cells(layouts[0], recipe)
+        rows.append((name, label[2:], *seconds, f"{ratio:.2f}", ends, limit))
+        pasted.append(f"{name}, as overrides: {pasteable(recipe, layouts[0].config, arguments)}")
+    table = [_heading(planner, arguments), "", *aligned(rows, words=WORDS)]
+    return "\n".join([*table, "", *COMPARED, *notes, "", *pasted]) + "\n"
+
+
+def steps_by_assumption(planner: Planner, layouts: Sequence[Prediction]) -> dict[str, float]:
+    """Return the fastest layout's seconds a step, by what is assumed; first as it is estimated."""
+    steps = {AS_ESTIMATED: layouts[0].step}
+    for name, value, words in ASSUMPTIONS:
+        roof = replace(planner.roof, constants=replace(Constants(), **{name: value}))
+        moved = replace(planner, roof=roof)
+        again = [moved.predict(layout.choice, own=layout.own) for layout in layouts]
+        steps[words] = min(prediction.step for prediction in again if prediction)
+    return steps
 
 
 def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
@@ -72,9 +123,8 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
             f"rollout.backend={config.rollout.backend}: set rollout.backend=sglang"
         )
     node = arguments.gpus_per_node
-    for name, value in (("--gpus", arguments.gpus), ("--gpus-per-node", node)):
-        if value < 1:
-            raise ConfigError(f"{name} must be 1 or more, got {value}")
+    if min(arguments.gpus, node) < 1:
+        raise ConfigError(f"--gpus {arguments.gpus} --gpus-per-node {node} must be 1 or more")
     if arguments.gpus > node and arguments.gpus % node:
         raise ConfigError(
             f"--gpus {arguments.gpus} is no multiple of --gpus-per-node {node}: "
@@ -136,23 +186,17 @@ def render(
     curve: Sequence[Prediction],
 ) -> str:
     """Return the tables and the sentences below them."""
-    work, top = planner.work, arguments.top
-    shown = best_trainers(layouts)
+    top, shown = arguments.top, best_trainers(layouts)
     rows = [*shown[:top], *(layout for layout in shown[top:] if layout.own)]
-    settings = overrides(planner.config, layouts[0].config)
-    changed = {setting.partition("=")[0] for setting in settings}
-    kept = [given for given in arguments.overrides if given.partition("=")[0] not in changed]
+    settings = pasteable(planner.config, layouts[0].config, arguments)
     text = [
-        f"{arguments.gpus} x {arguments.gpu}, {work.responses} responses a step of {work.mean:.0f} "
-        f"tokens (at most {work.longest}) after {work.prompt:.0f}, "
-        f"{planner.config.quant.scheme} rollouts, "
-        f"max_staleness {planner.config.rollout.max_staleness}",
+        f"{_heading(planner, arguments)}, {planner.config.quant.scheme} rollouts",
         "",
         *aligned([HEAD, *(_cells(row, planner.config) for row in rows)], words=WORDS),
         "",
         f"{len(layouts)} layouts fit; the best trainer beside each of {len(shown)} sets of engines "
         "is shown; * is the recipe's own, ~ the same scaled.",
-        f"Fastest, as overrides: {shlex.join([*kept, *settings]) or 'the recipe as it is'}",
+        f"Fastest, as overrides: {settings}",
     ]
     if not any(layout.own for layout in layouts):
         text.insert(-1, f"The recipe's own layout is not among those of {arguments.gpus} GPUs.")
@@ -167,6 +211,23 @@ def render(
             stop_sentence(curve, planner.roof.constants.worth),
         ]
     return "\n".join(text) + "\n"
+
+
+def _heading(planner: Planner, arguments: argparse.Namespace) -> str:
+    work = planner.work
+    return (
+        f"{arguments.gpus} x {arguments.gpu}, {work.responses} responses a step of {work.mean:.0f} "
+        f"tokens (at most {work.longest}) after {work.prompt:.0f}, "
+        f"max_staleness {planner.config.rollout.max_staleness}"
+    )
+
+
+def pasteable(before: RunConfig, after: RunConfig, arguments: argparse.Namespace) -> str:
+    """Return the overrides that turn one into the other, and those given, quoted for a shell."""
+    settings = {}
+    for setting in [*arguments.overrides, *overrides(before, after)]:
+        settings[setting.partition("=")[0]] = setting
+    return shlex.join(settings.values()) or "the recipe as it is"
 
 
 def stop_sentence(curve: Sequence[Prediction], worth: float) -> str:

@@ -12,7 +12,7 @@ from qurl_megatron.kit.errors import ConfigError
 GB = 1e9
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Gpu:
     """The data sheet of one GPU. FLOP/s are dense. Compared by identity, so that caches take it."""
 
@@ -23,40 +23,15 @@ class Gpu:
     network: float  # bytes/s of its share of the machine's network, one way
 
 
+HOPPER = {"none": 989e12, "int8": 1979e12, "fp8": 1979e12}
+# NVIDIA's data sheets without sparsity, of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200. DGX A100
+# has 200 Gb/s of InfiniBand a GPU, DGX H100 and later 400. A100s have no FP8 units, and engines no
+# INT8 kernels on Blackwell (vllm#25935, #27182).
 GPUS: dict[str, Gpu] = {
-    # NVIDIA A100 80GB SXM data sheet; DGX A100: 200 Gb/s InfiniBand a GPU; no FP8 units
-    "a100-80": Gpu(
-        gib=80,
-        flops={"none": 312e12, "int8": 624e12},
-        hbm=2039 * GB,
-        nvlink=300 * GB,
-        network=25 * GB,
-    ),
-    # NVIDIA H100 SXM data sheet, without sparsity; DGX H100: 400 Gb/s a GPU
-    "h100": Gpu(
-        gib=80,
-        flops={"none": 989e12, "int8": 1979e12, "fp8": 1979e12},
-        hbm=3350 * GB,
-        nvlink=450 * GB,
-        network=50 * GB,
-    ),
-    # NVIDIA H200 SXM data sheet, without sparsity; DGX H200: 400 Gb/s a GPU
-    "h200": Gpu(
-        gib=140,
-        flops={"none": 989e12, "int8": 1979e12, "fp8": 1979e12},
-        hbm=4800 * GB,
-        nvlink=450 * GB,
-        network=50 * GB,
-    ),
-    # NVIDIA HGX B200 data sheet, without sparsity; 400 Gb/s a GPU; no INT8, for which engines have
-    # no kernels on Blackwell (vllm#25935, #27182)
-    "b200": Gpu(
-        gib=179,
-        flops={"none": 2250e12, "fp8": 4500e12},
-        hbm=7700 * GB,
-        nvlink=900 * GB,
-        network=50 * GB,
-    ),
+    "a100-80": Gpu(80, {"none": 312e12, "int8": 624e12}, 2039 * GB, 300 * GB, 25 * GB),
+    "h100": Gpu(80, HOPPER, 3350 * GB, 450 * GB, 50 * GB),
+    "h200": Gpu(140, HOPPER, 4800 * GB, 450 * GB, 50 * GB),
+    "b200": Gpu(179, {"none": 2250e12, "fp8": 4500e12}, 7700 * GB, 900 * GB, 50 * GB),
 }
 
 
@@ -85,6 +60,13 @@ class Constants:
     """Share of dense FLOP/s; estimate, of products with what lies between them and of attention:
     Megatron-LM's README reports 41 to 48 % of H100s for whole steps of pre-training,
     FlashAttention-2 and -3 from 35 to 75 % (arXiv:2407.08608)."""
+
+    codes: float = 0.85
+    """Share of twice BF16's speed that 8-bit products reach; estimate: torch's on an H100 reach
+    0.86 in FP8 and 0.58 in INT8 (docs/performance-notes.md). SGLang's were not measured."""
+
+    activation_codes: float = 10e-6
+    """Seconds a layer and decode step; estimate: four kernels that quantize activations."""
 
     hbm: float = 0.6
     """Share of HBM bandwidth; estimate: weights and cache read in a decode step."""
@@ -135,3 +117,19 @@ class Constants:
     worth: float = 0.2
     """Share of the step; our rule: scaling has stopped where twice the GPUs take off less than
     this."""
+
+
+ASSUMPTIONS: tuple[tuple[str, float, str], ...] = (
+    ("codes", 0.58, "8-bit products are 1.16 times as fast as BF16's"),
+    ("codes", 1.0, "8-bit products are twice as fast as BF16's"),
+    ("activation_codes", 0.0, "quantizing activations takes no time"),
+    ("activation_codes", 25e-6, "quantizing activations takes 25 us a layer"),
+    ("flops", 0.35, "products reach 35 % of the data sheet"),
+    ("flops", 0.65, "products reach 65 % of the data sheet"),
+    ("hbm", 0.45, "reading reaches 45 % of the data sheet"),
+    ("hbm", 0.8, "reading reaches 80 % of the data sheet"),
+    ("decode_step", 1e-3, "scheduling and sampling take 1 ms a decode step"),
+    ("decode_step", 8e-3, "scheduling and sampling take 8 ms a decode step"),
+)
+"""The estimates that decide what 8 bits bring, at both ends of what is plausible. Lengths, which do
+as well, are the user's to say."""

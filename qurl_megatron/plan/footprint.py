@@ -8,6 +8,7 @@ the models' part to models that are really built.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
@@ -107,7 +108,7 @@ class Footprint:
             mapped_by=_mapping_engines(self.config),
         )
 
-    @property
+    @cached_property
     def fullest(self) -> tuple[Stage, str, int]:
         """The stage and the phase with most on a GPU, and how much that is."""
         sums = []

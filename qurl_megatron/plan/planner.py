@@ -5,7 +5,8 @@ is the longer of rollout and training, and the publication that both wait for.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.errors import ConfigError
@@ -78,9 +79,11 @@ class Planner:
     work: Workload
     nearest: tuple[int, Choice, str] | None = None
     """Of the layouts that did not fit, the one that came nearest: bytes, which, phase."""
+    fits: dict[Choice, tuple[RunConfig, Footprint] | None] = field(default_factory=dict)
+    """Each layout that was asked for, in its memory; another ``roof`` of these GPUs shares it."""
 
     def plan(self, gpus: int) -> list[Prediction]:
-        """Every layout of ``gpus`` GPUs that fits, fastest first."""
+        """Every layout of ``gpus`` GPUs that fits, fastest first; ConfigError where none does."""
         train = self.config.train
         rows = 1 if train.max_tokens else train.micro_batch
         shares = self.work.responses // (self.work.minibatches * rows)
@@ -92,6 +95,8 @@ class Planner:
             prediction = self.predict(choice, own=choice == recipe_choice)
             if prediction is not None:
                 predictions.append(prediction)
+        if not predictions:
+            raise self._nothing_fits(gpus)
         return sorted(predictions, key=lambda layout: (layout.step, layout.training))
 
     def scaling(self, up_to: int) -> list[Prediction]:
@@ -99,13 +104,16 @@ class Planner:
         best = []
         gpus = self.roof.node
         while gpus <= up_to:
-            best += self.plan(gpus)[:1]
+            with suppress(ConfigError):  # nothing fits
+                best.append(self.plan(gpus)[0])
             gpus *= 2
         return best
 
     def predict(self, choice: Choice, *, own: bool = False) -> Prediction | None:
         """None where the batch does not divide or the layout does not fit."""
-        fitting = self._fitting(choice, own=own)
+        if choice not in self.fits:
+            self.fits[choice] = self._fitting(choice, own=own)
+        fitting = self.fits[choice]
         if fitting is None:
             return None
         config, memory = fitting
@@ -175,7 +183,7 @@ class Planner:
         step = self.roof.constants.static_step
         return [round(STATIC - i * step, 2) for i in range(int(STATIC / step))]
 
-    def nothing_fits(self, gpus: int, kind: str) -> ConfigError:
+    def _nothing_fits(self, gpus: int) -> ConfigError:
         """Why ``plan`` found nothing."""
         if self.nearest is None:
             longest = self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
@@ -186,7 +194,7 @@ class Planner:
             )
         size, choice, phase = self.nearest
         return ConfigError(
-            f"no layout fits on {gpus} {kind}: the nearest, {choice.label()}, needs "
+            f"no layout fits on {gpus} GPUs: the nearest, {choice.label()}, needs "
             f"{size / GIB:.0f} GiB in phase {phase}, of {self._usable / GIB:.0f} that may be "
             "filled; give more --gpus"
         )

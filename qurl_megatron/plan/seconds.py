@@ -112,7 +112,8 @@ class Roofline:
     node: int  # GPUs of a machine
 
     def compute(self, operations: float, scheme: str = "none") -> float:
-        return operations / (self.gpu.flops[scheme] * self.constants.flops)
+        share = self.constants.flops * (self.constants.codes if scheme != "none" else 1)
+        return operations / (self.gpu.flops[scheme] * share)
 
     def read(self, size: float) -> float:
         return size / (self.gpu.hbm * self.constants.hbm)
@@ -163,13 +164,16 @@ def decode_step(roof: Roofline, engine: Engine, running: float, context: float) 
     if tensor > 1:
         sent = 2 * (tensor - 1) / tensor * running * arch.hidden * BF16
         sums = 2 * arch.num_layers * (roof.constants.latency + roof.send(sent, tensor))
+    layer = roof.constants.decode_layer
+    if engine.scheme != "none":
+        layer += roof.constants.activation_codes
     return {
         # The weights are read while they are multiplied: the longer of the two counts.
         WEIGHTS: read * (read >= multiply),
         COMPUTE: multiply * (multiply > read),
         CACHE: max(cached, roof.compute(tokens * attention)),
         SENDS: sums,
-        LAUNCH: arch.num_layers * roof.constants.decode_layer + roof.constants.decode_step,
+        LAUNCH: arch.num_layers * layer + roof.constants.decode_step,
     }
 
 

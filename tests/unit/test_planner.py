@@ -11,8 +11,8 @@ from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.cli import main
 from qurl_megatron.config import ParallelConfig, TrainConfig, load
 from qurl_megatron.plan import seconds
-from qurl_megatron.plan.command import best_trainers, stop_sentence, workload
-from qurl_megatron.plan.constants import GPUS, Constants, Gpu, gpu_of
+from qurl_megatron.plan.command import AS_ESTIMATED, best_trainers, stop_sentence, workload
+from qurl_megatron.plan.constants import ASSUMPTIONS, GPUS, Constants, Gpu, gpu_of
 from qurl_megatron.plan.footprint import footprint
 from qurl_megatron.plan.layouts import choices, overrides, own_choice, scaled
 from qurl_megatron.plan.memory import GIB, engine_weights
@@ -27,6 +27,8 @@ RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 GPU = Gpu(gib=80, flops={"none": 1000.0, "int8": 2000.0}, hbm=100.0, nvlink=10.0, network=1.0)
 IDEAL = Constants(
     flops=1.0,
+    codes=1.0,
+    activation_codes=0.0,
     hbm=1.0,
     collective=1.0,
     latency=0.0,
@@ -91,6 +93,15 @@ def test_a_decode_step_by_hand():
     full = seconds.decode_step(ROOF, ENGINE, running=50, context=20)
     assert full[seconds.COMPUTE] == pytest.approx(50 * (2 * LINEAR / 2000 + 160 / 1000))
     assert full[seconds.WEIGHTS] == 0
+
+
+def test_codes_multiply_slower_than_the_data_sheet_and_activations_are_quantized_first():
+    slower = with_constants(codes=0.5, activation_codes=3.0)
+    step = seconds.decode_step(slower, ENGINE, running=50, context=20)
+    assert step[seconds.COMPUTE] == pytest.approx(50 * (2 * LINEAR / 1000 + 160 / 1000))
+    assert step[seconds.LAUNCH] == 4 * 3.0
+    bf16 = replace(ENGINE, scheme="none")
+    assert seconds.decode_step(slower, bf16, 50, 20) == seconds.decode_step(ROOF, bf16, 50, 20)
 
 
 def test_the_ranks_of_an_engine_add_up_twice_a_layer():
@@ -314,18 +325,32 @@ def test_the_page_tells_what_the_command_prints_for_32b_on_32_256_and_up_to_1024
         assert code == 0 and f"```\n{out}```\n" in page, out
 
 
+def test_the_page_on_what_pays_has_what_the_command_prints(capsys, monkeypatch):
+    monkeypatch.chdir(RECIPES.parents[1])
+    page = Path("docs/does_it_pay.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^\$ qurl (plan .*)\n((?:(?!\$ |```).*\n)+)", page, re.M)
+    assert len(blocks) == 9
+    for words, printed in blocks:
+        main(words.split())
+        seen = capsys.readouterr()
+        assert printed.rstrip() == (seen.out or seen.err).rstrip(), words
+        for ratio, span in re.findall(r"^INT8 .*  (\d\.\d\d)  (\d.* to \d\.\d\d)  ", printed, re.M):
+            assert f"| {ratio} ({span}) |" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gpus", "4", "--gpu", "tpu"], "--gpu tpu is not in the table; known: a100-80, h100"),
         (["--gpus", "4", "--gpu", "b200"], "quant.scheme=int8 has no kernels on b200"),
         (["quant.scheme=fp8", "--gpus", "4", "--gpu", "a100-80"], "fp8 has no kernels on a100-80"),
-        (["--gpus", "0"], "--gpus must be 1 or more, got 0"),
+        (["--gpus", "0"], "--gpus 0 --gpus-per-node 8 must be 1 or more"),
         (["--gpus", "12"], "--gpus 12 is no multiple of --gpus-per-node 8"),
         (["--gpus", "4", "--mean-tokens", "9999"], "must lie between 1 and rollout.max_new_tokens"),
         (["rollout.backend=embedded", "rollout.colocate=false", "rollout.engine_args=[]"]
          + ["--gpus", "4"], "set rollout.backend=sglang"),
         (["--gpus", "4", "--config", "nowhere"], "--config nowhere is neither"),
+        (["--gpus", "4", "--compare", "int8,fp"], "quant.scheme must be one of none, int8, fp8"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(arguments, message, capsys):
@@ -333,10 +358,38 @@ def test_mistakes_are_one_sentence(arguments, message, capsys):
     assert code == 2 and message in err and len(err.splitlines()) == 1
 
 
+def test_schemes_are_compared_by_their_best_layouts_and_their_estimates_at_both_ends(capsys):
+    recipe, options = RECIPES / "grpo_qwen2.5_14b.toml", ["--gpus", "8"]
+    code, out, _ = call(capsys, recipe, *options, "--compare", "int8,none")
+    rows = {line.split()[0]: line for line in out.splitlines()[2:5]}
+    assert code == 0 and list(rows) == ["scheme", "BF16", "INT8"]
+    steps = {}
+    for scheme in ("none", "int8"):
+        plans = planner("grpo_qwen2.5_14b", f"quant.scheme={scheme}")
+        step, steps[scheme] = plans.plan(8)[0].step, steps_of(plans)
+        assert steps[scheme][AS_ESTIMATED] == step
+        assert f" {step:.1f} " in rows["BF16" if scheme == "none" else "INT8"]
+    ratios = {words: steps["none"][words] / steps["int8"][words] for words in steps["int8"]}
+    span = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
+    assert f" {ratios[AS_ESTIMATED]:.2f}  {span}  " in rows["INT8"] and " to " not in rows["BF16"]
+    for end in (min, max):
+        assert f"{end(ratios.values()):.2f} where {end(ratios, key=ratios.get)}" in out
+    assert "\nBF16, as overrides: model.recompute=false quant.scheme=none " in out
+
+
+def steps_of(plans: Planner) -> dict[str, float]:
+    """The fastest step under each assumption, each planned anew."""
+    steps = {AS_ESTIMATED: plans.plan(8)[0].step}
+    for name, value, words in ASSUMPTIONS:
+        roof = replace(plans.roof, constants=replace(Constants(), **{name: value}))
+        steps[words] = replace(plans, roof=roof).plan(8)[0].step
+    return steps
+
+
 def test_where_nothing_fits_the_nearest_layout_is_named(capsys):
     code, _, err = call(capsys, RECIPES / "grpo_qwen2.5_32b.toml", "--gpus", "8")
     assert code == 2
-    assert "no layout fits on 8 h100: the nearest, TP" in err and "of 78 that may be filled" in err
+    assert "no layout fits on 8 GPUs: the nearest, TP" in err and "of 78 that may be filled" in err
 
 
 def test_a_layout_of_the_recipe_that_cannot_be_scaled_is_said(capsys):
