@@ -63,14 +63,21 @@ class Subject:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """Measure all engines, in turns.
+    """Measure all engines: in turns, or one after another where SGLang's fill the GPUs.
 
     Raises:
         ConfigError: an engine does not start, or does not take a version; or the options do not
             fit together.
     """
+    subjects = itertools.product(options.engine, options.schemes, options.tensor)
+    cases = []
     try:
-        return _measured(options)
+        if not torch.cuda.is_available() or "sglang" not in options.engine:
+            return _measured(options)
+        for engine, scheme, tensor in subjects:
+            alone = {"engine": [engine], "schemes": [scheme], "tensor": [tensor]}
+            cases += _measured(argparse.Namespace(**vars(options) | alone))
+        return cases
     except EngineError as error:
         raise ConfigError(f"bench rollout: {error}") from None
 

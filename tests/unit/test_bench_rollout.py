@@ -1,5 +1,7 @@
 """The rollout benchmark but for its engines: what is asked of whom, and what becomes of it."""
 
+from argparse import Namespace
+
 import numpy as np
 import pytest
 import torch
@@ -171,6 +173,20 @@ def test_it_ends_with_int8_over_bf16_in_the_median_of_the_rounds_and_where_it_li
 
 
 # -- the engines -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines", "together"),
+    [(True, ["sglang"], 1), (True, ["embedded"], 2), (False, ["sglang"], 2)],
+)
+def test_engines_that_fill_a_gpu_are_measured_one_after_another(
+    gpus, engines, together, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(rollout, "_measured", lambda options: [options.schemes])
+    asked = Namespace(engine=engines, schemes=["bf16", "int8"], tensor=[2], prompts=[8])
+    found = rollout.run(asked)
+    assert sum(found, []) == ["bf16", "int8"] and len(found[0]) == together
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
