@@ -5,7 +5,7 @@ VENV := .venv$(OTHER)
 TRITON := .triton$(OTHER)
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-emulated test-nodes test-slurm test-slurm-slice
+.PHONY: quickstart test test-emulated test-nodes test-image test-slurm test-slurm-slice
 .PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu bench-gpu unchanged pictures lint
 
 quickstart: $(VENV)/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
@@ -43,6 +43,10 @@ $(TRITON)/installed: requirements/triton.txt | $(VENV)/installed
 
 test-nodes: $(VENV)/installed  ## several nodes as network namespaces; needs root, iproute2
 	$(BIN)/python -m pytest tests/nodes
+
+# IMAGE_BIND names what pip needs of this machine, as outside[:inside], such as /etc/pip.conf.
+test-image: $(VENV)/installed  ## the image's script on a bare Debian, an hour, 25 GB; needs root, debootstrap
+	env IMAGE_ROOT=$(or $(IMAGE_ROOT),$(CURDIR)/.image-root) $(BIN)/python -m pytest -s tests/image
 
 test-slurm: $(VENV)/installed  ## jobs on a real Slurm of four nodes on this machine, 10 minutes; needs root
 	$(BIN)/python -m tests.slurm.install
