@@ -104,6 +104,13 @@ def test_a_kernel_is_compiled_and_linked_by_what_pip_left(tmp_path, monkeypatch)
     assert "cannot find -lcudart); install cuda-toolkit" in compiling.fault("13.0")
     monkeypatch.setattr(os, "environ", env)
     assert compiling.fault("13.0") is None and env["CUDA_HOME"] == str(pip)
+    (tmp_path / "file").touch()
+    unwritable = env | {"SGLANG_JIT_CACHE_DIR": f"{tmp_path}/file"}
+    del unwritable["CUDA_HOME"]
+    monkeypatch.setattr(os, "environ", unwritable)
+    compiling.use_cuda_of_pip()
+    assert "CUDA_HOME" not in unwritable
+    monkeypatch.setattr(os, "environ", env)
     env["CUDA_HOME"] = "/none"
     assert "CUDA_HOME=/none (sh: " in compiling.fault("13.0")
 

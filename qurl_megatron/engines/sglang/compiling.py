@@ -36,10 +36,13 @@ def use_cuda_of_pip() -> None:
         return
     kernels = os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit"  # as SGLang
     links = Path(kernels).expanduser() / "cuda"
-    links.mkdir(parents=True, exist_ok=True)
     aside = links / f".{os.getpid()}"  # other engines do the same meanwhile
-    aside.symlink_to(cuda / "lib/libcudart.so.13")
-    aside.replace(links / "libcudart.so")
+    try:
+        links.mkdir(parents=True, exist_ok=True)
+        aside.symlink_to(cuda / "lib/libcudart.so.13")
+        aside.replace(links / "libcudart.so")
+    except OSError:  # read-only: with all kernels in it, nothing is compiled
+        return
     # Of a container's libcuda.so the loader alone may be told.
     given = [os.environ.get(name) for name in ("LIBRARY_PATH", "LD_LIBRARY_PATH")]
     searched = [str(links), str(cuda / "lib"), *filter(None, given)]
