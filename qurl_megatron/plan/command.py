@@ -250,7 +250,7 @@ def _cells(row: Prediction, recipe: RunConfig) -> list[str]:
         f"{mark} {row.choice.label()}",
         f"{row.bytes / GIB:.1f}",
         f"{row.rollout.seconds:.1f}",
-        f"{row.training:.1f}",
+        f"{row.train.seconds:.1f}",
         f"{row.publish:.1f}",
         f"{row.step:.1f}",
         f"{row.speed:.0f}",

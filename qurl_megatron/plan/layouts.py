@@ -4,6 +4,7 @@ Tensor ranks and the GPUs of an engine stay on one machine. Engines have machine
 single machine they have GPUs of their own, or share all of the trainer's.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -77,20 +78,14 @@ def _trainers(
     arch: Arch, own: ParallelConfig, gpus: int, within: list[int]
 ) -> Iterator[ParallelConfig]:
     for tensor, pipeline in product(within, _divisors(arch.num_layers)):
-        if not _divides(arch, tensor, pipeline):
+        try:
+            arch.check_parallel(tensor, pipeline)
+        except ConfigError:
             continue
         for context in within:
             data, unused = divmod(gpus, tensor * pipeline * context)
             if data and not unused:
                 yield replace(own, tensor=tensor, pipeline=pipeline, context=context, data=data)
-
-
-def _divides(arch: Arch, tensor: int, pipeline: int) -> bool:
-    try:
-        arch.check_parallel(tensor, pipeline)
-    except ConfigError:
-        return False
-    return True
 
 
 def _divisors(number: int) -> list[int]:
@@ -159,12 +154,6 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
 
 def overrides(before: RunConfig, after: RunConfig) -> list[str]:
     """Return the overrides that turn one into the other, as section.key=value."""
-    return [f"{change.key}={_toml(change.now)}" for change in changes(before, after)]
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ",".join(f'"{item}"' for item in value) + "]"
-    return str(value)
+    now = {change.key: change.now for change in changes(before, after)}
+    # JSON's numbers and lists are TOML's; strings without quotes are easier on a shell.
+    return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in now.items()]

@@ -34,22 +34,16 @@ class Prediction:
     own: bool  # the recipe's, scaled
     bytes: int  # on the fullest GPU
     rollout: Phase
-    score: Phase
-    train: Phase
+    train: Phase  # scores included
     publish: float
     reload: float
     tokens: float  # that train in a step
 
     @property
-    def training(self) -> float:
-        """Seconds of the trainer, scores included."""
-        return self.score.seconds + self.train.seconds
-
-    @property
     def step(self) -> float:
         # From staleness 1 on, the next step's responses are generated while this one trains.
         ahead = self.config.rollout.max_staleness > 0
-        longer, shorter = sorted((self.rollout.seconds, self.training), reverse=True)
+        longer, shorter = sorted((self.rollout.seconds, self.train.seconds), reverse=True)
         return longer + (0.0 if ahead else shorter) + self.publish + self.reload
 
     @property
@@ -62,7 +56,7 @@ class Prediction:
         """The longest phase, and its largest part."""
         phases = {
             f"rollout: {self.rollout.limit}": self.rollout.seconds,
-            f"train: {self.train.limit}": self.training,
+            f"train: {self.train.limit}": self.train.seconds,
             f"publish: {self.config.sync.on_one_machine}": self.publish,
             "engines' release and reload": self.reload,
         }
@@ -97,7 +91,7 @@ class Planner:
                 predictions.append(prediction)
         if not predictions:
             raise self._nothing_fits(gpus)
-        return sorted(predictions, key=lambda layout: (layout.step, layout.training))
+        return sorted(predictions, key=lambda layout: (layout.step, layout.train.seconds))
 
     def scaling(self, up_to: int) -> list[Prediction]:
         """Return the fastest layout of one machine's GPUs, twice as many, and so on."""
@@ -118,7 +112,7 @@ class Planner:
             return None
         config, memory = fitting
         assert memory.engine is not None, "SGLang engines have a footprint"
-        score, train = training_time(
+        train = training_time(
             self.roof,
             [arch for arch in (self.models.policy, self.models.critic) if arch],
             config.parallel,
@@ -140,7 +134,6 @@ class Planner:
                 room=memory.engine.tokens(config.quant.scheme),
                 requests=config.rollout.requests_per_engine,
             ),
-            score=score,
             train=train,
             publish=publish_time(self.roof, config, self.models.policy),
             reload=self.roof.constants.reload if choice.colocated else 0.0,

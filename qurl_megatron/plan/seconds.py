@@ -283,25 +283,21 @@ def training_time(
     *,
     recompute: bool,
     reference: bool,
-) -> tuple[Phase, Phase]:
-    """Return the phases of scoring and of the updates.
+) -> Phase:
+    """Return the seconds of scoring and of the updates.
 
     Args:
         archs: the policy's, and the critic's where there is one.
         reference: its log-probs are wanted as well.
     """
-    scored: dict[str, float] = defaultdict(float)
-    trained: dict[str, float] = defaultdict(float)
+    parts: dict[str, float] = defaultdict(float)
     for index, arch in enumerate(archs):
-        ahead = forward(roof, arch, parallel, hand, head=index == 0)
-        policies = 2 if reference and index == 0 else 1
-        for cause, seconds in ahead.items():
+        scores = 2 if reference and index == 0 else 1
+        for cause, seconds in forward(roof, arch, parallel, hand, head=index == 0).items():
             backward = 1 if cause in (SENDS, LAUNCH) else 2
-            scored[cause] += work.minibatches * policies * seconds
-            passes = 1 + backward + recompute
-            trained[cause] += work.minibatches * work.epochs * passes * seconds
-    limit = max(trained, key=lambda cause: scored[cause] + trained[cause])
-    return Phase(dict(scored), limit), Phase(dict(trained), limit)
+            passes = scores + work.epochs * (1 + backward + recompute)
+            parts[cause] += work.minibatches * passes * seconds
+    return Phase(dict(parts), max(parts, key=lambda cause: parts[cause]))
 
 
 def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:

@@ -178,23 +178,22 @@ def test_a_pipeline_fills_and_drains():
     assert ahead[seconds.BUBBLE] == pytest.approx(1.5 * ahead[seconds.COMPUTE])
 
 
-def training(archs=(ARCH,), recompute=False, reference=False) -> tuple[float, float]:
+def training(archs=(ARCH,), recompute=False, reference=False) -> float:
     options = dict(recompute=recompute, reference=reference)
-    phases = seconds.training_time(ROOF, archs, ParallelConfig(), work(), HAND, **options)
-    return tuple(phase.seconds for phase in phases)
+    return seconds.training_time(ROOF, archs, ParallelConfig(), work(), HAND, **options).seconds
 
 
-def test_an_update_is_three_forward_passes_and_recomputation_a_fourth():
+def test_scoring_is_a_forward_pass_an_update_three_and_recomputation_a_fourth():
     ahead = forward()[seconds.COMPUTE]
-    assert training() == pytest.approx((2 * ahead, 2 * 3 * ahead))
-    assert training(recompute=True) == pytest.approx((2 * ahead, 2 * 4 * ahead))
+    assert training() == pytest.approx(2 * (1 + 3) * ahead)
+    assert training(recompute=True) == pytest.approx(2 * (1 + 4) * ahead)
 
 
 def test_a_reference_is_scored_too_and_a_critic_scored_and_trained():
-    score, train = training()
-    assert training(reference=True) == pytest.approx((2 * score, train))
-    share = 1 + forward(head=False)[seconds.COMPUTE] / forward()[seconds.COMPUTE]
-    assert training(archs=(ARCH, ARCH)) == pytest.approx((share * score, share * train))
+    ahead = forward()[seconds.COMPUTE]
+    assert training(reference=True) == pytest.approx(2 * (2 + 3) * ahead)
+    share = 1 + forward(head=False)[seconds.COMPUTE] / ahead
+    assert training(archs=(ARCH, ARCH)) == pytest.approx(share * training())
 
 
 def test_a_hand_is_an_even_share_but_the_longest_response_at_least():
@@ -284,9 +283,11 @@ def predicted(name: str, *settings: str):
 
 def test_in_turn_phases_add_up_and_one_step_off_the_longer_one_counts():
     ahead = predicted("grpo_qwen2.5_32b")
-    assert ahead.step == pytest.approx(max(ahead.rollout.seconds, ahead.training) + ahead.publish)
+    assert ahead.step == pytest.approx(
+        max(ahead.rollout.seconds, ahead.train.seconds) + ahead.publish
+    )
     inturn = predicted("grpo_qwen2.5_32b", "rollout.max_staleness=0")
-    total = inturn.rollout.seconds + inturn.training + inturn.publish
+    total = inturn.rollout.seconds + inturn.train.seconds + inturn.publish
     assert inturn.step == pytest.approx(total)
     colocated = predicted("grpo_qwen2.5_14b")
     assert colocated.reload == Constants().reload
