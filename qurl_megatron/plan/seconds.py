@@ -5,21 +5,9 @@ Lengths are not known before a run. They are taken to fall exponentially, cut of
 right. n responses have the n quantiles, so that a plan does not depend on a draw, and the longest
 one is as long as the limit allows.
 
-A decode step gives every running response a token; it lasts
-
-    max(weights / HBM, 2 x parameters x running / FLOPs) + cache / HBM + all-reduces + launches
-
-(Williams et al. 2009). An engine runs full batches while responses wait; then the batch shrinks,
-and the steps of its tail cost nearly as much as full ones. A pass of the trainer over T tokens, in
-sequences of length L, takes
-
-    forward   = 2 x parameters x T + 2 x layers x heads x head size x sum of L^2
-    backward  = twice as much; with recomputation one more forward
-
-operations (Korthikanti et al. 2022, arXiv:2205.05198), divided over tensor and context ranks.
-Tensor ranks add up twice a layer and direction; a pipeline of p stages fills and drains,
-(p - 1) / m of m passes (Narayanan et al. 2021, arXiv:2104.04473). The optimizer and the sum of the
-gradients take some tenths of a second an update and are left out.
+docs/planning.md has the formulas: of a decode step (a roofline, Williams et al. 2009), a trainer's
+pass (Korthikanti et al. 2022, arXiv:2205.05198) and a pipeline's bubble (Narayanan et al. 2021,
+arXiv:2104.04473).
 """
 
 import math
