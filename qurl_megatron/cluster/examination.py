@@ -1,22 +1,23 @@
 """The nodes of an attempt are examined before its ranks start.
 
 Each node measures itself, by a task of ``srun``: GPUs as NVIDIA's driver sees them, a matrix
-product on each, an all-reduce among them, and a kernel by the engines' compiler. It is then
-compared with the others of its own job, which have the same GPUs and software: how long a product
-should take need not be known.
+product on each, an all-reduce among them and with neighbouring nodes, and a kernel by the engines'
+compiler. It is then compared with the others of its own job, which have the same GPUs and software:
+how long a product should take need not be known.
 
 With a bad node the job goes back to the queue, and that node is excluded. Where all nodes are bad,
 others would be bad alike, and a person has to look.
 """
 
 import contextlib
+import ctypes
 import json
 import os
+import resource
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -24,11 +25,13 @@ from typing import Any
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examination
+from qurl_megatron.cluster.links import come, link_ms, step_place
 from qurl_megatron.cluster.supervise import SrunStep, say
 from qurl_megatron.cluster.tasks import own_name
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.env import unseen_gpus
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.kit.clock import shortest_ms
 from qurl_megatron.kit.errors import ConfigError
 
 GIB = 1 << 30
@@ -47,6 +50,9 @@ PRODUCT_SLOWER = 1.25
 one that is held back is a third slower or worse, and every other rank waits for it."""
 REDUCE_SLOWER = 1.5
 """Times the job's median all-reduce: a link with fewer lanes doubles the time."""
+CPUS_SLOWER = 10.0
+"""The same between nodes without GPUs, where anything else on a node delays it."""
+ADAPTERS, VERBS = Path("/sys/class/infiniband"), "libibverbs.so.1"
 
 
 # ---- a node by itself
@@ -62,23 +68,27 @@ class Report:
     devices: int = 0  # GPUs that torch can use
     product_ms: list[float] = field(default_factory=list)  # of each device
     reduce_ms: float | None = None  # None: it has no two devices; inf: it hangs or fails
+    link_ms: float | None = None  # as ``links.link_ms`` returns it
+    remark: str = ""  # of its network; no fault of the node
 
 
 def measure_node(run_dir: Path) -> int:
     """Measure this node for a run, and print its report."""
     name = own_name()
     try:
-        report = _measure(name, folder.recipe(run_dir).rollout)
+        patience_s = folder.cluster(run_dir).job.examine_s / 3
+        report = _measure(name, folder.recipe(run_dir).rollout, patience_s)
     except Exception as error:  # a sick GPU may raise anything, and that is a finding
         first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
+        come({})
     print(json.dumps(asdict(report)), flush=True)
-    if report.reduce_ms == float("inf"):
+    if float("inf") in (report.reduce_ms, report.link_ms):
         os._exit(0)  # a thread that hangs in the driver would keep the process from leaving
     return 0
 
 
-def _measure(name: str, rollout: RolloutConfig) -> Report:
+def _measure(name: str, rollout: RolloutConfig, patience_s: float) -> Report:
     nvml, indices, faults = _nvml(), [], []
     if nvml:
         indices = gpu_indices(nvml, os.environ)
@@ -96,7 +106,43 @@ def _measure(name: str, rollout: RolloutConfig) -> Report:
 
         faults += filter(None, [compiler_fault(rollout)])
     product_ms = [_product_ms(device) for device in devices]
-    return Report(name, faults, len(indices), len(devices), product_ms, _reduce_ms(devices))
+    reduce_ms, remark = _reduce_ms(devices), ""
+    if devices and step_place()[1] > 1:
+        adapters = os.listdir(ADAPTERS) if ADAPTERS.is_dir() else []
+        remark = network_remark(
+            adapters, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.environ
+        )
+    own = Report(name, faults, len(indices), len(devices), product_ms, reduce_ms, remark=remark)
+    if reduce_ms == float("inf"):
+        come({})
+        return own
+    return replace(own, link_ms=link_ms(devices, patience_s))
+
+
+def network_remark(adapters: Sequence[str], lockable: int, env: Mapping[str, str]) -> str:
+    """Return why NCCL will take sockets between nodes, or fail there; "" where nothing is seen.
+
+    Args:
+        adapters: of InfiniBand or RoCE that the kernel shows.
+        lockable: bytes of memory that a process may lock; -1: any number.
+    """
+    sockets = "NCCL will take sockets between nodes, many times slower than InfiniBand: "
+    if "NCCL_NET" in env or "NCCL_NET_PLUGIN" in env:
+        return ""  # the site has chosen
+    if env.get("NCCL_IB_DISABLE", "0") != "0":
+        return f"{sockets}NCCL_IB_DISABLE is set"
+    if not adapters:
+        return f"{sockets}there is no adapter in {ADAPTERS}"
+    try:
+        ctypes.CDLL(VERBS)
+    except OSError:
+        return f"{sockets}{VERBS} cannot be loaded; install rdma-core, in a container's image too"
+    if 0 <= lockable < GIB:
+        return (
+            f"NCCL will fail between nodes: a process may lock {lockable >> 10} KiB of memory "
+            "(ulimit -l); have slurmd started with LimitMEMLOCK=infinity"
+        )
+    return ""
 
 
 def _nvml() -> Any:
@@ -152,7 +198,7 @@ def _product_ms(device) -> float:
         torch.mm(first, second)
         torch.cuda.synchronize(device)
 
-    return _shortest_ms(product)
+    return shortest_ms(product, REPEATS)
 
 
 def _reduce_ms(devices: list) -> float | None:
@@ -161,32 +207,18 @@ def _reduce_ms(devices: list) -> float | None:
         return None
     import torch
 
-    times = []
+    from qurl_megatron.wire.group import within
 
     def reduce() -> None:
         torch.cuda.nccl.all_reduce(parts)
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def measure() -> None:
-        times.append(_shortest_ms(reduce))
-
     parts = [torch.ones(1 << 26, device=device) for device in devices]
-    thread = threading.Thread(target=measure, daemon=True)
-    thread.start()
-    thread.join(REDUCE_S)
-    return min(times, default=float("inf"))
-
-
-def _shortest_ms(body: Callable[[], None]) -> float:
-    """Time the fastest of some calls: others may use the device, and a GPU's first is slow."""
-    body()
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        body()
-        times.append(time.perf_counter() - began)
-    return 1e3 * min(times)
+    try:
+        return within(REDUCE_S, lambda: shortest_ms(reduce, REPEATS), late=lambda: None)
+    except RuntimeError:
+        return float("inf")
 
 
 # ---- beside the others
@@ -219,6 +251,11 @@ def examine(
         # All have ended without a word: it must be the examination's own fault.
         say("the examination of the nodes failed, as said above; it is left out")
         return {}
+    for remark in sorted({report.remark for report in reports.values()} - {""}):
+        alike = [node for node, report in reports.items() if report.remark == remark]
+        say(f"{', '.join(sorted(alike))}: {remark}")
+    if {report.link_ms for report in reports.values()} == {float("inf")}:
+        say("no two neighbouring nodes could reduce; that is left to the ranks, who will say why")
     return judge(reports, nodes, layout.whole.gpus)
 
 
@@ -272,6 +309,10 @@ def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
         reduces = [ms for ms in alike if ms is not None]
         name = "an all-reduce among its own devices"
         yield from _slow(name, own.reduce_ms, reduces, REDUCE_SLOWER)
+    links = [peer.link_ms for peer in peers if peer.link_ms is not None]
+    if own.link_ms is not None and len(links) == len(peers) and min(links) < float("inf"):
+        slower = REDUCE_SLOWER if some_have_gpus else CPUS_SLOWER
+        yield from _slow("an all-reduce with either neighbour", own.link_ms, links, slower)
 
 
 def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Iterator[str]:

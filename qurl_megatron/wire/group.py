@@ -535,20 +535,10 @@ def open_link(about: Mapping[str, Any], store: dist.Store, rank: int, device: to
     deadline = time.monotonic() + wait_s
     name = f"{about['engine']}/{about['update']}"
     prefixed = dist.PrefixStore(f"link/{name}", store)
-    group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
-    if device.type == "cpu":
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types lack it
-        gloo._timeout = timedelta(seconds=wait_s)
-        # By itself gloo listens where this machine's name points to, which may be nowhere.
-        address = own_address(about["host"], about["port"])
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        group = dist.ProcessGroupGloo(prefixed, rank, senders + ranks, gloo)
-        return Link(name, group, device, ranks)
-    # ``finish`` keeps the time, not NCCL's watchdog, which would end this process.
-    nccl = dist.ProcessGroupNCCL.Options()
-    nccl._timeout = timedelta(days=1)
-    group = dist.ProcessGroupNCCL(prefixed, rank, senders + ranks, nccl)
+    group = open_group(prefixed, rank, senders + ranks, device, about["host"], wait_s)
     link = Link(name, group, device, ranks)
+    if device.type == "cpu":
+        return link
 
     def join() -> None:
         group.eager_connect_single_device(device)
@@ -560,6 +550,26 @@ def open_link(about: Mapping[str, Any], store: dist.Store, rank: int, device: to
         link.abort()
         raise
     return link
+
+
+def open_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, goal: str, wait_s: float
+) -> Any:
+    """Return a group of gloo, connected, or of NCCL, whose first calls connect it.
+
+    Args:
+        goal: an address on the way to the peers.
+        wait_s: for gloo. With NCCL the caller keeps the time: its watchdog would end this process.
+    """
+    if device.type == "cpu":
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types lack it
+        gloo._timeout = timedelta(seconds=wait_s)
+        # By itself gloo listens where this machine's name points to, which may be nowhere.
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(goal))]
+        return dist.ProcessGroupGloo(store, rank, size, gloo)
+    nccl = dist.ProcessGroupNCCL.Options()
+    nccl._timeout = timedelta(days=1)
+    return dist.ProcessGroupNCCL(store, rank, size, nccl)
 
 
 def _greet(link: Link, rank: int, senders: int, deadline: float) -> None:

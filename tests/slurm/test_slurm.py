@@ -164,6 +164,8 @@ def test_a_bad_node_is_excluded_and_the_job_goes_on_elsewhere(user: User, hide_t
     *moved, last = decisions(run_dir)
     assert 1 <= len(moved) <= 2 and {*moved} == {"without"} and last == "done"
     assert user.slurm.facts(job)["NodeList"] == "roll2,train1"
+    met = [json.loads(file.read_text()) for file in run_dir.glob("slurm/latest/node-*.json")]
+    assert len(met) == 2 and all(met)  # the nodes that are left have timed their link
     bad = re.findall("node (\\S+) is bad: it could not be measured: ", said(run_dir))
     assert {*bad} <= {"roll1", "train2"}
     assert steps_done(run_dir) == 6

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import re
+import socket
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,13 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from qurl_megatron.cluster import examination, folder
+from qurl_megatron.cluster import examination, folder, links
 from qurl_megatron.cluster.cluster import ClusterConfig, JobConfig, NodeConfig
 from qurl_megatron.cluster.examination import GIB, Report, judge
 from qurl_megatron.cluster.layout import lay_out
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.sections import ParallelConfig, RolloutConfig
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.observe.failures import FOLDER
 from tests.support.programs import Programs
 from tests.support.slurm_runs import submitted
 
@@ -24,7 +27,7 @@ INFINITE = float("inf")
 
 
 def report(node: str, **changed) -> Report:
-    sound = Report(node, [], gpus=2, devices=2, product_ms=[1.5, 1.52], reduce_ms=0.9)
+    sound = Report(node, [], 2, 2, product_ms=[1.5, 1.52], reduce_ms=0.9, link_ms=5.0)
     return replace(sound, **changed)
 
 
@@ -48,6 +51,15 @@ VERDICTS = {
     "a slow link": (
         *({"reduce_ms": 2.0}, "an all-reduce among its own devices takes 2 ms, 0.9 on the job's"),
     ),
+    "a slow link to others": (
+        *(
+            {"link_ms": 8.0},
+            "an all-reduce with either neighbour takes 8 ms, 5 on the job's others",
+        ),
+    ),
+    "no way to others": (
+        *({"link_ms": INFINITE}, "an all-reduce with either neighbour fails, or does not end"),
+    ),
     "hung": (
         *({"reduce_ms": INFINITE}, "an all-reduce among its own devices fails, or does not end"),
     ),
@@ -66,9 +78,19 @@ def test_a_node_is_bad_for_what_it_says_alone_or_beside_the_others(changed, sent
     [
         ({"a1": report("a1"), "a2": None}, 2, {"a2": "it did not answer within job.examine_s"}),
         ({"a1": Report("a1", []), "a2": Report("a2", [])}, 8, {}),
+        ({"a1": Report("a1", [], link_ms=9.0), "a2": Report("a2", [], link_ms=1.0)}, 8, {}),
+        ({"a1": Report("a1", [], link_ms=INFINITE), "a2": Report("a2", [])}, 8, {}),
+        ({name: Report(name, [], link_ms=INFINITE) for name in ("a1", "a2")}, 8, {}),
         ({"t1": of_devices(8), "r1": of_devices(2), "r2": of_devices(2)}, 2, {}),
     ],
-    ids=["no answer", "no driver anywhere", "an all-reduce among other numbers of devices"],
+    ids=[
+        "no answer",
+        "no driver anywhere",
+        "CPUs",
+        "one came late",
+        "none gets through",
+        "an all-reduce among other numbers of devices",
+    ],
 )
 def test_nodes_are_compared_with_those_alike(reports, gpus, bad):
     assert judge({node: own for node, own in reports.items() if own}, [*reports], gpus) == bad
@@ -214,11 +236,73 @@ def test_a_node_with_hung_devices_speaks_and_leaves_at_once(own_report, capsys, 
         raise SystemExit(code, capsys.readouterr().out)
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(examination, "_measure", lambda name, _: report(name, reduce_ms=INFINITE))
+    monkeypatch.setattr(examination, "_measure", lambda name, *_: report(name, reduce_ms=INFINITE))
     with pytest.raises(SystemExit) as left:
         own_report()
     code, line = left.value.args
     assert code == 0 and json.loads(line)["reduce_ms"] == INFINITE
+
+
+# -- between nodes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_in_the_ring_every_node_is_in_two_pairs_and_in_none_twice_at_once(count):
+    by_node = [links.pairs(own, count) for own in range(count)]
+    for own, found in enumerate(by_node):
+        turns = [turn for turn, *_ in found]
+        assert turns == sorted({*turns}) and len(turns) == min(count - 1, 2)
+        for pair in found:
+            _, first, second = pair
+            assert own in (first, second) and pair in by_node[first] and pair in by_node[second]
+
+
+@pytest.fixture
+def step_of_three(tmp_path, monkeypatch):
+    for name, value in {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", FOLDER: tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(links, "address_for_others", lambda one_node: "127.0.0.1")
+    return tmp_path
+
+
+def test_links_are_not_measured_where_a_node_has_not_come_in_time_or_stays_away(step_of_three):
+    assert links.link_ms([], patience_s=0.0) is None
+    links.come({})
+    for number in (0, 2):
+        (step_of_three / f"node-{number}.json").write_text('{"devices": 0}')
+    assert links._all_nodes(3, patience_s=60.0) == [{"devices": 0}, {}, {"devices": 0}]
+
+
+def test_a_node_that_reaches_no_neighbour_takes_for_ever(step_of_three, monkeypatch):
+    monkeypatch.setattr(links, "LINK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        entry = {"address": "127.0.0.1", "port": silent.getsockname()[1], "devices": 0}
+        for number in (0, 2):
+            (step_of_three / f"node-{number}.json").write_text(json.dumps(entry))
+        assert links.link_ms([], patience_s=60.0) == INFINITE
+
+
+@pytest.mark.parametrize(
+    ("adapters", "lockable", "env", "remark"),
+    [
+        ([], -1, {}, "sockets between nodes, .*: there is no adapter in /sys/class/infiniband"),
+        (["mlx5_0"], -1, {"NCCL_IB_DISABLE": "1"}, "sockets between nodes, .* NCCL_IB_DISABLE is"),
+        (["mlx5_0"], -1, {}, "sockets between nodes, .*: libibverbs.* cannot be loaded"),
+        ([], -1, {"NCCL_NET_PLUGIN": "aws-ofi"}, "^$"),
+    ],
+)
+def test_why_nccl_takes_sockets_between_nodes_is_a_sentence(
+    adapters, lockable, env, remark, monkeypatch
+):
+    monkeypatch.setattr(examination, "VERBS", "libibverbs-that-nobody-has.so.1")
+    assert re.search(remark, examination.network_remark(adapters, lockable, env))
+
+
+def test_too_little_memory_that_may_be_locked_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(examination, "VERBS", "libc.so.6")
+    remark = examination.network_remark(["mlx5_0"], 8 << 20, {})
+    assert remark.startswith("NCCL will fail between nodes: a process may lock 8192 KiB of memory")
+    assert examination.network_remark(["mlx5_0"], -1, {}) == ""
 
 
 # -- the supervisor --------------------------------------------------------------------------------
@@ -247,6 +331,19 @@ def test_nodes_are_asked_through_srun_and_a_greeting_is_passed_on(slurm, capfd):
     assert "--output" not in srun
     assert "--nodes=1 --ntasks-per-node=1 " in srun
     assert capfd.readouterr().out == "welcome to a1\n[]\n"
+
+
+def test_a_remark_is_made_once_for_all_nodes_alike_and_makes_none_bad(slurm, capfd):
+    remarks = [replace(report(name), remark="no adapter") for name in ("a2", "a1")]
+    slurm("srun", "\n".join(f"echo '{json.dumps(asdict(own))}'" for own in remarks))
+    assert examined() == {}
+    assert capfd.readouterr().out == "qurl: a1, a2: no adapter\n"
+
+
+def test_where_no_pair_gets_through_that_is_said_and_left_to_the_ranks(slurm, capfd):
+    slurm("srun", f"echo '{json.dumps(asdict(report('a1', link_ms=INFINITE)))}'")
+    assert examined() == {}
+    assert "no two neighbouring nodes could reduce" in capfd.readouterr().out
 
 
 def test_a_node_that_hangs_is_bad_when_its_time_is_up(slurm):
