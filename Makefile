@@ -6,7 +6,7 @@ TRITON := .triton$(OTHER)
 BIN := $(VENV)/bin
 
 .PHONY: quickstart test test-emulated test-nodes test-image test-slurm test-slurm-slice
-.PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu bench-gpu unchanged pictures lint
+.PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu gpu-hour unchanged pictures lint
 
 quickstart: $(VENV)/installed  ## make a small model and train it with INT8 rollouts, ACR and TP2
 	$(BIN)/qurl train launch/recipes/quickstart.toml
@@ -76,20 +76,10 @@ test-gpu:  ## what only GPUs can tell, 15 minutes on 8 of them
 	$(GPU_PYTHON) -m pytest -m gpu tests/triton
 	$(GPU_PYTHON) -m pytest tests/gpu
 
-# One format at a time: three of a 32B model do not fit into one GPU of 80 GiB.
-bench-gpu:  ## rollouts at 7B to 32B, the loss at TP 1 to 8, and quantizing
-	set -e; for shape in Math-7B 14B 32B; do for scheme in bf16 int8 fp8; do \
-	  out=rollout_gpu_$${shape#Math-}_$$scheme; \
-	  $(GPU_PYTHON) -m qurl_megatron.cli bench rollout --engine sglang --model Qwen2.5-$$shape --schemes $$scheme \
-	    --prompts 16 --samples 8 --mean 500 --max 4096 --publish 1 --repeats 5 \
-	    $(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) --out runs/bench-gpu/$$out; \
-	  cp runs/bench-gpu/$$out/rollout.json docs/results/$$out.json; \
-	done; done
-	$(GPU_PYTHON) -m benchmarks.loss --device cuda --tensor 1 2 4 8 --out runs/bench-gpu
-	cp runs/bench-gpu/loss.json docs/results/loss_gpu.json
-	$(GPU_PYTHON) -m benchmarks.quantize --device cuda --model Qwen2.5-Math-7B --out runs/bench-gpu
-	cp runs/bench-gpu/quantize.json docs/results/quantize_gpu.json
-	$(GPU_PYTHON) -m benchmarks.performance  # shows them
+# In pieces: started again, it goes on where it was; without a GPU it is a rehearsal on an emulated one.
+gpu-hour:  ## what one GPU can tell in 25 minutes, the most worth knowing first
+	$(GPU_PYTHON) -m benchmarks.gpu_hour $(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) \
+	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(PARTS),--only $(PARTS))
 
 unchanged: $(VENV)/installed  ## does this checkout compute what COMMIT does? 10 minutes
 	$(BIN)/python -m tests.unchanged $(COMMIT)

@@ -26,6 +26,8 @@ TITLES = {
     "publish": "publishing a version to a real SGLang engine, by transport",
     "loss": "time and memory of log-probs, entropy and the ACR objective",
     "quantize": "quantizing one layer's weights, beside a copy of the bytes",
+    "specs": "Transformer Engine's layers and Adam beside Megatron's own",
+    "memory": "memory on one GPU, beside the rows of the dry run",
     "decode": "tokens/s of the embedded engine by scheme and batch",
     "convert": "the checkpoint converters, beside a plain copy and peers",
     "scale": "what the leading rank's Python does for one step of a 32B model",
