@@ -132,6 +132,7 @@ class Version:
             )
             self.shards += [Shard.whole(each, value) for each, value in tensors.items()]
         self.sender = MemorySender("bench", 0, leads=False, device=device, root=root)
+        torch.cuda.empty_cache()  # an engine takes what it finds free
 
     def _read(self, folder: Path) -> Iterator[tuple[str, Weight]]:
         source = open_checkpoint(folder)
