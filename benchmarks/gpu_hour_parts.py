@@ -31,31 +31,26 @@ WORDS = "warmstart.hidden={} warmstart.layers={} warmstart.heads={} warmstart.kv
 PYTEST = "python -m pytest -q "
 
 
-def rollouts() -> list[Part]:
+def rollouts(size: str, model: str, seconds: int, rehearsed: Sequence[str] = ()) -> list[Part]:
     """The paper's Figure 8: rates of BF16, INT8 and FP8 under the load of a step."""
     parts: list[Part] = []
-    for size, model, seconds in (
-        ("7B", "Qwen2.5-Math-7B", 200),
-        ("32B", "Qwen2.5-32B", 400),
-        ("14B", "Qwen2.5-14B", 260),
-    ):
-        for scheme in ("bf16", "int8", "fp8"):
-            rehearsed = size == "7B" and scheme != "fp8"
-            parts.append(
-                Part(
-                    f"{size}-{scheme}",
-                    [ROLLOUT.format(model, scheme) + LOAD],
-                    seconds + 120 * (not parts),  # kernels are compiled by the first
-                    needs=["sglang"],
-                    rehearsal=[TINY.format(scheme)] if rehearsed else [],
-                    unrehearsed="" if rehearsed else "as 7B-int8 but for a word",
-                )
+    for scheme in ("bf16", "int8", "fp8"):
+        parts.append(
+            Part(
+                f"{size}-{scheme}",
+                [ROLLOUT.format(model, scheme) + LOAD],
+                seconds,
+                needs=["sglang"],
+                rehearsal=[TINY.format(scheme)] if scheme in rehearsed else [],
+                unrehearsed="" if scheme in rehearsed else "as 7B-int8 but for a word",
             )
+        )
     return parts
 
 
 PARTS = [
-    *rollouts(),
+    *rollouts("7B", "Qwen2.5-Math-7B", 300, rehearsed=("bf16", "int8")),  # kernels are compiled too
+    *rollouts("32B", "Qwen2.5-32B", 400),
     Part(
         "publish",
         [PUBLISH + "--model Qwen2.5-Math-7B --transports memory --repeats 3 {sglang}"],
@@ -87,6 +82,7 @@ PARTS = [
         needs=["sglang"],
         unrehearsed="the emulated GPU does not count what other processes take",
     ),
+    *rollouts("14B", "Qwen2.5-14B", 260),
     Part("tests-gpu", [PYTEST + "tests/gpu"], 400, ["sglang"], [PYTEST + "tests/gpu"]),
     Part(
         "tests-unit",
