@@ -16,12 +16,12 @@ Shapes: N = response tokens of a microbatch, R = its responses.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from qurl_megatron.algo.ratios import RATIOS, bounded_exp, importance_ratio
+from qurl_megatron.algo.ratios import LEVELS, RATIOS, bounded_exp
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,10 @@ class Limits:
     """rho outside of the band gets weight 0 (icepop)."""
 
     @classmethod
-    def of(cls, *settings: object) -> "Limits":
-        """Each number from the one section of settings that has it."""
-        numbers: dict[str, Any] = {}
-        for field in fields(cls):
-            sections = [section for section in settings if hasattr(section, field.name)]
-            assert len(sections) == 1, f"{field.name} stands in {len(sections)} sections"
-            numbers[field.name] = getattr(sections[0], field.name)
-        return cls(**numbers)
-
-
-DEFAULT = Limits()
+    def of(cls, algo: object, correction: object) -> "Limits":
+        """Each number from the section of settings that has it."""
+        settings = {**vars(algo), **vars(correction)}
+        return cls(*(settings[field.name] for field in fields(cls)))
 
 
 def objective(
@@ -108,7 +101,7 @@ def objective_terms(
     advantages: Tensor,
     *,
     kind: str = "acr",
-    limits: Limits = DEFAULT,
+    limits: Limits,
     level: str = "token",
     ratio: str = "token",
     owners: Tensor | None = None,
@@ -142,11 +135,11 @@ def objective_terms(
         current, proximal, behaviour, advantages = (
             torch.where(keep, x, 0.0) for x in (current, proximal, behaviour, advantages)
         )
-    rho, bound_rho = (
-        importance_ratio(proximal, behaviour, level=of, owners=owners, responses=responses)
-        for of in (level, compare.level)  # a bound is on the scale of the ratio that it bounds
-    )
-    other = rule.compare_with(proximal, behaviour).detach()
+    log_rho = (proximal - behaviour).detach()
+    rho = bounded_exp(LEVELS[level](log_rho, owners, responses))
+    # A bound is on the scale of the ratio that it bounds.
+    bound_rho = bounded_exp(LEVELS[compare.level](log_rho, owners, responses))
+    other = {"proximal": proximal, "behaviour": behaviour}[rule.against].detach()
     quotient = bounded_exp(compare.log_ratio(current, other, owners, responses))
 
     weight = in_band = rule.weight(rho, limits)
@@ -210,30 +203,22 @@ def adaptive_bound(rho: Tensor, limits: Limits) -> Tensor:
     return (1 + limits.clip_high) * (rho / limits.cap).clamp(min=1.0)
 
 
-def against_proximal(proximal: Tensor, behaviour: Tensor) -> Tensor:
-    return proximal
-
-
-def against_behaviour(proximal: Tensor, behaviour: Tensor) -> Tensor:
-    return behaviour
-
-
 @dataclass(frozen=True)
 class Rule:
     """The inputs that one objective gives the surrogate."""
 
-    compare_with: Callable[[Tensor, Tensor], Tensor]
+    against: Literal["proximal", "behaviour"]
     weight: Callable[[Tensor, Limits], Tensor]
     upper_bound: Callable[[Tensor, Limits], Tensor]
 
 
 OBJECTIVES: dict[str, Rule] = {
-    "naive": Rule(against_behaviour, unit_weight, fixed_bound),
-    "proximal": Rule(against_proximal, unit_weight, fixed_bound),
-    "decoupled": Rule(against_proximal, untruncated_weight, fixed_bound),
-    "tis": Rule(against_proximal, truncated_weight, fixed_bound),
-    "acr": Rule(against_proximal, truncated_weight, adaptive_bound),
-    "icepop": Rule(against_proximal, masked_weight, fixed_bound),
+    "naive": Rule("behaviour", unit_weight, fixed_bound),
+    "proximal": Rule("proximal", unit_weight, fixed_bound),
+    "decoupled": Rule("proximal", untruncated_weight, fixed_bound),
+    "tis": Rule("proximal", truncated_weight, fixed_bound),
+    "acr": Rule("proximal", truncated_weight, adaptive_bound),
+    "icepop": Rule("proximal", masked_weight, fixed_bound),
 }
 
 

@@ -29,28 +29,6 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def importance_ratio(
-    proximal: Tensor,
-    behaviour: Tensor,
-    *,
-    level: str = "token",
-    owners: Tensor | None = None,
-    responses: int | None = None,
-) -> Tensor:
-    """rho = proximal / behaviour for each token, detached.
-
-    Args:
-        proximal: log-probs of the full-precision policy before this update, [N].
-        behaviour: log-probs the quantized engine reported while sampling, [N].
-        level: token: of the token itself (any shape); sequence: the product over its response;
-            geometric: the geometric mean over its response.
-        owners: response of each token, [N] int64; for sequence and geometric.
-        responses: R, how many there are.
-    """
-    log_rho = (proximal - behaviour).detach()
-    return bounded_exp(LEVELS[level](log_rho, owners, responses))
-
-
 def own(log_rho: Tensor, owners: Tensor | None, responses: int | None) -> Tensor:
     return log_rho
 
@@ -68,6 +46,7 @@ LEVELS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {  # owners and R, or 
     "sequence": response_sum,
     "geometric": response_mean,
 }
+"""The logarithm of each token's rho: its own, or its response's sum or mean."""
 
 
 def token_log_ratio(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qurl_megatron.algo.kl import kl_penalty
-from qurl_megatron.algo.objective import Limits, objective_terms
+from tests.support.objectives import terms_of
 
 N, LENGTH = 200_000, 16
 OWNERS = np.arange(N) // LENGTH
@@ -97,7 +97,7 @@ SETTINGS = [(0.2, 0.2, 2.0), (0.2, 0.28, 5.0), (0.0, 4.0, 1.0)]  # clip low and 
 def computed(inputs, **options):
     tensors = [torch.from_numpy(x) for x in inputs]
     tensors[0].requires_grad_()
-    terms = objective_terms(*tensors, **options)
+    terms = terms_of(*tensors, **options)
     (gradient,) = torch.autograd.grad(terms.value.sum(), tensors[0])
     return Token(terms.value.detach().numpy(), gradient.numpy(), terms.clipped.numpy())
 
@@ -113,7 +113,7 @@ def assert_agree(found, expected):
 def test_values_gradients_and_clips_are_the_papers(kind, low, high, cap):
     inputs = log_probs()
     expected = EQUATIONS[kind](*inputs, low, high, cap)
-    found = computed(inputs, kind=kind, limits=Limits(low, high, cap))
+    found = computed(inputs, kind=kind, clip_low=low, clip_high=high, cap=cap)
     assert_agree(found, expected)
     assert 0.05 < expected.clipped.mean() < 0.6
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qurl_megatron.algo.objective import OBJECTIVES
-from qurl_megatron.algo.ratios import importance_ratio, kept
+from qurl_megatron.algo.ratios import LEVELS, kept
 from qurl_megatron.algo.segments import (
     mean_per_response,
     owners_of,
@@ -82,8 +82,8 @@ def test_acr_is_tis_at_the_first_update_and_but_for_good_tokens_above_the_cap(
     (acr, grad), (tis, tis_grad) = (
         run(inputs, owners, kind=kind, level=level, ratio=ratio) for kind in ("acr", "tis")
     )
-    at = dict(owners=owners, responses=len(LENGTHS))
-    raised = (importance_ratio(*inputs[1:3], level=BOUND[ratio], **at) > 2) & (inputs[3] > 0)
+    log_rho = LEVELS[BOUND[ratio]](inputs[1] - inputs[2], owners, len(LENGTHS))
+    raised = (log_rho.exp() > 2) & (inputs[3] > 0)
     assert torch.equal(acr.acr_active, raised) and 0.05 < raised.double().mean() < 0.9
     same = ~raised | first_update
     assert torch.equal(acr.value[same], tis.value[same])
