@@ -175,7 +175,8 @@ def _shard_sums(
         z_Cn.copy_(logits_Tv[rows, : shard.columns])
         max_C = torch.amax(z_Cn, 1).clamp_(min=_LOWEST)
         z_Cn.sub_(max_C[:, None])
-        _divide(z_Cn, temperature)
+        if temperature != 1.0:
+            z_Cn.div_(temperature)
         target_C = z_Cn.gather(1, column_T1[rows]).squeeze(1)
         z_Cn.clamp_(min=_FLOOR)
         torch.exp(z_Cn, out=exp_Cn)
@@ -234,7 +235,8 @@ def _write_gradient(
     for rows, z_Cn, exp_Cn in _chunks(logits_Tv, shard.columns, buffers=1 if b_T is None else 2):
         z_Cn.copy_(logits_Tv[rows, : shard.columns])
         z_Cn.sub_(max_T[rows, None])
-        _divide(z_Cn, temperature)
+        if temperature != 1.0:
+            z_Cn.div_(temperature)
         z_Cn.clamp_(min=_FLOOR)
         if b_T is None:
             z_Cn.exp_().mul_(a_T[rows, None])
@@ -259,8 +261,3 @@ def _chunks(logits_Tv: Tensor, columns: int, buffers: int = 2):
         stop = min(start + step, T)
         views = [buffer[: stop - start] for buffer in scratch]
         yield slice(start, stop), views[0], views[-1]
-
-
-def _divide(x: Tensor, temperature: float) -> None:
-    if temperature != 1.0:
-        x.div_(temperature)
