@@ -8,7 +8,7 @@ tokens are flat, [N], in the order of the responses: other tokens have no ratio 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -44,10 +44,10 @@ class TokenBatch:
     kept: Tensor = cast(Tensor, None)  # bool: not of a rejected response; None: there is none
 
     def to(self, device: torch.device) -> "TokenBatch":
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {
-            k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)
-        }
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device)
         return replace(self, **moved)
 
 
@@ -101,15 +101,17 @@ def _batch(
     positions = torch.empty(starts[-1], dtype=torch.int64)
     targets = torch.zeros(starts[-1], dtype=torch.int64)
     mask = torch.zeros(starts[-1], dtype=torch.bool)
+    behaviour = [responses.behaviour[:0]]
     for index, start, stop in zip(indices, starts, starts[1:], strict=False):
-        tokens, length = responses.tokens_of(index), responses.summary.lengths[index]
+        tokens, length = responses.tokens_of[index], responses.summary.lengths[index]
         assert length < len(tokens), "a response needs a token before it"
         end = start + len(tokens)
         assert end <= stop, f"sample of {len(tokens)} tokens does not fit into {stop - start}"
         ids[start:end] = tokens
         positions[start:stop] = torch.arange(stop - start)
         targets[start : end - 1] = tokens[1:]
-        mask[end - length - 1 : end - 1] = responses.mask_of(index).bool()
+        mask[end - length - 1 : end - 1] = responses.mask_of[index].bool()
+        behaviour.append(responses.behaviour_of[index])
     written = tuple(responses.summary.written[i] for i in indices)
     owners = owners_of(written)
     return TokenBatch(
@@ -120,6 +122,6 @@ def _batch(
         indices=tuple(indices),
         lengths=written,
         owners=owners,
-        behaviour=torch.cat([responses.behaviour[:0], *map(responses.behaviour_of, indices)]),
+        behaviour=torch.cat(behaviour),
         weights=torch.tensor(token_weights, dtype=torch.float32)[owners],
     )

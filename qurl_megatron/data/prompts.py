@@ -108,13 +108,11 @@ class PromptStream:
         Raises:
             ConfigError: one is longer, and is not left out either.
         """
-        training_prompts = [
-            (question.text, n) for question, n in zip(self.questions, self._lengths, strict=True)
-        ]
-        kept = [pair for number, pair in enumerate(training_prompts) if number not in self.too_long]
-        kept += [(prompt.text, len(prompt.input_ids)) for prompt in self.held_out]
-        for text, tokens in kept:
-            if tokens > limit:
+        texts = [question.text for question in self.questions]
+        lengths = list(zip(texts, self._lengths, strict=True))
+        lengths += [(prompt.text, len(prompt.input_ids)) for prompt in self.held_out]
+        for text, tokens in lengths:
+            if limit < tokens <= self.config.max_prompt_tokens:
                 raise ConfigError(
                     f"prompt {text[:40]!r} has {tokens} tokens, and the model has room for {limit} "
                     f"beside a response of rollout.max_new_tokens; set "

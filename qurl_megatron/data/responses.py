@@ -10,7 +10,6 @@ Shapes: R = responses of the step.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -55,10 +54,6 @@ class Summary:
     def written(self) -> list[int]:
         """Tokens of each response that the policy wrote."""
         return self.written_R.tolist()
-
-    @cached_property
-    def prompts(self) -> list[int]:
-        return self.prompts_R.tolist()
 
     @cached_property
     def totals(self) -> list[int]:
@@ -111,24 +106,17 @@ class Responses:
     def __len__(self) -> int:
         return len(self.summary)
 
-    def tokens_of(self, index: int) -> Tensor:
-        """Prompt and response, a view; ``index`` counts the responses of the step."""
-        start, _, _ = self._places[index]
-        return self.tokens[start : start + self.summary.totals[index]]
-
-    def mask_of(self, index: int) -> Tensor:
-        """Of the response's tokens, a view: 1 where the policy wrote one."""
-        _, start, _ = self._places[index]
-        return self.mask[start : start + self.summary.lengths[index]]
-
-    def behaviour_of(self, index: int) -> Tensor:
-        """Log-probs of the response's written tokens, a view."""
-        _, _, start = self._places[index]
-        return self.behaviour[start : start + self.summary.written[index]]
+    @cached_property
+    def tokens_of(self) -> tuple[Tensor, ...]:
+        """Prompt and response, a view for each response of the step."""
+        return self.tokens.split(self.summary.totals)
 
     @cached_property
-    def _places(self) -> list[tuple[int, int, int]]:
-        """Where the tokens, the mask and the log-probs of each response begin."""
-        summary = self.summary
-        counts = (summary.totals, summary.lengths, summary.written)
-        return list(zip(*(accumulate(c, initial=0) for c in counts), strict=True))
+    def mask_of(self) -> tuple[Tensor, ...]:
+        """Of each response's tokens, a view: 1 where the policy wrote one."""
+        return self.mask.split(self.summary.lengths)
+
+    @cached_property
+    def behaviour_of(self) -> tuple[Tensor, ...]:
+        """Log-probs of each response's written tokens, a view."""
+        return self.behaviour.split(self.summary.written)

@@ -151,15 +151,13 @@ class Tokenizer:
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
             line = getattr(error, "lineno", lines[-1] if lines else None)
+            file = self.path / "chat_template.jinja"
+            if not file.is_file():
+                file = self.path / "tokenizer_config.json"
             raise ConfigError(
-                f"the chat template in {self._template_file}, line {line}, refuses the prompt's "
+                f"the chat template in {file}, line {line}, refuses the prompt's "
                 f"turns ({error}); write other turns, or copy it from the original checkpoint"
             ) from None
-
-    @property
-    def _template_file(self) -> Path:
-        template_file = self.path / "chat_template.jinja"
-        return template_file if template_file.is_file() else self.path / "tokenizer_config.json"
 
     def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
         """Return the ids of a message after the policy's turn, up to where its next turn begins.

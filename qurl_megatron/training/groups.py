@@ -142,7 +142,7 @@ def fill(
 
 def kept_of(summary: Summary, count: int) -> list[int]:
     """Return the indices of the responses kept as examples, the same on every rank."""
-    return telling(summary.rewards_R.tolist(), summary.prompts, count)
+    return telling(summary.rewards_R.tolist(), summary.prompts_R.tolist(), count)
 
 
 def sample_metrics(samples: Sequence[Sample], *, newest: int) -> dict[str, Metric]:

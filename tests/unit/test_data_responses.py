@@ -77,10 +77,10 @@ def test_a_log_prob_is_the_float32_that_is_nearest_to_what_the_engine_said():
 def test_what_goes_into_the_arrays_comes_out_again():
     for i, sample in enumerate(SAMPLES):
         expected = [*sample.prompt.input_ids, *sample.response_ids]
-        assert WHOLE.tokens_of(i).tolist() == expected
-        assert WHOLE.mask_of(i).tolist() == sample.written.tolist()
+        assert WHOLE.tokens_of[i].tolist() == expected
+        assert WHOLE.mask_of[i].tolist() == sample.written.tolist()
         log_probs = sample.behaviour_log_probs[sample.written]
-        assert WHOLE.behaviour_of(i).tolist() == log_probs.tolist()
+        assert WHOLE.behaviour_of[i].tolist() == log_probs.tolist()
     summary = WHOLE.summary
     assert summary.lengths == [len(s.response_ids) for s in SAMPLES] and summary.lengths[-1] == 0
     prompts = [len(s.prompt.input_ids) for s in SAMPLES]
