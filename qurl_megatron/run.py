@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,10 @@ class Run:
             ConfigError: no step has ended yet.
         """
         history = History(read_metrics(self.folder))
-        steps = sorted({int(step) for name in history for step in history.series(name)[0]})
+        steps = sorted({int(step) for name in history for step in history[name][0]})
         columns: dict[str, np.ndarray] = {"step": np.array(steps)}
         for name in sorted(history):
-            measured_at, values = history.series(name)
+            measured_at, values = history[name]
             columns[name] = np.full(len(steps), np.nan)
             columns[name][np.searchsorted(steps, measured_at)] = values
         try:
@@ -98,7 +99,8 @@ def train(config: RunConfig) -> Run:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            preexec_fn=_end_with_parent,
+            # The kernel sends it SIGTERM, upon which it saves, when this process dies.
+            preexec_fn=partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM),
         )
         assert process.stdout is not None
         try:
@@ -113,8 +115,3 @@ def train(config: RunConfig) -> Run:
     if code:
         raise ConfigError(last_message or f"qurl train ended with exit code {code}")
     return Run(config.train.run_dir)
-
-
-def _end_with_parent() -> None:
-    """Have the kernel send this process SIGTERM, upon which it saves, when its parent dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

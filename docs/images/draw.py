@@ -67,7 +67,7 @@ def main() -> None:
 
 def save_overview(history: History, path: Path) -> None:
     """Save the pictures that sum up a run as one image, with titles and legends."""
-    pictures = {picture.key: picture for section in SECTIONS.values() for picture in section}
+    pictures = SECTIONS["Learning"] | SECTIONS["Quantization gap"] | SECTIONS["Time"]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.4, 10.2), facecolor=COLORS["paper"], layout="constrained")
         figure.get_layout_engine().set(w_pad=0.18, h_pad=0.16)

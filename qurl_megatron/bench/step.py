@@ -105,7 +105,7 @@ def read_run(run_dir: Path) -> UsualStep:
     seconds = {}
     for name in ("step", *PHASES):
         if f"time/{name}" in history:
-            steps, values = history.series(f"time/{name}")
+            steps, values = history[f"time/{name}"]
             seconds[name] = statistics.median(values[steps > FIRST].tolist())
     spans = [span for span in Timeline.read(run_dir / "timeline.jsonl") if span.step > FIRST]
     generating = [s.end - s.start for s in spans if (s.lane, s.name) == ("engines", "rollout")]

@@ -126,15 +126,7 @@ METRICS: dict[str, Known] = {
 }
 
 
-def known(name: str) -> Known | None:
-    """What is known of a metric; None of one that no run of ours logs."""
+def known(name: str) -> Known:
+    """Return the entry of a metric; one that says nothing where no run of ours logs it."""
     families = (entry for pattern, entry in METRICS.items() if fnmatchcase(name, pattern))
-    return METRICS.get(name) or next(families, None)
-
-
-def unit(name: str) -> Unit:
-    """How a metric's value reads; plainly where it is not known."""
-    entry = known(name)
-    if entry is None:
-        return ""
-    return entry.unit
+    return METRICS.get(name) or next(families, Known(""))

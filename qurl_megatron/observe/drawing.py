@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
 from scipy.ndimage import gaussian_filter1d
 
-from qurl_megatron.observe.catalogue import unit
+from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten, reading
 
@@ -65,17 +65,15 @@ class Line:
 class Picture:
     """Metrics that belong into one frame, and how to read them."""
 
-    key: str
     title: str  # with the paper's figure, where it has one
     lines: tuple[Line, ...]
     caption: str
     log: bool = False
 
 
-SECTIONS: dict[str, tuple[Picture, ...]] = {
-    "Learning": (
-        Picture(
-            "reward",
+SECTIONS: dict[str, dict[str, Picture]] = {
+    "Learning": {
+        "reward": Picture(
             "Reward (Fig. 2 a)",
             (
                 Line("reward/mean", "rollout reward", "blue"),
@@ -85,53 +83,46 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Mean reward of each rollout batch, sampled by the quantized policy. Rings: held-out "
             "prompts; the first one is the model before training.",
         ),
-        Picture(
-            "clip",
+        "clip": Picture(
             "Clipped tokens (Fig. 2 b)",
             (Line("policy/clip_fraction", "clip fraction", "blue"),),
             "Share of tokens that clipping cuts off from the update. Under Eq. 3 the paper sees it "
             "climb to 1.5 % and then drop to zero as training breaks; low and steady is healthy.",
         ),
-        Picture(
-            "length",
+        "length": Picture(
             "Response length",
             (Line("response/length", "mean tokens", "blue"),),
             "Mean tokens per response, those cut off by the length limit included.",
         ),
-        Picture(
-            "entropy",
+        "entropy": Picture(
             "Entropy",
             (Line("policy/entropy", "per token, in nats", "blue"),),
             "Spread of the next-token distribution. A slow fall is learning; a fall to zero ends "
             "exploration, a steep rise precedes many a collapse.",
         ),
-        Picture(
-            "grad_norm",
+        "grad_norm": Picture(
             "Gradient norm",
             (Line("optimizer/grad_norm", "before clipping", "blue"),),
             "Global norm of the gradient. Spikes that coincide with a large ratio below point to "
             "importance weights, others to the data.",
         ),
-    ),
-    "Quantization gap": (
-        Picture(
-            "kl",
+    },
+    "Quantization gap": {
+        "kl": Picture(
             "KL of behaviour from proximal policy (Figs. 3 a, 4 b)",
             (Line("rollout/kl_k3", "k3", "blue"),),
             "How far the quantized policy that samples is from the full-precision one that trains, "
             "per token, by the estimator k3 (ρ − 1 − log ρ, which is never negative). In the paper "
             "it grows from 0.002 to 0.025 before training collapses.",
         ),
-        Picture(
-            "rho_max",
+        "rho_max": Picture(
             "Largest probability ratio (Fig. 3 b)",
             (Line("rollout/rho_max", "max ρ", "blue"),),
             "The most extreme token of each batch: proximal over behaviour probability, log scale. "
             "The paper sees up to 10⁵; the cap C keeps such a token from ruling the gradient.",
             log=True,
         ),
-        Picture(
-            "acr",
+        "acr": Picture(
             "Truncated weights and ACR (Eqs. 5, 9)",
             (
                 Line("rollout/truncated_weight_fraction", "weight above C", "green"),
@@ -142,16 +133,14 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "upper clip bound ACR widens. Rescued: those that TIS would have clipped and ACR lets "
             "through.",
         ),
-        Picture(
-            "flips",
+        "flips": Picture(
             "Code flips (Fig. 4 a)",
             (Line("quant/code_flip_rate", "codes changed", "blue"),),
             "Share of quantized weights whose code changed with the step. At zero, the engine "
             "samples from the same policy however much the trainer learns. A small share is not "
             "yet a frozen engine: quant/update_passed says how much of the update reaches it.",
         ),
-        Picture(
-            "weight_change",
+        "weight_change": Picture(
             "Weight update and quantization error (Fig. 9)",
             (
                 Line("quant/weight_error", "error, Eq. 14", "orange"),
@@ -162,10 +151,9 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "learning rate narrows it, and so does a larger UAQ factor s.",
             log=True,
         ),
-    ),
-    "Time": (
-        Picture(
-            "phases",
+    },
+    "Time": {
+        "phases": Picture(
             "Seconds per step",
             (
                 Line("time/rollout", "rollout", "blue"),
@@ -177,8 +165,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             "Where a step spends its time. Publishing is the price of fresh weights, scoring the "
             "price of the correction; both should stay small beside the rollout.",
         ),
-        Picture(
-            "throughput",
+        "throughput": Picture(
             "Throughput (Fig. 8)",
             (
                 Line("throughput/rollout_tokens_per_s", "rollout tokens/s", "blue"),
@@ -186,24 +173,24 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
             ),
             "Tokens generated per second of rollout, and tokens trained on per second of training.",
         ),
-    ),
+    },
 }
 
 
-def drawn_sections(history: History) -> dict[str, list[tuple[Picture, str, list]]]:
+def drawn_sections(history: History) -> dict[str, list[tuple[str, Picture, str, list]]]:
     """Return the pictures that this run can fill, by section.
 
     Returns:
-        Of each the ``data:`` URL of an SVG file, which the page writes title, legend and caption
-        around, and its legend: the lines with the values at their ends.
+        Of each its key, the ``data:`` URL of an SVG file, which the page writes title, legend and
+        caption around, and its legend: the lines with the values at their ends.
     """
-    sections: dict[str, list[tuple[Picture, str, list]]] = {}
+    sections: dict[str, list[tuple[str, Picture, str, list]]] = {}
     for title, pictures in SECTIONS.items():
-        for picture in pictures:
+        for key, picture in pictures.items():
             url, ends = _svg(picture, history)
             legend = [(line, reading(line.metric, values[-1])) for line, values in ends]
             if legend:
-                sections.setdefault(title, []).append((picture, url, legend))
+                sections.setdefault(title, []).append((key, picture, url, legend))
     return sections
 
 
@@ -233,7 +220,7 @@ def draw(axes: Axes, picture: Picture, history: History) -> list[tuple[Line, np.
     for line in picture.lines:
         if line.metric not in history:
             continue
-        steps, values = history.series(line.metric)
+        steps, values = history[line.metric]
         if picture.log:
             steps, values = steps[values > 0], values[values > 0]
         if len(steps):
@@ -244,7 +231,7 @@ def draw(axes: Axes, picture: Picture, history: History) -> list[tuple[Line, np.
     if not picture.log:
         low, high = axes.dataLim.intervaly
         axes.set_ylim(min(0.0, 1.12 * low), 1.12 * high if high > 0 else 0.01)
-    shares = all(unit(line.metric) == "share" for line in picture.lines)
+    shares = all(known(line.metric).unit == "share" for line in picture.lines)
     frame(axes, history.first_step, history.last_step, shares=shares)
     return ends
 

@@ -230,10 +230,11 @@ class Timer:
         return {f"time/{name}": Max(value) for name, value in seconds.items()}
 
 
-class History:
+class History(dict[str, Series]):
     """Each metric over the steps at which it was measured; non-finite values are counted apart."""
 
-    def __init__(self, records: Iterable["Record"]) -> None:
+    def __init__(self, records: Iterable["Record"] = ()) -> None:
+        super().__init__()
         points: dict[str, dict[int, float]] = {}
         for record in records:
             for name, value in record.metrics.items():
@@ -241,7 +242,6 @@ class History:
         self.first_step = min((min(by_step) for by_step in points.values()), default=0)
         self.last_step = max((max(by_step) for by_step in points.values()), default=0)
         self.non_finite: dict[str, int] = {}
-        self._series: dict[str, Series] = {}
         for name, by_step in points.items():
             steps = np.array(sorted(by_step))
             values = np.array([by_step[step] for step in steps], dtype=float)
@@ -249,24 +249,10 @@ class History:
             if not finite.all():
                 self.non_finite[name] = int((~finite).sum())
             if finite.any():
-                self._series[name] = steps[finite], values[finite]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._series
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._series)
-
-    def series(self, name: str) -> Series:
-        return self._series[name]
-
-    def last(self, name: str) -> float | None:
-        if name not in self:
-            return None
-        return float(self._series[name][1][-1])
+                self[name] = steps[finite], values[finite]
 
     def mean(self, name: str) -> float:
         """Return the mean over steps, 0 where the metric was never measured."""
         if name not in self:
             return 0.0
-        return float(self._series[name][1].mean())
+        return float(self[name][1].mean())

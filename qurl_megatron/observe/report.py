@@ -101,16 +101,16 @@ def _key_figures(history: History, recipe: dict) -> Iterator[tuple[str, str, str
     """(label, value, note, the value it started from or "") for the headline row."""
     evaluations = [name for name in MEASURED if name in history]
     if evaluations:
-        newest = max(evaluations, key=lambda name: history.series(name)[0][-1])
-        steps, values = history.series(newest)
+        newest = max(evaluations, key=lambda name: history[name][0][-1])
+        steps, values = history[newest]
         yield MEASURED[newest], *_ends(newest, steps, values)
     if "reward/mean" in history:
-        steps, values = history.series("reward/mean")
+        steps, values = history["reward/mean"]
         yield "Reward", *_ends("reward/mean", steps, drawing.smooth(values))
     if speed := history.mean("throughput/rollout_tokens_per_s"):
         yield "Rollout", number(speed), "tokens per second, mean of the steps", ""
     if "time/step" in history:
-        _, seconds = history.series("time/step")
+        _, seconds = history["time/step"]
         yield "Training time", duration(seconds.sum()), f"{duration(seconds.mean())} a step", ""
     if "quant" in recipe and "algo" in recipe:
         quant = recipe["quant"]
@@ -170,10 +170,9 @@ def _groups(history: History) -> dict[str, list[tuple[str, str, int, list[str]]]
     order = list(dict.fromkeys(name.split("/")[0] for name in METRICS))
     groups: dict[str, list[tuple[str, str, int, list[str]]]] = {group: [] for group in order}
     for name in sorted(history):
-        steps, values = history.series(name)
-        entry = known(name)
+        steps, values = history[name]
         cells = [reading(name, value) for value in (values[-1], values.min(), values.max())]
-        row = (name, entry.says if entry else "", int(steps[-1]), cells)
+        row = (name, known(name).says, int(steps[-1]), cells)
         groups.setdefault(name.split("/")[0], []).append(row)
     return {group: rows for group, rows in groups.items() if rows}
 
@@ -218,7 +217,7 @@ def what_acted(history: History, algo: Mapping[str, Any]) -> str:
         return ""
     metric, acted, idle = acts
     share = history.mean(metric)
-    ratio = history.series("rollout/rho_max")[1].max()
+    ratio = history["rollout/rho_max"][1].max()
     if algo["objective"] == "acr" and ratio <= algo["cap"]:
         idle = "ACR never acted: no importance weight above C = {cap:g} (largest {ratio})"
     if not share:

@@ -6,11 +6,10 @@
 clipped, and shown so that nothing obeys it.
 """
 
-import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,19 +131,11 @@ def say(text: str) -> None:
 class SampleFile(LineFile[Example]):
     """samples.jsonl: the examples of one step, or of one evaluation, in one piece."""
 
-    kind = "an example"
-
-    @staticmethod
-    def parse(line: str) -> Example:
-        # Not msgspec's own decoder: a model may leave half of a surrogate pair.
-        return msgspec.convert(json.loads(line), Example)
+    kind, of = "an example", Example
 
     @staticmethod
     def evaluates(value: Example) -> bool:
         return value.of == HELD_OUT
-
-    def write(self, examples: Iterable[Example]) -> None:
-        self.append(*map(msgspec.structs.asdict, examples))
 
 
 def read_samples(run_dir: Path) -> list[Example]:

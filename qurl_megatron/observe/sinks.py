@@ -18,7 +18,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
 
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.disk import write_whole
@@ -28,12 +30,6 @@ if TYPE_CHECKING:
     from qurl_megatron.observe.samples import Example
 
 METRICS_FILE = "metrics.jsonl"  # in a run's folder
-
-
-class Sink(Protocol):
-    """Takes the metrics of one step; several calls for one step add to each other."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 T = TypeVar("T", bound=Any)  # has a step
@@ -71,11 +67,13 @@ class LineFile(Generic[T]):
     """A file of JSON lines, one or more for each step. A subclass says what a line is."""
 
     kind: str  # what a line should be, for the error message
+    of: type
 
-    @staticmethod
-    def parse(line: str) -> T:
+    @classmethod
+    def parse(cls, line: str) -> T:
         """Return the value of a line; raises ValueError or the like for a bad one."""
-        raise NotImplementedError
+        # Not msgspec's own decoder: a model may leave half of a surrogate pair.
+        return msgspec.convert(json.loads(line), cls.of)
 
     @staticmethod
     def evaluates(value: T) -> bool:
@@ -106,9 +104,9 @@ class LineFile(Generic[T]):
         write_whole(path, "".join(kept), sync=True)  # the old file or the new one, never half
         self._file = Growing(path)
 
-    def append(self, *values: Mapping[str, Any]) -> None:
+    def append(self, *values: T | Mapping[str, Any]) -> None:
         """Append a line for each value, all of them in one piece."""
-        lines = [json.dumps(value) + "\n" for value in values]
+        lines = [json.dumps(msgspec.to_builtins(value)) + "\n" for value in values]
         self._file.write("".join(lines).encode())
 
     def close(self) -> None:
@@ -153,12 +151,12 @@ class Record:
 
 
 class JsonlSink(LineFile[Record]):
-    """metrics.jsonl: a line per call."""
+    """metrics.jsonl: a line per call; several calls for one step add to each other."""
 
     kind = 'a metrics record {"step": .., "time": .., "metrics": {..}}'
 
-    @staticmethod
-    def parse(line: str) -> Record:
+    @classmethod
+    def parse(cls, line: str) -> Record:
         record = json.loads(line)
         metrics = dict.fromkeys(record["metrics"], math.nan)
         for name, value in record["metrics"].items():
@@ -171,7 +169,11 @@ class JsonlSink(LineFile[Record]):
         return all(name.startswith("eval/") for name in value.metrics)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        numbers = {name: _to_json(float(value)) for name, value in metrics.items()}
+        numbers: dict[str, float | str] = {}
+        for name, value in metrics.items():
+            numbers[name] = float(value)
+            if not math.isfinite(value):
+                numbers[name] = json.dumps(float(value))  # NaN, Infinity or -Infinity, as a string
         self.append({"step": step, "time": round(now(), 3), "metrics": numbers})
 
 
@@ -193,12 +195,6 @@ def read_metrics(path: Path | str) -> list[Record]:
     if not records:
         raise ConfigError(f"{path} holds no metrics; the run stopped before its first step ended")
     return records
-
-
-def _to_json(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return json.dumps(value)  # NaN, Infinity or -Infinity, as a string
 
 
 class TensorBoardSink:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 
-from qurl_megatron.observe.catalogue import unit
+from qurl_megatron.observe.catalogue import known
 
 NARROW_SPACE = "\u202f"
 MINUS = "\u2212"
@@ -94,7 +94,7 @@ def duration(seconds: float) -> str:
 
 def reading(name: str, value: float) -> str:
     """A metric's value with the unit that the catalogue gives it."""
-    unit_name = unit(name)
+    unit_name = known(name).unit
     if unit_name == "share":
         return f"{number(100 * value)}{NARROW_SPACE}%"
     if unit_name == "seconds":

@@ -6,7 +6,6 @@ Times are Unix seconds. A span whose end is its start is an event, such as an en
 ``qurl report`` exports the file as ``trace.json``, which ui.perfetto.dev and chrome://tracing open.
 """
 
-import json
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,11 +35,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Timeline(LineFile[Span]):
     """timeline.jsonl, written from any thread."""
 
-    kind = "a span"
-
-    @staticmethod
-    def parse(line: str) -> Span:
-        return msgspec.convert(json.loads(line), Span)
+    kind, of = "a span", Span
 
     def __init__(self, path: Path, *, resume_step: int = 0) -> None:
         super().__init__(path, resume_step=resume_step)
@@ -52,7 +47,7 @@ class Timeline(LineFile[Span]):
         with self._lock:
             if self.refused is None:
                 try:
-                    self.append(msgspec.structs.asdict(span))
+                    self.append(span)
                 except OSError as error:
                     self.refused = error
 

@@ -31,7 +31,7 @@ from qurl_megatron.observe.samples import (
     say,
     telling,
 )
-from qurl_megatron.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink, read_metrics
+from qurl_megatron.observe.sinks import JsonlSink, TensorBoardSink, WandbSink, read_metrics
 from qurl_megatron.observe.text import percent
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import Tally
@@ -78,7 +78,7 @@ class Journal:
             stack.callback(self.examples.close)
             board = TensorBoardSink(self.run_dir / "tensorboard", resume_step=resume)
             stack.callback(board.close)
-            self.sinks: list[Sink] = [metrics, board]
+            self.sinks: list[JsonlSink | TensorBoardSink | WandbSink] = [metrics, board]
             self.wandb: WandbSink | None = None
             if project := self.config.observe.wandb_project:
                 self.wandb = WandbSink(
@@ -262,7 +262,7 @@ class Journal:
             return
 
         def write() -> None:
-            self.examples.write(examples)
+            self.examples.append(*examples)
             if in_table and self.wandb is not None:
                 self.wandb.show(step, examples)
 

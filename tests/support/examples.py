@@ -12,6 +12,5 @@ def example(**changes) -> Example:
 
 def keep(run_dir: Path, *examples: Example) -> None:
     file = SampleFile(run_dir / SAMPLES_FILE)
-    for kept in examples:
-        file.write([kept])
+    file.append(*examples)
     file.close()

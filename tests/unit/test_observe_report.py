@@ -19,7 +19,7 @@ from tests.support.observe_fake_run import write_fake_run
 pytestmark = pytest.mark.filterwarnings("error")
 
 PAPER = "https://arxiv.org/abs/2602.13953"
-KEYS = {picture.key for section in SECTIONS.values() for picture in section}
+KEYS = {key for section in SECTIONS.values() for key in section}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def _without(run_dir, *prefixes):
 def test_the_report_shows_every_picture_of_a_full_run(page):
     assert _pictures(page) == KEYS
     for section in SECTIONS.values():
-        for picture in section:
+        for picture in section.values():
             assert picture.title in page and picture.caption in page
 
 
@@ -135,7 +135,7 @@ def test_tile_legend_and_drawing_have_the_same_ends(tmp_path):
     history = History(read_metrics(run_dir / "metrics.jsonl"))
     page = write_report(run_dir).read_text()
     axes = Figure().add_subplot()
-    draw(axes, SECTIONS["Learning"][0], history)
+    draw(axes, SECTIONS["Learning"]["reward"], history)
     line = next(line for line in axes.lines if line.get_xdata()[0] == 1 and line.get_lw() == 1.9)
     first, last = (number(value) for value in line.get_ydata()[[0, -1]])
     (figure,) = re.findall(r'<figure id="reward".*?</figure>', page, flags=re.S)
