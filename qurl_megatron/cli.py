@@ -83,7 +83,16 @@ def show(arguments: argparse.Namespace) -> int:
         raise ConfigError("qurl show needs a recipe, or --env")
     from qurl_megatron.config import load, to_toml
 
-    config = load(_recipe(arguments.recipe), arguments.overrides)
+    recipe = arguments.recipe
+    if recipe.is_dir():
+        from qurl_megatron.training.state import RECIPE
+
+        recipe = recipe / RECIPE
+        if not recipe.is_file():
+            raise ConfigError(
+                f"{arguments.recipe} holds no {RECIPE}; name a recipe, or the folder of a run"
+            )
+    config = load(recipe, arguments.overrides)
     if arguments.dry_run:
         return _dry_run(config, arguments)
     print(to_toml(config))
@@ -105,21 +114,6 @@ def _dry_run(config: "RunConfig", arguments: argparse.Namespace) -> int:
     if data:
         print("\n".join(["data", *(f"  {line}" for line in data)]))
     return 2 if mistakes else 0
-
-
-def _recipe(given: Path) -> Path:
-    """A recipe, or the recipe of the run whose folder is given.
-
-    Raises:
-        ConfigError: the folder is not a run's.
-    """
-    from qurl_megatron.training.state import RECIPE
-
-    if not given.is_dir():
-        return given
-    if not (given / RECIPE).is_file():
-        raise ConfigError(f"{given} holds no {RECIPE}; name a recipe, or the folder of a run")
-    return given / RECIPE
 
 
 def report(arguments: argparse.Namespace) -> int:
