@@ -37,17 +37,11 @@ Key = tuple[str, int]
 """A mode, and the number of a problem in its file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    id: str  # its own, else its number in the file, from 1
-    question: Question
-
-
 @dataclass(frozen=True)
 class Benchmark:
     name: str
     path: Path
-    problems: tuple[Problem, ...]
+    problems: dict[str, Question]  # by its own id, else by its number in the file, from 1
     summary: str = ""  # columns and counts, for a person
     prompts: tuple[Prompt, ...] = ()  # of one model's tokenizer
 
@@ -72,7 +66,7 @@ class Benchmark:
         if longest < limit:
             fix = f"give at most {limit - longest:.0f}"
         lengths = [len(prompt.input_ids) for prompt in self.prompts]
-        place = self.problems[lengths.index(longest)].question.place
+        place = list(self.problems.values())[lengths.index(longest)].place
         raise ConfigError(
             f"{place}: the longest prompt, {longest} tokens, and rollout.max_new_tokens="
             f"{max_new_tokens} exceed the {limit:.0f} tokens that the engine takes; {fix}"
@@ -105,7 +99,7 @@ def read_benchmarks(
     return list(benchmarks.values())
 
 
-def _problems(file: DataFile) -> tuple[Problem, ...]:
+def _problems(file: DataFile) -> dict[str, Question]:
     questions: dict[str, Question] = {}
     for number, question in enumerate(file.questions, start=1):
         row_id = question.metadata.get("id")
@@ -115,7 +109,7 @@ def _problems(file: DataFile) -> tuple[Problem, ...]:
                 f"{question.place} has the id {name!r} of {questions[name].place}; ids must differ"
             )
         questions[name] = question
-    return tuple(Problem(name, question) for name, question in questions.items())
+    return questions
 
 
 def with_prompts(
@@ -128,9 +122,8 @@ def with_prompts(
     """
     end = f"\n{suffix}" if suffix else ""
     prompts = []
-    for index, problem in enumerate(benchmark.problems):
-        question, turns = problem.question, problem.question.turns
-        if turns:
+    for index, question in enumerate(benchmark.problems.values()):
+        if turns := question.turns:
             turns = (*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end})
         asked = replace(question, text=question.text + end, turns=turns)
         [ids] = tokenizer.read([asked], chat=chat)

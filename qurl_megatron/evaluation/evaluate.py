@@ -403,7 +403,7 @@ class _Round:
         """
         evaluator = self.evaluator
         samples, scores = graded(samples, evaluator.rewards, evaluator.tokenizer)
-        answers = []
+        answers, ids = [], list(self.benchmark.problems)
         for place, (sample, score) in enumerate(zip(samples, scores, strict=True)):
             unscored = f"{score.cause}: {score.why}" if isinstance(score, Unscored) else ""
             index = sample.prompt.index
@@ -411,7 +411,7 @@ class _Round:
                 GradedAnswer(
                     mode=self.mode,
                     problem=index,
-                    id=self.benchmark.problems[index].id,
+                    id=ids[index],
                     sample=place % self.each,
                     reward=sample.reward,
                     finish=sample.finish_reason,

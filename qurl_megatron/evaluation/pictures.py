@@ -17,9 +17,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from qurl_megatron.evaluation.study_results import Group, Series
-from qurl_megatron.observe.catalogue import unit
+from qurl_megatron.evaluation.study_results import Group
+from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.drawing import COLORS, STYLE, frame, smooth
+from qurl_megatron.observe.metrics import Series
 from qurl_megatron.observe.text import how_many
 
 SKY = "#56b4e9"  # of the palette of COLORS; beside its blue it marks a variant of that method
@@ -161,5 +162,5 @@ def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, s
         axes.set_ylim(bottom=max(bottom, top / 10**panel.decades))
     elif axes.dataLim.y0 >= 0:
         axes.set_ylim(bottom=0.0)
-    frame(axes, 0, last, shares=unit(panel.metrics[0]) == "share")
+    frame(axes, 0, last, shares=known(panel.metrics[0]).unit == "share")
     axes.set_title(panel.title, loc="left", y=1.0, pad=10, fontsize=12, fontweight="bold")

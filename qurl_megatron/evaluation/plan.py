@@ -202,13 +202,6 @@ def add_study_options(command: argparse.ArgumentParser) -> None:
 
 def study(arguments: argparse.Namespace) -> int:
     """Run a grid of methods, schemes and seeds of one recipe, and draw its tables and pictures."""
-    from qurl_megatron.evaluation.study import main as run
+    from qurl_megatron.evaluation.study import run
 
-    return run(
-        arguments.study,
-        arguments.out,
-        jobs=arguments.jobs,
-        only=arguments.only,
-        look=arguments.status,
-        overrides=arguments.overrides,
-    )
+    return run(arguments)

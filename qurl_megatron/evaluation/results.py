@@ -121,6 +121,8 @@ def score(
     benchmark: Benchmark, answers: Answers, responses: Mapping[str, int], seed: int
 ) -> Scores:
     """Score a benchmark that is fully answered."""
+    # Benchmarks of one size must not be resampled alike, or their mean would vary too much.
+    seeds = [seed, *benchmark.name.encode()]
     scores = {}
     for mode, count in responses.items():
         rewards: list[list[float]] = []
@@ -136,7 +138,7 @@ def score(
         scores[mode] = Score(
             responses=count,
             accuracy=float(reward_PK.mean()),
-            resampled_D=_resampled(benchmark.name, mean_P, seed),
+            resampled_D=resampled_means(mean_P, seeds),
             truncated=float(np.mean([answer.finish == "length" for answer in every])),
             tokens=float(np.mean([answer.tokens for answer in every])),
             pass_at={k: pass_at(right_P, count, k) for k in ks},
@@ -169,7 +171,8 @@ def pairs(name: str, before: Scores, after: Scores, seed: int) -> Pairs:
     compared = {}
     for mode, later in after.items():
         assert later.mean_P is not None and before[mode].mean_P is not None, "of one benchmark"
-        resampled_D = _resampled(name, later.mean_P - before[mode].mean_P, seed)
+        change_P = later.mean_P - before[mode].mean_P
+        resampled_D = resampled_means(change_P, [seed, *name.encode()])
         compared[mode] = Pair(before[mode], later, resampled_D)
     return compared
 
@@ -188,7 +191,7 @@ def tokens_per_second(answers: Sequence[GradedAnswer]) -> float:
 
 def rows(benchmark: Benchmark, answers: Answers) -> list[dict[str, Any]]:
     """Each problem with its share of right responses, by mode."""
-    table_rows: list[dict[str, Any]] = [{"id": problem.id} for problem in benchmark.problems]
+    table_rows: list[dict[str, Any]] = [{"id": name} for name in benchmark.problems]
     for (mode, index), of_problem in sorted(answers.items()):
         share = sum(answer.reward for answer in of_problem) / len(of_problem)
         table_rows[index][mode] = round(share, DIGITS)
@@ -265,8 +268,3 @@ def _mean_text(
 def _interval_json(resampled_D: np.ndarray) -> list[float] | None:
     ends = interval(resampled_D)
     return [round(end, DIGITS) for end in ends] if ends else None
-
-
-def _resampled(name: str, mean_P: np.ndarray, seed: int) -> np.ndarray:
-    # Benchmarks of one size must not be resampled alike, or their mean would vary too much.
-    return resampled_means(mean_P, [seed, *name.encode()])

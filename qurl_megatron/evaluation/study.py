@@ -13,6 +13,7 @@ for the last checkpoint, so that answers the held-out questions too, greedily an
 The evaluation lies in the run's folder: whoever deletes a run deletes its accuracy too.
 """
 
+import argparse
 import fnmatch
 import json
 import os
@@ -44,24 +45,13 @@ from qurl_megatron.training.state import latest
 
 QURL = (sys.executable, "-m", "qurl_megatron.cli")
 POLL_S = 0.1
+STATUS = (("reward", "reward/mean", number), ("accuracy", "eval/accuracy", percent))
 
 
-def main(
-    file: Path,
-    out: Path,
-    *,
-    jobs: int = 1,
-    only: str = "*",
-    look: bool = False,
-    overrides: Sequence[str] = (),
-    qurl: Sequence[str] = QURL,
-) -> int:
-    """Run ``qurl study``.
+def run(arguments: argparse.Namespace, qurl: Sequence[str] = QURL) -> int:
+    """Run ``qurl study``, or print how far each cell is; tables and pictures take all cells.
 
     Args:
-        overrides: ``section.key=value`` for every run; a method's own overrides win.
-        only: pattern of the names of cells to run or list; tables and pictures take all.
-        look: only print how far each cell is.
         qurl: the command whose ``train`` and ``eval`` are called.
 
     Returns:
@@ -72,7 +62,8 @@ def main(
         ConfigError: a mistake in the study file, in one of its recipes or in the arguments;
             another study is at work in ``out``.
     """
-    study = read_study(file, overrides)
+    out, only, jobs = arguments.out, arguments.only, arguments.jobs
+    study = read_study(arguments.study, arguments.overrides)
     cells = [cell for cell in study.cells if fnmatch.fnmatchcase(cell.name, only)]
     if not cells:
         raise ConfigError(
@@ -80,7 +71,7 @@ def main(
         )
     if jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
-    if look:
+    if arguments.status:
         width = max(len(cell.name) for cell in cells)
         for cell in cells:
             print(status(read_result(cell, out), width))
@@ -95,10 +86,10 @@ def main(
 def status(result: Result, width: int) -> str:
     """Say how far a cell is, with its last reward and accuracy, or why it has failed."""
     words = [f"{result.cell.name:{width}}  {result.state:7}  {result.step}/{result.cell.steps}"]
-    if result.history and (reward := result.history.last("reward/mean")) is not None:
-        words.append(f"reward {number(reward)}")
-    if result.history and (accuracy := result.history.last("eval/accuracy")) is not None:
-        words.append(f"accuracy {percent(accuracy)}")
+    for name, metric, text in STATUS:
+        if metric in result.history:
+            _, values = result.history[metric]
+            words.append(f"{name} {text(values[-1])}")
     return "  ".join([*words, result.reason]).rstrip()
 
 

@@ -9,7 +9,7 @@ Shapes: N = steps at which a metric was measured.
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from qurl_megatron.evaluation.plan import Cell, Method, Study, run_dir
 from qurl_megatron.evaluation.results import aligned
 from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError, printable
-from qurl_megatron.observe.metrics import History
+from qurl_megatron.observe.metrics import History, Series
 from qurl_megatron.observe.sinks import METRICS_FILE, read_metrics
 from qurl_megatron.observe.text import number, percent
 from qurl_megatron.schemes import SCHEMES, title
@@ -31,9 +31,6 @@ BENCHMARK = "held_out"
 WINDOW = 5
 """Steps whose mean reward counts as the reward of the last of them: one bad batch is no
 collapse."""
-
-Series = tuple[np.ndarray, np.ndarray]
-"""Steps and values, [N] each."""
 
 
 def at_end(values_N: np.ndarray) -> float:
@@ -75,6 +72,7 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float | None]]] = {
     "step_seconds": ("time/step", after_the_first),
 }
 """The final numbers of a run: a metric, and how its values are reduced over the steps."""
+FINAL_NAMES = (TRAINED, *FINALS, "collapse_step")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Result:
     """One cell, as its folder shows it."""
 
     cell: Cell
-    history: History | None = None  # up to the last step that the study asks for
+    history: History = field(default_factory=History)  # up to the last step that the study asks for
     done: bool = False  # all its steps are, even if its trained policy is still to be evaluated
     reason: str = ""  # of a failure
     trained: float | None = None  # accuracy of the last checkpoint, unquantized
@@ -99,13 +97,19 @@ class Result:
 
     @property
     def step(self) -> int:
-        return self.history.last_step if self.history else 0
+        return self.history.last_step
 
     @property
     def finals(self) -> dict[str, float | None]:
-        """``FINALS`` and the step of collapse; None where the run did not measure."""
-        assert self.history is not None
-        return {TRAINED: self.trained, **finals(self.history)}
+        """``TRAINED``, ``FINALS`` and the step of collapse; None where the run did not measure."""
+        final_values = dict.fromkeys(FINAL_NAMES)
+        final_values[TRAINED] = self.trained
+        for name, (metric, reduce) in FINALS.items():
+            if metric in self.history and (value := reduce(self.history[metric][1])) is not None:
+                final_values[name] = float(value)
+        if "reward/mean" in self.history:
+            final_values["collapse_step"] = collapse_step(*self.history["reward/mean"])
+        return final_values
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,12 @@ class Group:
 
     def curves(self, metric: str) -> list[Series]:
         """One per seed that measured it."""
-        histories = [result.history for result in self.done if result.history]
-        return [history.series(metric) for history in histories if metric in history]
+        return [run.history[metric] for run in self.done if metric in run.history]
 
     def totals(self) -> dict[str, dict[str, Any] | None]:
         """The ``spread`` of each final number over the seeds."""
         runs = [result.finals for result in self.done]
-        names = (TRAINED, *FINALS, "collapse_step")
-        return {name: spread([run[name] for run in runs]) for name in names}
+        return {name: spread([run[name] for run in runs]) for name in FINAL_NAMES}
 
 
 def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
@@ -157,17 +159,6 @@ def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
         return None
     standing = np.flatnonzero(~fallen_N)  # never empty: the first reward is its own best
     return int(steps_N[standing[-1] + 1])
-
-
-def finals(history: History) -> dict[str, float | None]:
-    """``FINALS`` and the step of collapse of one run; None where it did not measure."""
-    final_values: dict[str, float | None] = dict.fromkeys((*FINALS, "collapse_step"))
-    for name, (metric, reduce) in FINALS.items():
-        if metric in history and (value := reduce(history.series(metric)[1])) is not None:
-            final_values[name] = float(value)
-    if "reward/mean" in history:
-        final_values["collapse_step"] = collapse_step(*history.series("reward/mean"))
-    return final_values
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -197,11 +188,6 @@ def failure_file(out: Path, cell: Cell) -> Path:
     return out / "logs" / f"{cell.name}.failed"
 
 
-def read_results(study: Study, out: Path) -> list[Result]:
-    """How far each cell is."""
-    return [read_result(cell, out) for cell in study.cells]
-
-
 def read_result(cell: Cell, out: Path) -> Result:
     """Read a cell's run folder.
 
@@ -227,7 +213,7 @@ def read_result(cell: Cell, out: Path) -> Result:
     if cell.config.train.eval_prompts > 0:
         measured = 0
         if "eval/accuracy" in history:
-            measured = history.series("eval/accuracy")[0][-1]
+            measured = history["eval/accuracy"][0][-1]
     trained = None
     results = trained_dir(out, cell) / "results.json"
     if results.is_file():
@@ -384,7 +370,7 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
     """
     from qurl_megatron.evaluation.pictures import pictures  # matplotlib
 
-    results = read_results(study, out)
+    results = [read_result(cell, out) for cell in study.cells]
     all_groups = groups(study, results)
     images = pictures(all_groups)
     for name, image in images.items():

@@ -68,7 +68,7 @@ def test_training_and_evaluation_read_the_same(tmp_path):
         config = DataConfig(path=str(path))
         [benchmark] = read_benchmarks([path], config)
         trained_on = training_questions(config)
-        assert [problem.question for problem in benchmark.problems] == trained_on
+        assert [*benchmark.problems.values()] == trained_on
         assert benchmark.summary.startswith(f"{path}: 2 prompts in prompt (chats)")
 
 

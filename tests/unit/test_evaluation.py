@@ -21,7 +21,6 @@ from qurl_megatron.evaluation.benchmarks import (
     AnswerFile,
     Benchmark,
     GradedAnswer,
-    Problem,
     read_benchmarks,
     with_prompts,
 )
@@ -90,7 +89,7 @@ def cells_of(line: str) -> list[str]:
 
 
 def benchmark_of(name: str, problems: int) -> Benchmark:
-    made = tuple(Problem(str(i), Question("?", "1")) for i in range(problems))
+    made = {str(i): Question("?", "1") for i in range(problems)}
     return Benchmark(name, Path(f"{name}.jsonl"), made)
 
 
@@ -167,7 +166,7 @@ def test_a_benchmark_is_read_under_any_of_its_usual_names(tmp_path):
     )
     [found] = read_benchmarks([path], USUAL)
     assert found.name == "mixed"
-    asked = [(p.id, p.question.text, p.question.answer) for p in found.problems]
+    asked = [(name, q.text, q.answer) for name, q in found.problems.items()]
     assert asked == [("x", "1 + 1", "2"), ("2", "1 + 2", "3"), ("7", "half", "0.5")]
 
 
@@ -210,11 +209,11 @@ def test_the_benchmarks_that_ship_are_whole():
     shipped = Path(__file__).parents[2] / "launch/benchmarks"
     sums, toy = read_benchmarks(sorted(shipped.glob("*.jsonl")), USUAL)
     assert (sums.name, toy.name) == ("sums", "toy_math")
-    for problem in sums.problems:
-        terms = problem.question.text.rpartition(": ")[2].removesuffix(" =")
+    for question in sums.problems.values():
+        terms = question.text.rpartition(": ")[2].removesuffix(" =")
         assert re.fullmatch(r"\d [+-] \d [+-] \d", terms)
         numbers = map(int, re.findall(r"[+-]?\d", terms.replace(" ", "")))
-        assert sum(numbers) == int(problem.question.answer)
+        assert sum(numbers) == int(question.answer)
 
 
 def test_answers_on_disk_survive_a_cut_line_and_refuse_other_settings(tmp_path):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,14 @@ from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.evaluation import pictures, study
 from qurl_megatron.evaluation.pictures import band
 from qurl_megatron.evaluation.plan import read_study
-from qurl_megatron.evaluation.study import main, next_task
+from qurl_megatron.evaluation.study import next_task, run
 from qurl_megatron.evaluation.study_results import (
     WINDOW,
     Result,
     collapse_step,
-    finals,
     groups,
     page,
-    read_results,
+    read_result,
     row,
     spread,
     table,
@@ -83,11 +83,12 @@ def root(drawing_root, monkeypatch) -> Path:
 
 
 def qurl_study(root: Path, **arguments) -> int:
-    return main(root / "study.toml", root / "out", qurl=FAKE, **arguments)
+    usual = dict(study=root / "study.toml", out=root / "out", jobs=1, only="*", status=False)
+    return run(Namespace(**{**usual, "overrides": (), **arguments}), FAKE)
 
 
 def results_of(root: Path) -> list[Result]:
-    return read_results(read_study(root / "study.toml"), root / "out")
+    return [read_result(cell, root / "out") for cell in read_study(root / "study.toml").cells]
 
 
 def calls(root: Path) -> list[dict]:
@@ -193,13 +194,13 @@ def test_a_runs_finals_are_the_last_evaluation_and_the_last_tenth_of_the_noisy_o
             "time/step": {1: 30.0, 2: 5.0}.get(step, 2.0),
         }
         records.append(Record(step, 0.0, metrics))
-    found = finals(History(records))
+    found = Result(None, History(records)).finals
     expected = {"kl": 0.0195, "kl_largest": 0.02, "kl_mean": 0.0105, "update_passed": 1.0}
     expected |= {"update_passed_std": 0.1 * math.sqrt(20 / 19)}
     expected |= {"step_seconds": 2.0, "seconds": 71.0}  # the first step counts once
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found["code_flip_rate"] is None  # unquantized runs have no codes
-    assert finals(History(records[:1]))["update_passed_std"] is None
+    assert Result(None, History(records[:1])).finals["update_passed_std"] is None
 
 
 def test_a_band_takes_at_each_step_the_seeds_that_have_it():
@@ -259,7 +260,7 @@ def test_finished_runs_are_left_alone_whoever_made_them(root, capsys):
         assert qurl_study(root, only="*seed-0") == 0
         assert [call["cell"] for call in calls(root)] == CELLS[:3]
     assert "2 of 3 runs are done already" in capsys.readouterr().out
-    assert qurl_study(root, look=True, only="*seed-?") == 0
+    assert qurl_study(root, status=True, only="*seed-?") == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[0] == [CELLS[0], "done", "3/3", "reward", "0.300", "accuracy", "75.0", "%"]
     assert shown[3] == [CELLS[3], "waiting", "0/3"]
@@ -283,10 +284,10 @@ def test_a_failed_run_is_told_with_its_reason_others_go_on_and_it_is_tried_again
     assert len(calls(root)) == 6
     failed = f"{CELLS[1]}: failed after step 1: qurl: the disk is full"
     assert failed in capsys.readouterr().out
-    assert qurl_study(root, look=True, only=CELLS[1]) == 0
+    assert qurl_study(root, status=True, only=CELLS[1]) == 0
     assert capsys.readouterr().out.split()[1:5] == ["failed", "1/3", "reward", "0.100"]
     study = read_study(root / "study.toml")
-    results = read_results(study, root / "out")
+    results = results_of(root)
     assert reasons(root) == {CELLS[1]: "qurl: the disk is full"}
     text = page(study, results, groups(study, results), [])
     assert "5 of 6 runs are done, 1 failed" in text
@@ -351,9 +352,8 @@ def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, numbe
     behave(root, **{name: {"hold_at": 1} for name in CELLS[:2]})
     code = (
         "import sys; from pathlib import Path\n"
-        "from qurl_megatron.evaluation.study import main\n"
-        f"root = Path({str(root)!r}); "
-        f"sys.exit(main(root / 'study.toml', root / 'out', jobs=2, qurl={FAKE!r}))"
+        "from tests.unit.test_study import qurl_study\n"
+        f"sys.exit(qurl_study(Path({str(root)!r}), jobs=2))"
     )
     study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     runs = root / "out/runs"
@@ -375,7 +375,7 @@ def test_one_study_works_in_a_folder_and_others_may_look(root):
     with claimed(root / "out", "a study"):
         with pytest.raises(ConfigError, match="a study is at work in .*out; wait for it"):
             qurl_study(root)
-        assert qurl_study(root, look=True) == 0
+        assert qurl_study(root, status=True) == 0
 
 
 def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(root, capsys):
@@ -394,7 +394,7 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     assert failed in capsys.readouterr().out
 
     study = read_study(root / "study.toml")
-    results = read_results(study, root / "out")
+    results = results_of(root)
     group = next(group for group in groups(study, results) if group.name == "acr")
     assert row(group)["Trained policy, %"] == "87.5"
     assert row(group)["Runs"] == "2"  # one of them not evaluated
@@ -412,7 +412,7 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     metrics.write_text(lines)
     (root / "study.toml").write_text(STUDY.replace("steps=3", "steps=2"))
     study = read_study(root / "study.toml")
-    assert read_results(study, root / "out")[1].trained is None
+    assert results_of(root)[1].trained is None
     assert next_task(study.cells[1], root / "out") == ""
 
 

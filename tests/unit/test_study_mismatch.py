@@ -11,7 +11,7 @@ from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
 from qurl_megatron.evaluation.plan import read_study
-from qurl_megatron.evaluation.study_results import read_results, run_dir, to_json
+from qurl_megatron.evaluation.study_results import read_result, run_dir, to_json
 from qurl_megatron.kit.errors import ConfigError
 
 STUDIES = Path(__file__).parents[2] / "launch/studies"
@@ -92,7 +92,8 @@ def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
     measured = {"quant/update_passed": 0.75, "quant/code_flip_rate": 0.01}
     measure(root, "uaq-int4-seed-0", 0.1, **measured)
     study = read_study(root / "study.toml")
-    told = to_json(study, read_results(study, root / "out")) | {"environment": MACHINE}
+    results = [read_result(cell, root / "out") for cell in study.cells]
+    told = to_json(study, results) | {"environment": MACHINE}
     made = record(told, ELSEWHERE)
     assert (made["title"], made["cpu"], made["cores"], made["steps"]) == (
         "A model", "some CPU", 2, 3,
