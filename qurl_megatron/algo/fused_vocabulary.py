@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qurl_megatron.algo.log_probs import FLOOR, LOWEST
+
 BLOCK = 4096  # columns at a time: 16 to a thread
 WARPS = 8
 
@@ -28,9 +30,6 @@ def shard_sums(
     first: int,
     columns: int,
     temperature: float,
-    *,
-    floor: float,
-    lowest: float,
 ) -> tuple[Tensor, Tensor]:
     """One shard's part of the softmax.
 
@@ -39,8 +38,6 @@ def shard_sums(
         targets_T: global token ids, [T].
         first: global id of column 0.
         columns: n.
-        floor: z below is taken for this.
-        lowest: stands for the maximum of a shard that has no finite logit.
 
     Returns:
         The shard's maximum, [T], and [3, T], with z = (logit - maximum) / temperature: sum exp z,
@@ -52,7 +49,7 @@ def shard_sums(
     with torch.cuda.device_of(logits_Tv):
         sum_token[T,](
             *(logits_Tv, targets_T, max_T, sums_3T, T, first, columns),
-            *(*logits_Tv.stride(), targets_T.stride(0), 1 / temperature, floor, lowest),
+            *(*logits_Tv.stride(), targets_T.stride(0), 1 / temperature, FLOOR, LOWEST),
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
@@ -69,8 +66,6 @@ def write_gradient(
     b_T: Tensor | None,
     columns: int,
     temperature: float,
-    *,
-    floor: float,
 ) -> None:
     """``(a + b z) exp z``, and ``onehot`` more in the target's column; 0 in padding.
 
@@ -85,7 +80,7 @@ def write_gradient(
         gradient_block[T, triton.cdiv(width, BLOCK)](
             *(grad_Tv, logits_Tv, column_T.contiguous(), onehot_T.contiguous()),
             *(max_T, a_T.contiguous(), b_T.contiguous(), columns, width),
-            *(*grad_Tv.stride(), *logits_Tv.stride(), 1 / temperature, floor),
+            *(*grad_Tv.stride(), *logits_Tv.stride(), 1 / temperature, FLOOR),
             BLOCK=BLOCK,
             num_warps=WARPS,
         )

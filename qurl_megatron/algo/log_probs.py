@@ -25,9 +25,9 @@ SCRATCH_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 # Far below what float32 can add to a sum of at least 1 (exp(-60) = 9e-27), so clamping there
 # changes no result. It keeps 0 * inf = nan out of the entropy of columns masked with -inf, and
 # exp() out of the subnormal range, where it is far slower on a CPU.
-_FLOOR = -60.0
+FLOOR = -60.0
 # Stands for the maximum of a shard that has no finite logit, so that -inf - max stays -inf.
-_LOWEST = -1e30
+LOWEST = -1e30
 
 
 def token_log_probs(
@@ -162,23 +162,19 @@ def _shard_sums(
     if has_kernels_for(logits_Tv):
         from qurl_megatron.algo import fused_vocabulary as vocabulary  # imports triton
 
-        return vocabulary.shard_sums(
-            *(logits_Tv, targets_T, shard.first, shard.columns, temperature),
-            floor=_FLOOR,
-            lowest=_LOWEST,
-        )
+        return vocabulary.shard_sums(logits_Tv, targets_T, shard.first, shard.columns, temperature)
     T = len(logits_Tv)
-    max_T = torch.full([T], _LOWEST, device=logits_Tv.device)
+    max_T = torch.full([T], LOWEST, device=logits_Tv.device)
     sums_3T = torch.zeros(3, T, device=logits_Tv.device)
     column_T1, mine_T = shard.locate(targets_T)
     for rows, z_Cn, exp_Cn in _chunks(logits_Tv, shard.columns):
         z_Cn.copy_(logits_Tv[rows, : shard.columns])
-        max_C = torch.amax(z_Cn, 1).clamp_(min=_LOWEST)
+        max_C = torch.amax(z_Cn, 1).clamp_(min=LOWEST)
         z_Cn.sub_(max_C[:, None])
         if temperature != 1.0:
             z_Cn.div_(temperature)
         target_C = z_Cn.gather(1, column_T1[rows]).squeeze(1)
-        z_Cn.clamp_(min=_FLOOR)
+        z_Cn.clamp_(min=FLOOR)
         torch.exp(z_Cn, out=exp_Cn)
         max_T[rows] = max_C
         sums_3T[0, rows] = exp_Cn.sum(1)
@@ -191,7 +187,7 @@ def _shift(sums_3T: Tensor, shift_T: Tensor, mine_T: Tensor) -> None:
     """Make the sums relative to a maximum that is higher by ``-shift_T``, in place."""
     sum_T, target_T, moment_T = sums_3T
     target_T += torch.where(mine_T, shift_T, 0.0)
-    shift_T = shift_T.clamp(min=_FLOOR)
+    shift_T = shift_T.clamp(min=FLOOR)
     moment_T += shift_T * sum_T
     sums_3T[::2] *= shift_T.exp()
 
@@ -228,7 +224,6 @@ def _write_gradient(
         vocabulary.write_gradient(
             *(grad_Tv, logits_Tv, column_T1, onehot_T1, max_T, a_T, b_T),
             *(shard.columns, temperature),
-            floor=_FLOOR,
         )
         return
 
@@ -237,7 +232,7 @@ def _write_gradient(
         z_Cn.sub_(max_T[rows, None])
         if temperature != 1.0:
             z_Cn.div_(temperature)
-        z_Cn.clamp_(min=_FLOOR)
+        z_Cn.clamp_(min=FLOOR)
         if b_T is None:
             z_Cn.exp_().mul_(a_T[rows, None])
         else:
