@@ -175,11 +175,7 @@ class Tokenizer:
         """
         if not chat:
             return tuple(self._wrapped(message["content"], add_special_tokens=False)["input_ids"])
-        turns = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": SAID},
-            {"role": message["role"], "content": message["content"]},
-        ]
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}, message]
         try:
             text = self._rendered(turns, chat)
         except ConfigError as error:

@@ -77,14 +77,13 @@ class Progress:
             self._display = _start_display(self._stream, self.total_steps)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def close(self, *exception: object) -> None:
         """Take the line of the phase away; what is printed next comes below the steps."""
         if self._display is not None:
             self._display.stop()
             self._display = None
+
+    __exit__ = close
 
     def phase(self, name: str) -> None:
         """Show what the run is busy with from now on, and for how long."""
