@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 
-from qurl_megatron.engines.embedded import kernels, native
+from qurl_megatron.engines.embedded import native
+from qurl_megatron.engines.embedded.decoder import Matrix
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.schemes import SCHEMES
 from tests.support.engine_models import (
@@ -60,10 +61,7 @@ def test_a_native_product_has_the_bits_of_the_torch_one(tokens, inputs, outputs,
     scale = torch.rand(outputs) + 0.1
     blocks = native.Blocks(w, scale)
     for addend in (None, torch.randn(outputs).to(dtype), torch.randn(tokens, outputs).to(dtype)):
-        plain, actual = (
-            kernels.quantized_linear(x, w, scale, addend, scheme=scheme, blocks=way)
-            for way in (None, blocks)
-        )
+        plain, actual = (Matrix(scheme, w, scale, way)(x, addend) for way in (None, blocks))
         assert torch.equal(actual, plain)
 
 

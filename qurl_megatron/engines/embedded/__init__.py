@@ -1,10 +1,10 @@
 """A small engine that truly computes W8A8, on CPU and on CUDA, behind SGLang's ``/generate``.
 
-Read it in this order: ``kernels`` (quantized matrix products), ``decoder`` (one decoder and the
-named buffers that an update writes), ``cache`` (keys and values), ``native`` (both once more, as
-one call of ``decode.cpp``), ``sampling``, ``engine`` (continuous batching), ``read_weights``
-(folders), ``protocol`` (requests and answers) and ``endpoints``. Here is the command of one that a
-run starts: ``qurl serve``, a process each.
+Read it in this order: ``decoder`` (one decoder, its quantized products, and the named buffers that
+an update writes), ``cache`` (keys and values), ``native`` (both once more, as one call of
+``decode.cpp``), ``sampling``, ``engine`` (continuous batching), ``read_weights`` (folders),
+``protocol`` (requests and answers) and ``endpoints``. Here is the command of one that a run starts:
+``qurl serve``, a process each.
 """
 
 import os

@@ -9,17 +9,18 @@ sides.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
-from qurl_megatron.engines.embedded import kernels, native
+from qurl_megatron.engines.embedded import native
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant.activations import has_fp8_hardware
+from qurl_megatron.quant import quantize_tokens
+from qurl_megatron.quant.activations import has_fp8_hardware, scaled_product
 from qurl_megatron.schemes import INTEGER as CODES
 from qurl_megatron.schemes import ROLLOUT as SCHEMES
 from qurl_megatron.tensors.arch import Arch, Llama3Rope
@@ -43,19 +44,27 @@ class Slot:
 
 @dataclass
 class Matrix:
-    """One (possibly fused) weight matrix and the way to multiply by it."""
+    """One (possibly fused) weight matrix and the way to multiply by it.
+
+    Products of codes are the trainer's own (``quant.activations``). Without a GPU, INT8 weights are
+    also kept in the layout that ``decode.cpp`` multiplies by, where it runs; the results are the
+    same to the last bit.
+    """
 
     scheme: str
-    weight_OI: Tensor
+    weight_OI: Tensor  # of FP8 the same values in FP32 where the hardware has no float8
     scale_O: Any  # a Tensor; None of a matrix in the model's format
     blocks: native.Blocks | None = None
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
         if self.scheme == "none":
-            return kernels.float_linear(x_TI, self.weight_OI, addend)
-        return kernels.quantized_linear(
-            x_TI, self.weight_OI, self.scale_O, addend, scheme=self.scheme, blocks=self.blocks
-        )
+            if addend is None:
+                return linear(x_TI, self.weight_OI)
+            return torch.addmm(addend, x_TI, self.weight_OI.t())
+        if self.blocks is not None:
+            return self.blocks.linear(x_TI, addend, CODES[self.scheme]).to(x_TI.dtype)
+        codes_TI, scale_T1 = quantize_tokens(x_TI, self.scheme)
+        return scaled_product(codes_TI, scale_T1, self.weight_OI, self.scale_O, addend, x_TI.dtype)
 
     def pack(self) -> None:
         """Take in newly written weights."""
@@ -108,17 +117,7 @@ class Decoder:
         self.check(tensors)
         for name, slot in self.slots.items():
             slot.target.copy_(tensors[name])
-        self.pack()
-
-    @torch.inference_mode()
-    def pack(self) -> None:
-        """Take in newly written slots."""
-        heads = self.arch.heads
-        for layer in self.layers:
-            if (norm := layer.qk_norm) is not None:
-                norm[1:heads], norm[heads + 1 :] = norm[0], norm[heads]
-            for matrix in layer.matrices:
-                matrix.pack()
+        self.finish()
 
     # For updates (``wire.session.LiveWeights``).
 
@@ -132,8 +131,15 @@ class Decoder:
         """Return True also for other floats, and for FP8 codes that a CPU keeps as FP32."""
         return dtype in self.slots[target.name].dtypes
 
+    @torch.inference_mode()
     def finish(self) -> None:
-        self.pack()
+        """Take in newly written slots."""
+        heads = self.arch.heads
+        for layer in self.layers:
+            if (norm := layer.qk_norm) is not None:
+                norm[1:heads], norm[heads + 1 :] = norm[0], norm[heads]
+            for matrix in layer.matrices:
+                matrix.pack()
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         for word, names in (
@@ -163,23 +169,23 @@ class Decoder:
         x_TH = self.embedding[ids_T]
         rotated = arch.heads + arch.kv_heads
         for index, layer in enumerate(self.layers):
-            y_TH = kernels.rms_norm(x_TH, layer.input_norm, arch.rms_eps)
+            y_TH = rms_norm(x_TH, layer.input_norm, arch.rms_eps)
             qkv = layer.qkv(y_TH, layer.qkv_bias).view(len(ids_T), -1, arch.head_dim)
             qk = qkv[:, :rotated]
             if layer.qk_norm is not None:
-                qk = kernels.rms_norm(qk, layer.qk_norm, arch.rms_eps)
+                qk = rms_norm(qk, layer.qk_norm, arch.rms_eps)
             # Into qkv itself: keys and values then lie side by side, one copy away from the cache.
             qkv[:, :rotated] = (qk * cos_T1D).addcmul_(qk.roll(arch.head_dim // 2, -1), sin_T1D)
             mixed = attend(index, qkv[:, : arch.heads], qkv[:, arch.heads :])
             x_TH = layer.out(mixed, x_TH)
-            y_TH = kernels.rms_norm(x_TH, layer.post_norm, arch.rms_eps)
+            y_TH = rms_norm(x_TH, layer.post_norm, arch.rms_eps)
             gate, up = layer.gate_up(y_TH).chunk(2, dim=-1)
             x_TH = layer.down(silu(gate).mul_(up), x_TH)
         return x_TH
 
     @torch.inference_mode()
     def logits(self, x_TH: Tensor) -> Tensor:
-        return kernels.float_linear(kernels.rms_norm(x_TH, self.norm, self.arch.rms_eps), self.head)
+        return linear(rms_norm(x_TH, self.norm, self.arch.rms_eps), self.head)
 
     def _rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos, and sin signed such that ``x * cos + roll(x, D/2) * sin`` is the rotation."""
@@ -193,7 +199,7 @@ class Decoder:
         return Layer(
             input_norm=self._float(prefix + "input_layernorm.weight"),
             qkv=self._matrix(*qkv),
-            qkv_bias=self._bias(*qkv) if self.arch.qkv_bias else None,
+            qkv_bias=self._float(*(f"{x}.bias" for x in qkv)) if self.arch.qkv_bias else None,
             qk_norm=self._qk_norm(attention) if self.arch.qk_norm else None,
             out=self._matrix(attention + "o_proj"),
             post_norm=self._float(prefix + "post_attention_layernorm.weight"),
@@ -201,40 +207,39 @@ class Decoder:
             down=self._matrix(mlp + "down_proj"),
         )
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return hf_tensor(self.arch, name).shape
-
     def _matrix(self, *modules: str) -> Matrix:
         """Allocate one matrix for several named ones, stacked along the output."""
-        shapes = {module: self._shape(f"{module}.weight") for module in modules}
-        total, inputs = sum(rows for rows, _ in shapes.values()), shapes[modules[0]][1]
-        stored, sent, scale = self.dtype, FLOATS, None
-        if self.scheme != "none":
-            stored = torch.float8_e4m3fn if self.scheme == "fp8" else torch.int8
-            sent, scale = (stored,), torch.empty(total, device=self.device)
+        names = [f"{module}.weight" for module in modules]
+        if self.scheme == "none":
+            return Matrix("none", self._float(*names), None)
+        sent = stored = torch.float8_e4m3fn if self.scheme == "fp8" else torch.int8
         if self.scheme == "fp8" and not has_fp8_hardware(self.device):
             stored = torch.float32  # same values, ready to multiply
-        weight = torch.empty(total, inputs, dtype=stored, device=self.device)
+        weight = self._stacked(names, stored, (sent,))
+        scale = torch.empty(len(weight), device=self.device)
         start = 0
-        for module, shape in shapes.items():
-            part = slice(start, start + shape[0])
-            self.slots[f"{module}.weight"] = Slot(weight[part], sent)
-            if scale is not None:
-                name = f"{module}.weight_scale"
-                self.slots[name] = Slot(scale[part, None], (torch.float32,))
-            start += shape[0]
+        for name in names:
+            stop = start + len(self.slots[name].target)
+            self.slots[f"{name}_scale"] = Slot(scale[start:stop, None], (torch.float32,))
+            start = stop
         return Matrix(self.scheme, weight, scale)
 
-    def _bias(self, *modules: str) -> Tensor:
-        names = [f"{module}.bias" for module in modules]
-        rows = [self._shape(name)[0] for name in names]
-        bias = torch.empty(sum(rows), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, bias.split(rows), strict=True):
-            self.slots[name] = Slot(part, FLOATS)
-        return bias
+    def _float(self, *names: str) -> Tensor:
+        """Allocate one buffer in the model's format for several named tensors."""
+        return self._stacked(names, self.dtype, FLOATS)
+
+    def _stacked(
+        self, names: Sequence[str], stored: torch.dtype, sent: tuple[torch.dtype, ...]
+    ) -> Tensor:
+        shapes = [hf_tensor(self.arch, name).shape for name in names]
+        rows = [shape[0] for shape in shapes]
+        buffer = torch.empty(sum(rows), *shapes[0][1:], dtype=stored, device=self.device)
+        for name, part in zip(names, buffer.split(rows), strict=True):
+            self.slots[name] = Slot(part, sent)
+        return buffer
 
     def _qk_norm(self, prefix: str) -> Tensor:
-        """A row per head: slots are the first of queries and of keys, ``pack`` fills the others."""
+        """Rows of heads: slots are the first of queries and of keys, ``finish`` fills the rest."""
         arch = self.arch
         norm = torch.empty(
             arch.heads + arch.kv_heads, arch.head_dim, dtype=self.dtype, device=self.device
@@ -244,11 +249,13 @@ class Decoder:
             self.slots[name] = Slot(part, FLOATS)
         return norm
 
-    def _float(self, name: str) -> Tensor:
-        shape = self._shape(name)
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.slots[name] = Slot(tensor, FLOATS)
-        return tensor
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize in FP32, cast, then scale: the order Hugging Face models were trained with."""
+    x32 = x.float()
+    norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x32 * inverse).to(x.dtype).mul_(weight)
 
 
 def _inverse_frequencies(arch: Arch) -> Tensor:

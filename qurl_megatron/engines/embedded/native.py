@@ -144,7 +144,7 @@ class Blocks:
         )
 
     def linear(self, x_TI: Tensor, addend: Tensor | None, largest: float) -> Tensor:
-        """[T, O] float32: ``kernels.quantized_linear``, to the last bit."""
+        """[T, O] float32: the product of ``decoder.Matrix`` without blocks, to the last bit."""
         x_TI = x_TI.contiguous().float()
         y_TO = torch.empty(len(x_TI), self.matrix.outputs)
         more, step = None, 0  # of one row for all, or of a row each

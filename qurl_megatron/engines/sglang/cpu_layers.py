@@ -6,7 +6,7 @@ torch, once three gaps are filled:
     sgl_kernel     imported everywhere; here a stub, whose functions fail when they are called
     torchvision    imported for images; PyPI's wheel expects two operators of the CUDA build
     W8A8 layers    w8a8_int8, w8a8_fp8 and compressed-tensors with a scale per channel, as
-                   ``engines.embedded.kernels``: INT8 products are exact, FP8 is emulated in FP32
+                   ``engines.embedded.decoder``: INT8 products are exact, FP8 is emulated in FP32
 
 Beside these, a paused scheduler sleeps instead of spinning, and flushing the cache does not walk
 over all of Python's objects: here the trainer computes on the same cores.
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qurl_megatron.engines.embedded.kernels import quantized_linear
+from qurl_megatron.engines.embedded.decoder import Matrix
 
 _libraries: list = []  # an operator lives as long as its library
 
@@ -135,7 +135,7 @@ def _apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     if len(scale_O) != len(weight_OI):
         raise NotImplementedError("without a GPU there are W8A8 layers with a scale per channel")
     scheme = "int8" if weight_OI.dtype is torch.int8 else "fp8"
-    y_TO = quantized_linear(x_TI, weight_OI, scale_O, bias, scheme=scheme)
+    y_TO = Matrix(scheme, weight_OI, scale_O)(x_TI, bias)
     return y_TO.view(*x.shape[:-1], len(weight_OI))
 
 
