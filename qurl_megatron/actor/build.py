@@ -16,7 +16,8 @@ from qurl_megatron.actor.aligned import Align, aligned_layers
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.spec import decoder_spec
 from qurl_megatron.checkpoints.ops import Op, stage_ops
-from qurl_megatron.checkpoints.source import Reader, load_parameter
+from qurl_megatron.checkpoints.source import Reader
+from qurl_megatron.checkpoints.uaq import folded
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
@@ -254,18 +255,16 @@ def load_weights(
     assert ops.keys() == parameters.keys(), (
         f"no op or no parameter: {ops.keys() ^ parameters.keys()}"
     )
-    loaded = {}
+    loaded, tensor = {}, ranks.tensor
     for name, parameter in parameters.items():
-        value = load_parameter(
-            ops[name],
-            reader,
-            rank=ranks.tensor.rank,
-            size=ranks.tensor.size,
-            uaq_scale=uaq_scale,
-            padded_vocab=padded_vocab(arch, ranks),
+        slices = reader.shards(
+            ops[name], rank=tensor.rank, size=tensor.size, padded_vocab=padded_vocab(arch, ranks)
+        )
+        value = ops[name].to_megatron(
+            {name: folded(name, part.float(), uaq_scale) for name, part in slices.items()}
         )
         if value.shape != parameter.shape:
-            names = ", ".join(tensor.name for tensor in ops[name].hf)
+            names = ", ".join(slices)
             raise ConfigError(
                 f"{names} in {reader.folder} make up shape {list(value.shape)}, "
                 f"config.json says {list(parameter.shape)}"

@@ -20,12 +20,26 @@ from qurl_megatron.checkpoints.ops import Op, hf_shapes
 from qurl_megatron.checkpoints.places import INDEX, SINGLE, safetensors_files
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch
-from qurl_megatron.tensors.formats_on_disk import DTYPES, NAMES
 from qurl_megatron.tensors.table import HfTensor
 
 LFS_POINTER = b"version https://git-lfs"
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""The number formats of safetensors that checkpoints of this package may hold."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Number formats of weights in high precision."""

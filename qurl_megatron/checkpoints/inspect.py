@@ -14,12 +14,13 @@ def inspect(checkpoint: Checkpoint) -> str:
     """Return the facts as text, a line each."""
     files = [path for path in checkpoint.folder.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
+    kind = "Hugging Face, safetensors"
+    if checkpoint.scheme:
+        kind = f"Hugging Face, quantized: {checkpoint.scheme}"
+    elif isinstance(checkpoint.reader, MegatronReader):
+        kind = "Megatron, torch_dist"
     rows = {
-        "kind": {
-            "huggingface": "Hugging Face, safetensors",
-            "megatron": "Megatron, torch_dist",
-            "quantized": f"Hugging Face, quantized: {checkpoint.scheme}",
-        }[checkpoint.kind],
+        "kind": kind,
         "model": _model(checkpoint.arch),
         "parameters": f"{parameter_count(checkpoint.arch):,}",
         "weights": _weights(checkpoint),

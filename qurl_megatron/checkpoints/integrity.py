@@ -9,6 +9,7 @@ speed of memory; it does not find malice.
 """
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,6 @@ MANIFEST = "qurl_manifest.json"
 FORMAT = "qurl-files-1"
 FIX = "copy the checkpoint again, or name an older one"
 """Advice about a damaged checkpoint that nothing is resumed from."""
-_CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,11 @@ class FileSum:
     xxh3: str  # of 128 bits, hexadecimal
 
 
-class Summing:
-    """Sums up bytes as they go by."""
-
-    def __init__(self) -> None:
-        self._digest, self._bytes = xxhash.xxh3_128(), 0
-
-    def update(self, data) -> None:
-        self._digest.update(data)
-        self._bytes += memoryview(data).nbytes
-
-    def done(self) -> FileSum:
-        return FileSum(self._bytes, self._digest.hexdigest())
-
-
 def sum_of(path: Path) -> FileSum:
     """Return size and sum of a file on disk."""
-    summing, buffer = Summing(), memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            summing.update(buffer[:count])
-    return summing.done()
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileSum(file.tell(), digest.hexdigest())
 
 
 def write_record(folder: Path, known: Mapping[str, FileSum], record_name: str = RECORD) -> None:

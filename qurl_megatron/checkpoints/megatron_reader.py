@@ -60,7 +60,7 @@ class MegatronReader:
         # other names for its norms, and a tied output layer is the embedding.
         self._on_disk = {op.hf[0].name: op.megatron for op in ops_on_disk(arch)}
         embedding = "embedding.word_embeddings.weight"
-        self.masters = next((p for p in _MASTERS if f"{p}{embedding}" in self.table), "")
+        self.masters = next((p for p in _MASTERS if f"{p}{embedding}" in self.table.tensors), "")
         """Prefix of the FP32 masters that the model is read from; empty: there are none."""
 
     def shards(
@@ -79,12 +79,12 @@ class MegatronReader:
 
     def widest(self, op: Op) -> torch.dtype:
         """Return the format of ``shards``: the master's where there is one."""
-        return self.table.dtype(self._place(op)[0])
+        return self.table.tensors[self._place(op)[0]].dtype
 
     def dtype(self, op: Op) -> torch.dtype:
         """Return the model's own format of a parameter; its master is FP32 all the same."""
         key, _ = self._place(op)
-        return self.table.dtype(key.removeprefix(self.masters))
+        return self.table.tensors[key.removeprefix(self.masters)].dtype
 
     def holds(self, op: Op) -> bool:
         """True where the checkpoint has the parameter at all."""
@@ -105,7 +105,8 @@ class MegatronReader:
             key, index = self._place(op)
             expected.add(key.removeprefix(self.masters))
             whole = arch.stacked[: len(index)] + op.shape
-            actual, rows = self.table.shape(key), len(index)
+            stored = self.table.tensors[key]
+            actual, rows = stored.shape, len(index)
             padding = actual[rows] - whole[rows] if len(actual) == len(whole) else -1
             padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING
             same = actual == whole or padded and actual[rows + 1 :] == whole[rows + 1 :]
@@ -114,10 +115,10 @@ class MegatronReader:
                     f"tensor {key} in {self.folder} has shape {list(actual)} where config.json "
                     f"says {list(whole)}; give the config of this model"
                 )
-            if self.table.dtype(key) not in FLOATS:
+            if stored.dtype not in FLOATS:
                 raise ConfigError(
-                    f"tensor {key} in {self.folder} is stored as {self.table.dtype(key)}, which is "
-                    "not high precision"
+                    f"tensor {key} in {self.folder} is stored as {stored.dtype}, which is not high "
+                    "precision"
                 )
         for key in self.table.tensors:
             if key not in expected and not key.startswith(_BESIDE):
@@ -128,7 +129,7 @@ class MegatronReader:
 
     def _parameter(self, op: Op, rank: int, size: int) -> Tensor:
         key, index = self._place(op)
-        shape = list(self.table.shape(key)[len(index) :])
+        shape = list(self.table.tensors[key].shape[len(index) :])
         split_dim, parts = op.hf[0].split_dim, stacked_parts(op)
         if split_dim is None:
             return self._read(key, index, [0] * len(shape), shape)
@@ -145,10 +146,10 @@ class MegatronReader:
 
     def _vocabulary(self, op: Op, start: int, rows: int) -> Tensor:
         key, index = self._place(op)
-        width = self.table.shape(key)[-1]
-        stop = min(start + rows, self.arch.vocab)
+        tensor = self.table.tensors[key]
+        width, stop = tensor.shape[-1], min(start + rows, self.arch.vocab)
         if stop <= start:
-            return torch.zeros(rows, width, dtype=self.table.dtype(key))
+            return torch.zeros(rows, width, dtype=tensor.dtype)
         stored = self._read(key, index, [start, 0], [stop - start, width])
         if stop - start == rows:
             return stored
@@ -170,6 +171,6 @@ class MegatronReader:
         name = self._on_disk[op.hf[0].name]
         # Megatron writes layers that differ from each other under keys of their own.
         for key, index in (disk_key(name), (name, ())):
-            if f"{self.masters}{key}" in self.table:
+            if f"{self.masters}{key}" in self.table.tensors:
                 return f"{self.masters}{key}", index
         return None

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,12 +43,6 @@ class Checkpoint:
     arch: Arch
     reader: Reader
     scheme: str = ""  # of a quantized one
-
-    @property
-    def kind(self) -> Literal["huggingface", "megatron", "quantized"]:
-        if isinstance(self.reader, MegatronReader):
-            return "megatron"
-        return "quantized" if self.scheme else "huggingface"
 
     @property
     def uaq_scale(self) -> float:
@@ -101,19 +95,6 @@ def open_checkpoint(
         raise ConfigError(f"{wrong}; {FIX}")
     config, arch = read_config(described), arch_of(described)
     return Checkpoint(megatron, described, config, arch, MegatronReader(megatron, arch))
-
-
-def load_parameter(
-    op: Op, reader: Reader, *, rank: int, size: int, uaq_scale: float, padded_vocab: int
-) -> Tensor:
-    """Return a Megatron parameter in FP32: this tensor rank's slices, folded, then fused."""
-    slices = reader.shards(op, rank=rank, size=size, padded_vocab=padded_vocab)
-    return op.to_megatron(
-        {
-            tensor.name: folded(tensor.name, slices[tensor.name].float(), uaq_scale)
-            for tensor in op.hf
-        }
-    )
 
 
 def describe(source: Checkpoint, folder: Path, config: dict[str, Any]) -> None:

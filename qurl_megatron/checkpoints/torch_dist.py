@@ -122,15 +122,6 @@ class TorchDistReader:
             if Path(file).name != file or not (folder / file).is_file():
                 raise ConfigError(f"{folder / METADATA} names {file}, which is not in {folder}")
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.tensors
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.tensors[key].shape
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self.tensors[key].dtype
-
     def read(self, key: str, part: Slice) -> Tensor:
         """Return a part of a tensor, joined from the chunks it touches.
 

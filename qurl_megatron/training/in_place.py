@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -28,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor, nn
 
-from qurl_megatron.checkpoints.integrity import FileSum, Summing
+from qurl_megatron.checkpoints.integrity import FileSum
 from qurl_megatron.tensors.slice import Slice
 
 
@@ -183,24 +184,21 @@ class _Summed:
         Args:
             transforms: torch's own, which encode an item on its way to the file.
         """
-        self._transforms, self._summing = transforms, Summing()
+        self._transforms = transforms
+        self._digest, self._bytes = xxhash.xxh3_128(), 0
 
     def transform_save_stream(self, item: Any, stream: Any) -> Any:
-        return self._transforms.transform_save_stream(item, _Tee(stream, self._summing))
-
-    def done(self, path: Path) -> FileSum:
-        file_sum = self._summing.done()
-        assert file_sum.bytes == path.stat().st_size, f"{path} was not written in one pass"
-        return file_sum
-
-
-class _Tee:
-    def __init__(self, stream: Any, summing: Summing) -> None:
-        self._stream, self._summing = stream, summing
+        self._stream = stream
+        return self._transforms.transform_save_stream(item, self)
 
     def write(self, data: Any) -> int:
-        self._summing.update(data)
+        self._digest.update(data)
+        self._bytes += memoryview(data).nbytes
         return self._stream.write(data)
 
     def flush(self) -> None:
         self._stream.flush()
+
+    def done(self, path: Path) -> FileSum:
+        assert self._bytes == path.stat().st_size, f"{path} was not written in one pass"
+        return FileSum(self._bytes, self._digest.hexdigest())

@@ -50,10 +50,11 @@ def test_a_round_trip_is_exact(family, tensor, tmp_path):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert read_config(back) == read_config(hf)
-    arch, table = open_checkpoint(hf).arch, TorchDistReader(tmp_path / "megatron")
+    arch, table = open_checkpoint(hf).arch, TorchDistReader(tmp_path / "megatron").tensors
     assert hf_shapes(arch) == {name: tuple(x.shape) for name, x in before.items()}
     assert parameter_count(arch) == sum(x.numel() for x in before.values())
-    assert table.shape("embedding.word_embeddings.weight")[0] == (101 if tensor == 1 else 102)
+    shape = table["embedding.word_embeddings.weight"].shape
+    assert shape[0] == (101 if tensor == 1 else 102)
     # A tied output layer is the embedding on disk.
     assert ("output_layer.weight" in table) != read_config(hf)["tie_word_embeddings"]
 
@@ -87,7 +88,8 @@ def test_formats_are_those_of_the_tensors_whatever_the_config_says(scale, dtype,
     save_file(before, hf / "model.safetensors")
     (hf / "config.json").write_text(json.dumps({**read_config(hf), "dtype": "float16"}))
     after = tensors(there_and_back(hf, tmp_path, scale=scale, unfold=True))
-    stored = TorchDistReader(tmp_path / "megatron").dtype("decoder.layers.mlp.linear_fc1.weight")
+    table = TorchDistReader(tmp_path / "megatron").tensors
+    stored = table["decoder.layers.mlp.linear_fc1.weight"].dtype
     assert stored == folded
     for name, value in before.items():
         assert after[name].dtype == value.dtype and torch.equal(after[name], value), name
