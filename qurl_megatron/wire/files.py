@@ -102,10 +102,11 @@ class FilesSender(FolderSender):
         planned, size = lay_out(parts)
         aside, pieces = path.with_suffix(".tmp"), []
         with refusing(path, size=size, half_written=aside):
-            with aside.open("wb", buffering=0) as file:
+            with aside.open("wb") as file:
                 for piece, part in zip(planned, parts, strict=True):
                     data = raw(part.value.cpu())
-                    _write(file.fileno(), data.numpy().data, piece.offset)
+                    file.seek(piece.offset)
+                    file.write(data.numpy().data)
                     pieces.append(msgspec.structs.replace(piece, checksum=checksum(data)))
                 file.truncate(size)
             aside.rename(path)
@@ -232,9 +233,3 @@ def _refresh(folder: Path) -> None:
         os.fstat(opened)
     finally:
         os.close(opened)
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:  # the system takes at most 2 GiB at once
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

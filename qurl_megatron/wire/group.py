@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -519,10 +519,8 @@ class Link:
         if self.device.type == "cpu":
             self.group.abort()
             return
-        try:
+        with suppress(LinkError):  # NCCL hangs in the abort: leave it to the thread and carry on
             within(ABORT_S, self.group.abort, late=lambda: None)
-        except LinkError:  # NCCL hangs in the abort: leave it to the thread and carry on
-            return
 
 
 def open_link(about: Mapping[str, Any], store: dist.Store, rank: int, device: torch.device) -> Link:

@@ -8,8 +8,6 @@ An exception here would end SGLang's scheduler, and with it every request. So th
 session is kept and reported in its receipt. The rest of such a session is fetched, because a sender
 may be waiting for that, and dropped; the next session starts from scratch, and a whole one repairs
 whatever a broken one left.
-
-Messages are JSON, and bytes are only ever viewed as numbers: nothing is unpickled here.
 """
 
 import logging

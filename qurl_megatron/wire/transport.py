@@ -219,18 +219,17 @@ def receipt_name(session: str, rank: int) -> str:
 
 def received(content: bytes | None, session: str, rank: int) -> Receipt:
     """Read an engine rank's receipt; nonsense is that engine's error, and no other's."""
-    if content is None:
-        reason = f"engine rank {rank} left no receipt"
-        return Receipt(session, rank, reason, 0, 0.0)
-    try:
-        receipt = decode(Receipt, content)
-    except Malformed as error:
-        reason = f"an engine left a malformed receipt ({error}); {SAME_PACKAGE}"
-        return Receipt(session, rank, reason, 0, 0.0)
-    if (receipt.session, receipt.rank) != (session, rank):
-        whose = f"of rank {receipt.rank} in {shortened(receipt.session)}"
-        return Receipt(session, rank, f"engine rank {rank} left a receipt {whose}", 0, 0.0)
-    return receipt
+    reason = f"engine rank {rank} left no receipt"
+    if content is not None:
+        try:
+            receipt = decode(Receipt, content)
+            if (receipt.session, receipt.rank) == (session, rank):
+                return receipt
+            whose = f"of rank {receipt.rank} in {shortened(receipt.session)}"
+            reason = f"engine rank {rank} left a receipt {whose}"
+        except Malformed as error:
+            reason = f"an engine left a malformed receipt ({error}); {SAME_PACKAGE}"
+    return Receipt(session, rank, reason, 0, 0.0)
 
 
 def own_facts() -> dict[str, str]:
