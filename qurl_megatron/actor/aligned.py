@@ -161,7 +161,15 @@ class _StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(a_TI, scale_T1, quantized.values, quantized.scale)
         if gathers:
             a_TI, scale_T1 = _both_gathered(a_TI, scale_T1, layer.tp_group)
-        y_TO = _product(a_TI, scale_T1, quantized, bias, x.dtype)
+        codes_OI, scale_O = quantized.values, quantized.scale[:, 0]
+        if scale_T1 is not None:
+            y_TO = scaled_product(a_TI, scale_T1, codes_OI, scale_O, bias, x.dtype)
+        else:
+            # The scales come after the product: on the weight, BF16 would round codes times scales.
+            y_TO = (a_TI @ codes_OI.to(x.dtype).t()).float() * scale_O
+            if bias is not None:
+                y_TO = y_TO + bias
+            y_TO = y_TO.to(x.dtype)
         return y_TO.view(-1, *x.shape[1:-1], y_TO.shape[-1])
 
     @staticmethod
@@ -186,21 +194,6 @@ class _StraightThrough(torch.autograd.Function):
         if sent is not None:
             sent.wait()
         return dx_TI.view(ctx.shape), dw_OI, db_O, None, None, None
-
-
-def _product(
-    a_TI: Tensor,
-    scale_T1: Tensor | None,
-    quantized: QuantizedWeight,
-    bias_O: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    codes_OI, scale_O = quantized.values, quantized.scale[:, 0]
-    if scale_T1 is not None:
-        return scaled_product(a_TI, scale_T1, codes_OI, scale_O, bias_O, dtype)
-    # The scales come after the product: on the weight, BF16 would round codes times scales.
-    y_TO = (a_TI @ codes_OI.to(dtype).t()).float() * scale_O
-    return (y_TO if bias_O is None else y_TO + bias_O).to(dtype)
 
 
 def _both_gathered(

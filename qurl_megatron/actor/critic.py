@@ -16,7 +16,7 @@ from qurl_megatron.actor.build import build_model, load_weights, transformer_con
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.actor.trained import Trained, with_optimizer
 from qurl_megatron.checkpoints.source import open_checkpoint
-from qurl_megatron.config import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 
 
 class Critic(Trained):
@@ -26,7 +26,6 @@ class Critic(Trained):
     def build(
         model: ModelConfig,
         parallel: ParallelConfig,
-        critic: CriticConfig,
         optimizer: OptimizerConfig,
         ranks: Ranks,
     ) -> "Critic":
@@ -36,7 +35,7 @@ class Critic(Trained):
         taken out.
 
         Args:
-            optimizer: the policy's; learning rate and warm-up are replaced by the critic's own.
+            optimizer: with the critic's own learning rate and warm-up.
 
         Raises:
             ConfigError: the checkpoint is unusable, or does not divide over the ranks.
@@ -50,8 +49,7 @@ class Critic(Trained):
         fp32 = load_weights(
             gpt, arch, ranks, source.reader, 1.0 / source.uaq_scale, output_layer=False
         )
-        critic_optimizer = replace(optimizer, lr=critic.lr, warmup_steps=critic.warmup_steps)
-        trained = Critic(ranks, *with_optimizer(gpt, config, critic_optimizer))
+        trained = Critic(ranks, *with_optimizer(gpt, config, optimizer))
         for name, parameter in gpt.named_parameters():
             if name in fp32:  # the head's zeros are no different in FP32
                 trained.write_master(parameter, fp32.pop(name))

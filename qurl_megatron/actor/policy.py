@@ -152,19 +152,16 @@ class Policy(Trained):
         if self._coded:
             return
         for layer in self._aligned:
-            layer.take(self._master(layer.weight))
+            master = self._read_master(layer.weight)
+            assert master is not None, "without an owner every rank has it"
+            layer.take(master)
         self._coded = True
-
-    @property
-    def parameter_count(self) -> int:
-        """Megatron parameters on this rank, tied copies included."""
-        return len(self._parameters)
 
     def hf_layout(self) -> list[list[Shard]]:
         """Return the shards of each Megatron parameter on the meta device, without values."""
         return [
             list(self.hf_parameter(index, lambda parameter: parameter.detach().to("meta")))
-            for index in range(self.parameter_count)
+            for index in range(len(self._parameters))
         ]
 
     def master_shards(self, index: int, *, owner: int) -> list[Shard]:
@@ -189,11 +186,6 @@ class Policy(Trained):
             if part.vocabulary:
                 value = value[: max(0, part.shape[0] - start)]
             yield Shard(part.name, value, part.shape, part.split_dim, start)
-
-    def _master(self, parameter: nn.Parameter) -> Tensor:
-        value = self._read_master(parameter)
-        assert value is not None, "without an owner every rank has it"
-        return value
 
     def _read_master(self, parameter: nn.Parameter, *, owner: int | None = None) -> Tensor | None:
         """Return the FP32 value of a parameter, on every rank of its copies or on ``owner`` alone.

@@ -7,6 +7,7 @@ rank's part of the output layer's result.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,20 +38,14 @@ The microbatch is whole; ``ContextPart.join`` makes [B, S] of each rank's result
 context-parallel ranks return the same loss."""
 
 
+@dataclass(eq=False)
 class Trained:
     """This rank's part of a model, with its optimizer and learning-rate schedule."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        model: DistributedDataParallel,
-        optimizer: Any,
-        scheduler: OptimizerParamScheduler,
-    ) -> None:
-        self.ranks = ranks
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+    ranks: Ranks
+    model: DistributedDataParallel
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
 
     @property
     def gpt(self) -> GPTModel:
@@ -218,7 +213,27 @@ def with_optimizer(
         ),
         gpt,
     )
-    chained, scheduler = _optimizer(optimizer, config.params_dtype, ddp)
+    megatron = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.lr * optimizer.decay_to,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_eps=optimizer.eps,
+        bf16=config.params_dtype == torch.bfloat16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+        clip_grad=optimizer.clip_grad,
+    )
+    chained = get_megatron_optimizer(
+        megatron,
+        [ddp],
+        config_overrides=get_standard_config_overrides(megatron),
+        # Beside NCCL it wants gloo groups for host tensors; on a CPU the groups are gloo already.
+        use_gloo_process_groups=torch.cuda.is_available(),
+    )
+    scheduler = schedule(chained, optimizer)
     _make_state(chained)
     config.grad_scale_func = chained.scale_loss
     # All but the last microbatch of an update only add up; that one sends each bucket when ready.
@@ -239,33 +254,6 @@ def _make_state(optimizer: Any) -> None:
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for state in part.optimizer.state.values():
                 state["step"] = torch.tensor(0.0)
-
-
-def _optimizer(
-    config: OptimizerConfig, dtype: torch.dtype, model: DistributedDataParallel
-) -> tuple[Any, OptimizerParamScheduler]:
-    megatron = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        min_lr=config.lr * config.decay_to,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.beta1,
-        adam_beta2=config.beta2,
-        adam_eps=config.eps,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-        clip_grad=config.clip_grad,
-    )
-    overrides = get_standard_config_overrides(megatron)
-    optimizer = get_megatron_optimizer(
-        megatron,
-        [model],
-        config_overrides=overrides,
-        # Beside NCCL it wants gloo groups for host tensors; on a CPU the groups are gloo already.
-        use_gloo_process_groups=torch.cuda.is_available(),
-    )
-    return optimizer, schedule(optimizer, config)
 
 
 def schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:

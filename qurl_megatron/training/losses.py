@@ -9,7 +9,7 @@ rank's part of the vocabulary, N = tokens of the microbatch that the policy wrot
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,18 +60,13 @@ class Scorer:
         return log_probs, entropy
 
 
+@dataclass(frozen=True)
 class PolicyLoss:
     """One microbatch's share of the policy's loss, and its metrics."""
 
-    def __init__(
-        self,
-        score: Scorer,
-        algo: AlgoConfig,
-        correction: CorrectionConfig = CorrectionConfig(),  # noqa: B008 - frozen
-    ) -> None:
-        self.score = score
-        self.algo = algo
-        self.correction = correction
+    score: Scorer
+    algo: AlgoConfig
+    correction: CorrectionConfig = CorrectionConfig()
 
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         algo = self.algo
@@ -173,6 +168,7 @@ def with_scores(
     return [replace(b, **field) for b, field in zip(batches, fields, strict=True)]
 
 
+@dataclass(frozen=True)
 class ValueLoss:
     """One microbatch's share of the critic's loss, and its metrics.
 
@@ -180,13 +176,8 @@ class ValueLoss:
     how good a baseline those had.
     """
 
-    def __init__(self, context: Axis, *, clip: float) -> None:
-        """
-        Args:
-            clip: distance that a value may move from its value before the update; 0 does not clip.
-        """
-        self.context = context
-        self.clip = clip
+    context: Axis
+    clip: float  # that a value may move from its value before the update; 0 does not clip
 
     def __call__(self, output: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         """Return share and metrics from [B, s, 1]; the microbatch has values and returns."""

@@ -1,8 +1,4 @@
-"""A run on one rank: find where it goes on, load models, start engines, and hand over to the loop.
-
-Every rank runs it. The leading rank alone talks to engines, files and the terminal (``on_lead``);
-all ranks get the result or the exception.
-"""
+"""A run on one rank: find where it goes on, load models, start engines, and enter ``loop``."""
 
 import math
 import os
@@ -198,18 +194,7 @@ def models_of(config: RunConfig, ranks: Ranks) -> tuple[Policy, Critic | None]:
     algo, reference = config.algo, None
     if algo.kl_coef > 0:
         reference = Reference(algo.reference, algo.reference_memory)
-    policy = policy_of(config, ranks, reference)
-    if algo.advantage != "gae":
-        return policy, None
-    critic = Critic.build(
-        config.model, config.parallel, config.critic, config.critic_optimizer, ranks
-    )
-    return policy, critic
-
-
-def policy_of(config: RunConfig, ranks: Ranks, reference: Reference | None = None) -> Policy:
-    """Load the policy, its layers aligned with the engines' where ``train.align`` asks for it."""
-    return Policy.build(
+    policy = Policy.build(
         config.model,
         config.parallel,
         config.policy_optimizer,
@@ -218,6 +203,10 @@ def policy_of(config: RunConfig, ranks: Ranks, reference: Reference | None = Non
         reference=reference,
         align=alignment(config, ranks.device),
     )
+    if algo.advantage != "gae":
+        return policy, None
+    critic = Critic.build(config.model, config.parallel, config.critic_optimizer, ranks)
+    return policy, critic
 
 
 def alignment(config: RunConfig, device: torch.device) -> Align | None:

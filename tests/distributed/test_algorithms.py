@@ -59,9 +59,7 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
             policy = build(config, ranks, reference=Reference() if config.algo.kl_coef else None)
             critic = None
             if config.algo.advantage == "gae":
-                critic = Critic.build(
-                    config.model, config.parallel, config.critic, config.optimizer, ranks
-                )
+                critic = Critic.build(config.model, config.parallel, config.critic_optimizer, ranks)
             for step in (1, 2):
                 metrics, _ = improve(
                     policy, responses, config, step=step, timer=Timer(), critic=critic

@@ -353,7 +353,6 @@ def check_the_others(device, config) -> None:
     from qurl_megatron.actor.aligned import aligned_layers, plain
     from qurl_megatron.actor.critic import Critic
     from qurl_megatron.actor.policy import Reference
-    from qurl_megatron.config import CriticConfig
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
@@ -364,9 +363,7 @@ def check_the_others(device, config) -> None:
         for i, value in own.items():
             assert torch.equal(again[i], value) and not torch.equal(reference[i], value)
             assert torch.equal(full_precision[i], reference[i])
-        critic = Critic.build(
-            config.model, config.parallel, CriticConfig(), config.optimizer, ranks
-        )
+        critic = Critic.build(config.model, config.parallel, config.critic_optimizer, ranks)
         assert not aligned_layers(critic.gpt)
 
 

@@ -98,7 +98,7 @@ def go_through_all(device, config, out: Path) -> None:
         with phase("build"):
             policy = Policy.build(*models, config.optimizer, ranks)
             if config.algo.advantage == "gae":
-                critic = Critic.build(*models, config.critic, config.optimizer, ranks)
+                critic = Critic.build(*models, config.critic_optimizer, ranks)
         fleet = KeepsVersions(out) if ranks.leads else None
         sender = make_sender(config.sync, config.rollout, policy, out)
         with Publisher(policy, fleet, config.quant, config.sync, sender) as publisher:

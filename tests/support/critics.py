@@ -24,7 +24,8 @@ def build(config, ranks, critic=FAST, *, head=True):
     """A critic, with a head that is not zero, so that its body has a gradient."""
     from qurl_megatron.actor.critic import Critic
 
-    built = Critic.build(config.model, config.parallel, critic, config.optimizer, ranks)
+    optimizer = replace(config.optimizer, lr=critic.lr, warmup_steps=critic.warmup_steps)
+    built = Critic.build(config.model, config.parallel, optimizer, ranks)
     if head and ranks.last_stage:
         for parameter, value in zip(built.gpt.output_layer.parameters(), a_head(), strict=True):
             value = value[:, : parameter.shape[-1]] if parameter.ndim == 2 else value

@@ -88,8 +88,8 @@ def assert_same_weights(actual_file: Path, expected_file: Path, *, rounding: flo
 
 def hf_shards(policy, read=None):
     """This rank's FP32 masters, or what is read of them; all ranks of its copies iterate."""
-    for index in range(policy.parameter_count):
-        yield from policy.hf_parameter(index, read or policy._master)
+    for index in range(len(policy._parameters)):
+        yield from policy.hf_parameter(index, read or policy._read_master)
 
 
 def joined(shards) -> dict[str, torch.Tensor]:
