@@ -50,14 +50,12 @@ def collect(
     step: int,
     stop: Callable[[], bool] | None = None,
     top_p: float = 1.0,
-    samples: Callable[[Prompt], Sequence[int]] | None = None,
     finished: Finished | None = None,
     turns: Turns | None = None,
 ) -> list[Sample]:
     """Return ``samples_per_prompt`` samples for every prompt, prompt-major; thread-safe.
 
     Args:
-        samples: which of a prompt's samples to draw; None: all of them.
         top_p: share of the probability that tokens are drawn from. For evaluation alone: below 1
             the log-probs do not belong to the sampling distribution.
         finished: called with the samples of each prompt when the last of them is there.
@@ -71,7 +69,7 @@ def collect(
     groups = []
     for prompt in prompts:
         group = []
-        for sample in samples(prompt) if samples else range(config.samples_per_prompt):
+        for sample in range(config.samples_per_prompt):
             params = {
                 "temperature": config.temperature,
                 "max_new_tokens": config.max_new_tokens,

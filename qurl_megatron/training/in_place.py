@@ -1,8 +1,5 @@
 """Checkpoints without copies: tensors go to and from the files one at a time, where they lie.
 
-Megatron's own writer first copies all that a rank saves into host memory; ``OneTensorAtATime`` does
-not.
-
 Each data-parallel rank owns a run of a distributed optimizer's flat buffer: of a parameter, some
 elements in row-major order. A checkpoint holds masters and moments in the parameters' own shapes,
 so that any layout can load them. For that Megatron gathers whole buffers, two or three times over

@@ -164,8 +164,11 @@ def with_scores(
     """Return the microbatches with a score each; only the last stage has and reads them."""
     if not scores:
         return list(batches)
-    fields: list[dict[str, Any]] = [{name: score} for score in scores]
-    return [replace(b, **field) for b, field in zip(batches, fields, strict=True)]
+    scored = []
+    for batch, score in zip(batches, scores, strict=True):
+        field: dict[str, Any] = {name: score}
+        scored.append(replace(batch, **field))
+    return scored
 
 
 @dataclass(frozen=True)
