@@ -45,48 +45,15 @@ class Package:
 
 PACKAGES = (
     Package("torch", "torch", "tensors, collectives", "nothing runs"),
+    Package("megatron-core", "megatron.core", "models and their layout", "no qurl train"),
+    Package("transformer-engine", "transformer_engine", "fused layers on GPUs", "Megatron's own"),
+    Package("apex", "apex", "fused Adam on GPUs", "torch's (PyPI's apex is something else)"),
     Package(
-        "megatron-core",
-        "megatron.core",
-        "model, parallelism, schedules, optimizer",
-        "qurl train cannot run",
+        "triton", "triton", "quantizing and log-probs in one pass on GPUs", "in several passes"
     ),
-    Package(
-        "transformer-engine",
-        "transformer_engine",
-        "layers with fused norm + linear kernels on GPUs",
-        "Megatron's local layers; pip install 'qurl-megatron[gpu]' on a machine with CUDA",
-    ),
-    Package(
-        "apex",
-        "apex",
-        "fused Adam and multi-tensor kernels",
-        "torch's own kernels; build it from NVIDIA's source (PyPI's package is something else)",
-    ),
-    Package(
-        "triton",
-        "triton",
-        "weights quantized and log-probs taken in one pass on GPUs, where there is a C compiler",
-        "torch's operations, which pass over the memory more often",
-    ),
-    Package(
-        "nvidia-modelopt",
-        "modelopt",
-        "qurl quantize --backend modelopt",
-        "the quantizers of this package alone",
-    ),
-    Package(
-        "sglang",
-        "sglang",
-        "rollout fleet on GPUs, reached through rollout.urls",
-        "the embedded engine; servers elsewhere can still be named in rollout.urls",
-    ),
-    Package(
-        "wandb",
-        "wandb",
-        "metrics and samples in Weights & Biases (observe.wandb_project)",
-        "metrics.jsonl, samples.jsonl and TensorBoard only",
-    ),
+    Package("nvidia-modelopt", "modelopt", "qurl quantize --backend modelopt", "our quantizers"),
+    Package("sglang", "sglang", "SGLang engines", "embedded ones, and servers in rollout.urls"),
+    Package("wandb", "wandb", "observe.wandb_project", "metrics.jsonl and TensorBoard alone"),
 )
 
 

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qurl_megatron.config import ParallelConfig, env
+from qurl_megatron.config import ParallelConfig, env, load
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.training.start import run_rank
+from tests.support.slurm_runs import QUICK
 
 
 @pytest.fixture
@@ -99,8 +101,7 @@ def test_transformer_engine_gets_the_libraries_of_the_wheels(
     env.take_libraries_of_wheels()
     own = {"CUDNN_HOME": f"{wheels}/cudnn", "NVRTC_HOME": f"{wheels}/cu13"}
     assert environment == {"CUDA_HOME": "/usr/local/cuda"} | own
-    whole = [(f"{wheels}/{part}", ctypes.RTLD_GLOBAL) for part in parts[:2]]
-    assert sorted(loaded) == whole
+    assert sorted(loaded) == [(f"{wheels}/{part}", ctypes.RTLD_GLOBAL) for part in parts[:2]]
     loaded.clear()
     environment["CUDNN_HOME"] = "/none"  # the user's own stays
     env.take_libraries_of_wheels()
@@ -110,13 +111,10 @@ def test_transformer_engine_gets_the_libraries_of_the_wheels(
 def library(cuda: int | None):
     """Stands in for ctypes.CDLL: NVIDIA's driver of this CUDA, or none."""
 
-    def version(at) -> None:
-        at._obj.value = cuda
-
     def load(name: str) -> SimpleNamespace:
         if cuda is None:
             raise OSError(f"{name}: cannot open shared object file")
-        return SimpleNamespace(cuDriverGetVersion=version)
+        return SimpleNamespace(cuDriverGetVersion=lambda at: setattr(at._obj, "value", cuda))
 
     return load
 
@@ -164,9 +162,13 @@ def test_a_rank_or_an_engine_does_not_compute_on_the_cpu_beside_gpus_that_it_can
 
 
 @pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
-def test_a_choice_of_attention_that_megatron_would_fail_at_is_refused(name, monkeypatch):
+def test_a_choice_of_attention_that_megatron_would_fail_at_ends_a_rank(name, monkeypatch, capsys):
     monkeypatch.setenv(name, "1")  # as Megatron leaves it
     env.refuse_environment()
     monkeypatch.setenv(name, "0")
-    with pytest.raises(ConfigError, match=f"{name}=0 forbids Megatron a kernel; unset it"):
-        env.refuse_environment()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which a rank would set
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        run_rank(load(QUICK, []))
+    assert left.value.code == 2
+    assert f"qurl: {name}=0 forbids Megatron a kernel; unset it\n" in capsys.readouterr().err

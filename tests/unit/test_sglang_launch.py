@@ -21,6 +21,7 @@ from qurl_megatron.engines.starting import API_KEY, Launch, Start, given_key
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.fake_engine import FakeEngine
+from tests.support.programs import Programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,28 +90,21 @@ def test_a_kernel_is_compiled_and_linked_by_what_pip_left(tmp_path, monkeypatch)
     pip = tmp_path / "nvidia/cu13"
     (pip / "lib").mkdir(parents=True)
     (pip / "lib/libcudart.so.13").touch()
-    linker = """for folder in $(echo $LIBRARY_PATH | tr : ' '); do
-        [ ! -e $folder/libcudart.so ] || exit 0; done; echo cannot find -lcudart >&2; exit 1"""
-    for program, body in {
-        pip / "bin/nvcc": "cp kernel.cu kernel.o",
-        tmp_path / "c++": linker,
-    }.items():
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/sh\n{body}\n")
-        program.chmod(0o755)
-    env = {"PATH": "/usr/bin:/bin", "CXX": f"{tmp_path}/c++", "SGLANG_JIT_CACHE_DIR": str(tmp_path)}
+    programs = Programs(pip, monkeypatch)
+    programs("nvcc", "cp kernel.cu kernel.o")
+    looks = (
+        "for folder in $(echo $LIBRARY_PATH | tr : ' '); do ls $folder/libcudart.so && exit; done"
+    )
+    programs("c++", f"{looks}; echo cannot find -lcudart >&2; exit 1")
+    env = {"PATH": os.environ["PATH"], "SGLANG_JIT_CACHE_DIR": f"{pip}/lib/libcudart.so.13"}
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(os, "environ", env | {"CUDA_HOME": str(pip)})
-    assert "cannot find -lcudart); install cuda-toolkit" in compiling.fault("13.0")
     monkeypatch.setattr(os, "environ", env)
-    assert compiling.fault("13.0") is None and env["CUDA_HOME"] == str(pip)
-    (tmp_path / "file").touch()
-    unwritable = env | {"SGLANG_JIT_CACHE_DIR": f"{tmp_path}/file"}
-    del unwritable["CUDA_HOME"]
-    monkeypatch.setattr(os, "environ", unwritable)
     compiling.use_cuda_of_pip()
-    assert "CUDA_HOME" not in unwritable
-    monkeypatch.setattr(os, "environ", env)
+    assert "CUDA_HOME" not in env  # where no link can be made
+    env["SGLANG_JIT_CACHE_DIR"] = str(tmp_path)
+    assert compiling.fault("13.0") is None and env["CUDA_HOME"] == str(pip)
+    del env["LIBRARY_PATH"]
+    assert "cannot find -lcudart); install cuda-toolkit" in compiling.fault("13.0")
     env["CUDA_HOME"] = "/none"
     assert "CUDA_HOME=/none (sh: " in compiling.fault("13.0")
 
