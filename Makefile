@@ -66,6 +66,21 @@ contracts: $(VENV)/installed  ## look up in released packages whatever this one 
 	$(BIN)/python -m tests.contracts.wheels
 	$(BIN)/python -m pytest tests/contracts
 
+TRAINER := .gpu-trainer$(OTHER)
+ENGINES := .gpu-sglang$(OTHER)
+
+.PHONY: test-gpu-env
+test-gpu-env: $(TRAINER)/installed $(ENGINES)/installed  ## both environments for GPUs, where there is no GPU; 20 GB
+	$(TRAINER)/bin/python -m pytest tests/gpu_env/test_trainer.py tests/gpu_env/test_contracts.py
+	$(ENGINES)/bin/python -m pytest tests/gpu_env/test_engines.py tests/gpu_env/test_contracts.py
+
+# By the commands of docs/gpu.md, those of the block that begins with the name of the file.
+.gpu-%$(OTHER)/installed: requirements/gpu-%.txt
+	$(PYTHON) -m venv $(@D)
+	. $(@D)/bin/activate && sed -n '/^# requirements\/gpu-$*.txt/,/^```/{/^```/!p}' docs/gpu.md | sh -ex
+	$(@D)/bin/pip install pytest pytest-timeout
+	touch $@
+
 # On a node with GPUs, in an environment made from requirements/gpu-trainer.txt; SGLANG_PYTHON names
 # the Python of one made from requirements/gpu-sglang.txt.
 GPU_PYTHON ?= python

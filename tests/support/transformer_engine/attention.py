@@ -54,7 +54,7 @@ class DotProductAttention(_Module):
         key_layer: Tensor,
         value_layer: Tensor,
         attention_mask: Tensor | None = None,
-        qkv_format: str = "sbhd",
+        qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
         cu_seqlens_q_padded: Tensor | None = None,

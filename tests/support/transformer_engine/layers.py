@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class _Module(nn.Module):
-    """What every layer of the library has beside its parameters."""
-
-    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
-        self.tp_group = tp_group
+class _Stateful(nn.Module):
+    """State that every layer of the library has beside its parameters."""
 
     def get_extra_state(self) -> Tensor:
         """FP8 scales; an empty tensor says that there are none."""
@@ -24,6 +21,11 @@ class _Module(nn.Module):
 
     def set_extra_state(self, state: Tensor | None) -> None:
         assert state is None or not state.numel(), "only layers without FP8 are here"
+
+
+class _Module(_Stateful):
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        self.tp_group = tp_group
 
 
 class Linear(_Module):
@@ -141,7 +143,7 @@ class LayerNormLinear(Linear):
         return self._project(x, is_first_microbatch)
 
 
-class RMSNorm(_Module):
+class RMSNorm(_Stateful):
     def __init__(
         self,
         normalized_shape: int | None = None,
