@@ -4,6 +4,7 @@ No kernel is run. Torch says that it sees an H100; a driver that knows none lets
 """
 
 import ctypes
+import os
 import pkgutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qurl_megatron.engines.sglang.compiling import fault, use_cuda_of_pip
 from qurl_megatron.engines.sglang.loader import SGLangWeights
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Slice
@@ -38,12 +40,12 @@ FUSED = {
 
 @pytest.fixture(scope="session", autouse=True)
 def h100(tmp_path_factory):
-    source = Path(__file__).with_name("driver.c")
-    driver = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", driver, source], check=True
-    )
-    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
+    """Have SGLang find an H100, and a node's driver and compiler."""
+    driver, kernels = (tmp_path_factory.mktemp(name) for name in ("driver", "kernels"))
+    source, library = Path(__file__).with_name("driver.c"), driver / "libcuda.so"
+    options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["cc", *options, "-o", library, source], check=True)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     gpu = SimpleNamespace(
         major=9, minor=0, name="NVIDIA H100", multi_processor_count=132, total_memory=80 << 30
     )
@@ -55,10 +57,14 @@ def h100(tmp_path_factory):
         "get_device_name": gpu.name,
         "get_device_properties": gpu,
     }
-    with pytest.MonkeyPatch.context() as patch:
+    folders = {"SGLANG_JIT_CACHE_DIR": str(kernels), "FLASHINFER_WORKSPACE_BASE": str(kernels)}
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, folders):
+        os.environ["LIBRARY_PATH"] = str(driver)
+        os.environ.pop("CUDA_HOME", None)
+        use_cuda_of_pip()
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-        yield
+        yield kernels
 
 
 class Qwen2ForCausalLM(nn.Module):
@@ -169,7 +175,14 @@ KERNELS = {
 }
 
 
+def test_a_job_finds_that_kernels_can_be_made():
+    assert fault(torch.version.cuda) is None
+
+
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_that_is_made_at_its_first_use_compiles_links_and_loads(kernel):
+def test_a_kernel_that_is_made_at_its_first_use_compiles_links_and_loads(kernel, h100):
     place, *arguments = KERNELS[kernel]
+    before = set(h100.rglob("*90a*/**/*.so"))
     assert pkgutil.resolve_name(place)(*arguments)
+    assert set(h100.rglob("*90a*/**/*.so")) > before
