@@ -7,6 +7,7 @@ the plain sum over microbatches and ranks is the loss of the whole minibatch, ho
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,30 +30,17 @@ def token_weights(
     """
     lengths_R = torch.as_tensor(lengths, dtype=torch.float64, device="cpu")
     assert lengths_R.ndim == 1 and bool((lengths_R >= 0).all()), f"bad lengths {lengths}"
-    weights_R = AGGREGATIONS[kind](lengths_R, constant)
+    assert kind != "constant" or constant, f"constant aggregation needs one, got {constant}"
+    ones_R = torch.ones_like(lengths_R)
+    weights_R = AGGREGATIONS[kind](lengths_R, ones_R / (lengths_R > 0).sum(), constant)
     return weights_R.masked_fill(lengths_R == 0, 0.0).float()
 
 
-def response_mean(lengths_R: Tensor, constant: int | None) -> Tensor:
-    return response_sum(lengths_R, constant) / lengths_R
-
-
-def token_mean(lengths_R: Tensor, constant: int | None) -> Tensor:
-    return torch.ones_like(lengths_R) / lengths_R.sum()
-
-
-def response_sum(lengths_R: Tensor, constant: int | None) -> Tensor:
-    return torch.ones_like(lengths_R) / (lengths_R > 0).sum()
-
-
-def constant_length(lengths_R: Tensor, constant: int | None) -> Tensor:
-    assert constant is not None and constant > 0, f"constant aggregation needs one, got {constant}"
-    return response_sum(lengths_R, constant) / constant
-
-
-AGGREGATIONS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
-    "response_mean": response_mean,
-    "token_mean": token_mean,
-    "response_sum": response_sum,
-    "constant": constant_length,
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
+    "response_mean": lambda lengths_R, share_R, constant: share_R / lengths_R,
+    "token_mean": lambda lengths_R, share_R, constant: torch.ones_like(share_R) / lengths_R.sum(),
+    "response_sum": lambda lengths_R, share_R, constant: share_R,
+    "constant": lambda lengths_R, share_R, constant: share_R / constant,
 }
+"""The weight of each response's tokens; ``share_R`` is one over the number of responses that have
+any."""

@@ -29,10 +29,6 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def own(log_rho: Tensor, owners: Tensor | None, responses: int | None) -> Tensor:
-    return log_rho
-
-
 def response_sum(log_rho: Tensor, owners: Tensor, responses: int) -> Tensor:
     return sum_per_response(log_rho, owners, responses)[owners].to(log_rho.dtype)
 
@@ -42,17 +38,11 @@ def response_mean(log_rho: Tensor, owners: Tensor, responses: int) -> Tensor:
 
 
 LEVELS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {  # owners and R, or None
-    "token": own,
+    "token": lambda log_rho, owners, responses: log_rho,
     "sequence": response_sum,
     "geometric": response_mean,
 }
 """The logarithm of each token's rho: its own, or its response's sum or mean."""
-
-
-def token_log_ratio(
-    current: Tensor, other: Tensor, owners: Tensor | None, responses: int | None
-) -> Tensor:
-    return current - other
 
 
 def sequence_log_ratio(current: Tensor, other: Tensor, owners: Tensor, responses: int) -> Tensor:
@@ -78,7 +68,7 @@ class Ratio:
 
 
 RATIOS: dict[str, Ratio] = {
-    "token": Ratio(token_log_ratio, level="token"),
+    "token": Ratio(lambda current, other, owners, responses: current - other, level="token"),
     "sequence": Ratio(sequence_log_ratio, level="geometric"),
 }
 
