@@ -48,9 +48,6 @@ def aligned_recipe(folder: Path, parallel: dict, align: str, scheme: str = "int8
     return replace(config, train=train, quant=QuantConfig(scheme=scheme, uaq_scale=1.0))
 
 
-# -- codes and scales -----------------------------------------------------------------------------
-
-
 def check_codes(device, config, samples) -> None:
     """Before and after an update, the layers hold the codes of the whole masters' versions."""
     from qurl_megatron.observe.metrics import Timer
@@ -111,9 +108,6 @@ def test_experts_hold_theirs_and_routers_none(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
     config = aligned_recipe(folder, dict(tensor=2), "weights", "int4")
     run_on_ranks(check_codes, 2, backend, tmp_path, config, random_samples(16))
-
-
-# -- gradients ------------------------------------------------------------------------------------
 
 
 class StraightThrough(nn.Module):
@@ -208,9 +202,6 @@ def test_gradients_equal_a_dense_straight_through_reference(
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = aligned_recipe(folder, LAYOUTS[layout], align, "int4")
     assert_gradients(backend, tmp_path, folder, config, rounding=rounding)
-
-
-# -- the engine's log-probs -----------------------------------------------------------------------
 
 
 class Halves(Matrix):
@@ -346,9 +337,6 @@ def test_two_trainer_ranks_have_the_log_probs_of_an_engine_of_one_rank_and_of_tw
     assert kl["full"] < 1e-6, kl  # see above
 
 
-# -- who is not aligned, and when no longer -------------------------------------------------------
-
-
 def check_the_others(device, config) -> None:
     from qurl_megatron.actor.aligned import aligned_layers, plain
     from qurl_megatron.actor.critic import Critic
@@ -371,9 +359,6 @@ def test_reference_and_critic_compute_in_full_precision(backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = aligned_recipe(folder, dict(tensor=2), "full", "int4")
     run_on_ranks(check_the_others, 2, backend, tmp_path, config)
-
-
-# -- resume, recomputation, Transformer Engine ----------------------------------------------------
 
 
 def score_then_load_and_go_on(device, config, run_dir, out) -> None:
@@ -419,9 +404,6 @@ def test_beside_transformer_engine_the_gradients_are_the_same(layout, backend, t
         assert relative(found[name], value) < 2e-5, name
 
 
-# -- what cannot be aligned -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "kind, size, refused", [("sglang", 2, False), ("sglang", 4, True), ("embedded", 1, True)]
 )
@@ -447,9 +429,6 @@ def test_experts_are_not_aligned_in_full(tmp_path):
     arch = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen3_moe")).arch
     with pytest.raises(ConfigError, match="train.align=full cannot compute experts"):
         build_model(arch, None, None, align=Align("int8", activations=True))
-
-
-# -- tokens as an engine's ranks see them ---------------------------------------------------------
 
 
 def check_split(device) -> None:

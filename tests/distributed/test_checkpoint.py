@@ -198,8 +198,6 @@ def test_a_checkpoint_of_another_model_or_with_another_critic_is_refused(backend
     run_on_ranks(load_across, 1, backend, tmp_path, config, larger, a, b)
 
 
-# -- damage ----------------------------------------------------------------------------------------
-
 PARTS = ("__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "hf/config.json", STATE)
 
 

@@ -100,9 +100,6 @@ def test_a_halted_run_says_so_on_every_rank_although_its_report_cannot_be_writte
     run_on_ranks(halt_where_the_disk_is_full, 2, "gloo", tmp_path)
 
 
-# -- starting --------------------------------------------------------------------------------------
-
-
 def look_for_what_costs_a_start(device) -> None:
     cpu.install()
     weight = torch.nn.Parameter(torch.ones(2))
@@ -124,9 +121,6 @@ def look_for_what_costs_a_start(device) -> None:
 
 def test_a_rank_on_a_cpu_trains_without_the_compiler_and_collects_only_its_own(tmp_path):
     run_on_ranks(look_for_what_costs_a_start, 1, "gloo", tmp_path)
-
-
-# -- waiting ---------------------------------------------------------------------------------------
 
 
 def lose_rank_0(device, meeting) -> None:
@@ -162,9 +156,6 @@ def hear_that_rank_0_is_gone(device) -> None:
 
 def test_a_rank_that_is_gone_is_named(tmp_path):
     run_on_ranks(hear_that_rank_0_is_gone, 2, "gloo", tmp_path)
-
-
-# -- devices ---------------------------------------------------------------------------------------
 
 
 def train_on_the_cpu_beside_gpus(device) -> None:
@@ -231,9 +222,6 @@ def test_ranks_that_see_one_gpu_each_must_see_different_ones(gpus, monkeypatch):
     gather(monkeypatch, "MIG-1")
     with pytest.raises(ConfigError, match="same GPU .MIG-1"):
         megatron._refuse_shared_gpus(CUDA)
-
-
-# -- where to go on --------------------------------------------------------------------------------
 
 
 def look_for_checkpoints(device, run_dir) -> None:

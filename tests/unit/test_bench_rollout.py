@@ -23,8 +23,6 @@ from qurl_megatron.cli import main
 from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.fleet.client import EngineError
 
-# -- the load ----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("mean, longest", [(64, 256), (300, 8192), (3, 9), (9, 9)])
 def test_lengths_have_the_mean_that_they_are_called_by_though_they_are_cut_off(mean, longest):
@@ -101,9 +99,6 @@ def test_a_failed_request_and_a_wrong_length_are_reasons_with_their_cause():
     assert outcome.tokens == 8
 
 
-# -- its figures -------------------------------------------------------------------------------
-
-
 def outcome(*ends: float, paused_s=(), failure="") -> LoadOutcome:
     tokens = 0 if failure else 2
     answers = [TimedAnswer(Ask((1, 2, 3), 2), end, tokens, failure) for end in ends]
@@ -170,9 +165,6 @@ def test_it_ends_with_int8_over_bf16_in_the_median_of_the_rounds_and_where_it_li
     printed = capsys.readouterr().out
     assert printed.endswith(f"failed requests\nsglang int8: INT8 / BF16 = {line}\n")
     assert rollout.ratios([int8]) == []
-
-
-# -- the engines -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,6 @@ def test_files_are_as_large_as_asked_and_listed_in_the_index(tmp_path):
     assert all(file.stat().st_size < max(SMALL, 2 * largest) + 2000 for file in files)
 
 
-# -- jobs ----------------------------------------------------------------------------------------
-
-
 def test_a_job_that_fails_leaves_nothing_and_done_it_is_not_written_again(tmp_path):
     source = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen2"))
     job = to_megatron(source, tmp_path / "out", file_bytes=SMALL)
@@ -167,9 +164,6 @@ def test_a_job_that_fails_leaves_nothing_and_done_it_is_not_written_again(tmp_pa
     with pytest.raises(ConfigError, match="out exists already; remove it or name another"):
         run(job)
     assert all_damage(tmp_path / "out") == []
-
-
-# -- comparing -----------------------------------------------------------------------------------
 
 
 def test_a_difference_is_measured_and_named(tmp_path):

@@ -111,9 +111,6 @@ def test_ranks_whose_folder_is_not_shared_are_told_so(environment, tmp_path, mon
         pass
 
 
-# -- names that resolve to this machine alone ------------------------------------------------------
-
-
 @pytest.fixture
 def network(monkeypatch):
     """A node that its /etc/hosts calls 127.0.1.1, with interfaces and routes as a test says."""
@@ -204,9 +201,6 @@ def test_a_taken_meeting_point_is_one_sentence(environment, monkeypatch):
         environment["MASTER_PORT"] = port
         with pytest.raises(ConfigError, match=rf"port {port}, where the ranks .*set MASTER_PORT"):
             megatron._meet(torch.device("cpu"))
-
-
-# -- ranks started here ----------------------------------------------------------------------------
 
 
 def write_environment(folder) -> int:

@@ -190,9 +190,6 @@ def test_where_ranks_that_were_killed_had_met_is_not_left_in_the_runs_folder(slu
     assert (run_dir / "seen").read_text() == ""
 
 
-# ---- nodes that are lost
-
-
 def test_with_a_node_lost_the_next_attempt_is_in_another_job(slurm, run_dir, capfd):
     slurm("scontrol", facts(NumNodes=0, EndTime="Unknown", PreemptTime="None"))
     slurm.ranks(run_dir, "saves 3; exit 137")
@@ -289,9 +286,6 @@ def test_a_run_that_hangs_is_ended_and_tried_again(slurm, tmp_path, capfd, monke
     assert re.search(r"attempt 1: hung: no new step for \d+ s; step 3 is saved", printed)
 
 
-# ---- bad nodes
-
-
 @pytest.fixture
 def examined(slurm, tmp_path):
     """A job whose nodes are all bad, and its run."""
@@ -342,17 +336,12 @@ def test_where_all_nodes_are_bad_none_is_excluded_and_the_run_ends(examined, mon
     assert (record.decision, record.code) == ("stop", BAD_NODE)
 
 
-# ---- the run's folder
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"job": "1"}', "\0"])
 def test_a_damaged_record_is_named(text, tmp_path):
     folder.put(tmp_path / "slurm/job.json", text)
     with pytest.raises(ConfigError, match=r"slurm/job.json is damaged .*submit the run again"):
         folder.job(tmp_path)
 
-
-# ---- the decision by itself
 
 AGAIN, DONE, RETRY, STOP = Decision.AGAIN, Decision.DONE, Decision.RETRY, Decision.STOP
 SAVED, IDLE = (0, 8), (8, 8)

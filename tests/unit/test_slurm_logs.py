@@ -192,9 +192,6 @@ def test_each_kind_of_failure_has_its_own_advice(message, kind):
     assert len({kind.advice for kind in KINDS}) == len(KINDS)
 
 
-# ---- the command
-
-
 def attempted(run_dir: Path, srun: tuple[str, ...] = KILLED, **ended) -> Path:
     """A run with one attempt, as its supervisor leaves it."""
     begun = folder.open_attempt(run_dir, job=2)
@@ -264,8 +261,6 @@ def test_engines_logs_of_a_later_attempt_are_not_read_for_an_earlier_one(tmp_pat
     os.utime(log, (later, later))
     assert "no rank and no engine has failed" in logs_of(tmp_path, capsys)
 
-
-# ---- any bytes at all
 
 JOB_LOG = "\n".join((*KILLED, "srun: error: t1: tasks 0-1,4: Exited with exit code 3")).encode()
 

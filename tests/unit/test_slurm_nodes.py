@@ -96,9 +96,6 @@ def test_nodes_are_compared_with_those_alike(reports, gpus, bad):
     assert judge({node: own for node, own in reports.items() if own}, [*reports], gpus) == bad
 
 
-# -- a node's report -------------------------------------------------------------------------------
-
-
 class NvmlError(Exception):
     pass
 
@@ -243,9 +240,6 @@ def test_a_node_with_hung_devices_speaks_and_leaves_at_once(own_report, capsys, 
     assert code == 0 and json.loads(line)["reduce_ms"] == INFINITE
 
 
-# -- between nodes ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", range(2, 8))
 def test_in_the_ring_every_node_is_in_two_pairs_and_in_none_twice_at_once(count):
     by_node = [links.pairs(own, count) for own in range(count)]
@@ -304,8 +298,6 @@ def test_too_little_memory_that_may_be_locked_is_a_sentence(monkeypatch):
     assert remark.startswith("NCCL will fail between nodes: a process may lock 8192 KiB of memory")
     assert examination.network_remark(["mlx5_0"], -1, {}) == ""
 
-
-# -- the supervisor --------------------------------------------------------------------------------
 
 LAYOUT = lay_out(ParallelConfig(), RolloutConfig(), NodeConfig())
 

@@ -30,9 +30,6 @@ def script(cluster: ClusterConfig, recipe=QUICK, *overrides: str) -> str:
     return render(training_job(load(recipe, overrides), cluster), cluster)
 
 
-# ---- nodes
-
-
 def sglang(**values) -> RolloutConfig:
     return RolloutConfig(backend="sglang", **values)
 
@@ -86,9 +83,6 @@ def test_cpus_and_memory_go_with_the_gpus():
     assert [c.cpus_per_task(NODE) for c in (whole, quarter, none)] == [12, 12, 96]
     assert [c.memory_gib(NODE) for c in (whole, quarter, none)] == [1600, 400, 1600]
     assert Allocation(quarter, whole, engines=4).whole == Component(3, 2, 8)  # room for either
-
-
-# ---- scripts
 
 
 @pytest.mark.parametrize("name", READY)
@@ -153,9 +147,6 @@ def test_an_unknown_command_is_one_sentence():
         command_job(["train"], ClusterConfig(), None)
 
 
-# ---- steps, inside the job
-
-
 def test_steps_take_their_part_of_the_job_and_a_rank_that_fails_ends_the_others():
     cluster, config = ClusterConfig(), load(BIG)
     layout = lay_out(config.parallel, config.rollout, cluster.node)
@@ -197,9 +188,6 @@ def test_what_the_site_sets_goes_before_what_an_apptainer_image_sets():
     for line in ("NCCL_IB_HCA='=a,b c'", "NCCL_SOCKET_IFNAME=bond0"):
         assert f"\nexport {line}\n" in text and f"\nexport APPTAINERENV_{line}\n" in text
     assert "APPTAINERENV" not in script(ClusterConfig(site=SITE))
-
-
-# ---- cluster files
 
 
 @pytest.mark.parametrize("file", sorted((FOLDER / "clusters").glob("*.toml")), ids=lambda f: f.stem)

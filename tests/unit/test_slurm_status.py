@@ -94,9 +94,6 @@ def test_each_state_is_a_sentence_and_the_next_thing_to_do(changed, sentence, wh
     assert rows[0].startswith("  progress    step 20 of 200") == bool(changed.records)
 
 
-# ---- the command
-
-
 @pytest.fixture
 def submitted(tmp_path, monkeypatch) -> Path:
     """A run that waits in the queue."""

@@ -180,9 +180,6 @@ def test_the_overrides_of_a_plan_can_be_pasted(recipe, gpus, here, slurm, monkey
         assert load(recipe, words[1:]).train.run_dir in capsys.readouterr().out
 
 
-# ---- checks before the queue
-
-
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -383,9 +380,6 @@ def test_each_check_says_what_stands_in_the_way(sentence, check, model, monkeypa
     with pytest.raises(ConfigError, match=sentence):
         check(model)
     checks.check_engines(quick(model, "rollout.rendezvous=run/engines"))
-
-
-# ---- Slurm's programs
 
 
 @pytest.mark.parametrize("said", ["17", "17;cluster"])

@@ -96,9 +96,6 @@ def test_time_for_which_the_watcher_was_itself_suspended_is_not_stillness():
     assert still.seconds() == 1.0
 
 
-# ---- a rank
-
-
 @pytest.mark.parametrize(
     ("given", "left"),
     [

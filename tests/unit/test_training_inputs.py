@@ -159,8 +159,6 @@ def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
     assert any("kept as metadata: level" in one for one in said)
 
 
-# -- room for responses -----------------------------------------------------------------------
-
 ARCH = read_arch({**QWEN2, "max_position_embeddings": 1024})
 
 

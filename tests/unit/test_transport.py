@@ -235,9 +235,6 @@ def test_an_unknown_transport_is_refused():
         open_receiver({"kind": "files"}, 0)
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 def test_files_of_a_version_go_when_it_is_finished_or_the_next_begins(tmp_path):
     sender, other = (FilesSender(tmp_path, f"tp{rank}", leads=rank == 0) for rank in range(2))
     kept = other.put(0, parts(0))
@@ -280,9 +277,6 @@ def test_a_file_that_is_gone_or_cut_off_is_named(tmp_path):
     path.unlink()
     with pytest.raises(ConfigError, match=r"b00000 cannot be read.*share"):
         receiver.fetch(blob)
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_two_buckets_of_memory_are_all_there_ever_is(tmp_path):
@@ -387,9 +381,6 @@ def test_a_gpu_bucket_is_opened_by_its_handle(tmp_path):
     finally:
         engine.end()
         sender.close()
-
-
-# -- checksums -------------------------------------------------------------------------------------
 
 
 def test_the_sum_of_words_shows_any_changed_byte_and_any_exchanged_words():

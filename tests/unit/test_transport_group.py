@@ -419,9 +419,6 @@ def test_the_store_is_bound_to_the_given_address_alone():
         socket.create_connection(("127.0.0.2", store.port))
 
 
-# -- NCCL on a scripted backend: what it is asked, and that no wait is endless ---------------------
-
-
 class Work:
     def is_completed(self) -> bool:
         return False

@@ -28,9 +28,6 @@ def numbers(device, *shape, dtype=torch.float32):
     return torch.full(shape, dist.get_rank() + 1, device=device, dtype=dtype)
 
 
-# -- what it computes ------------------------------------------------------------------------------
-
-
 def collectives(device) -> None:
     size, me = dist.get_world_size(), dist.get_rank()
     total = size * (size + 1) // 2
@@ -115,9 +112,6 @@ def test_messages_go_by_pair_in_order_and_wait_for_their_receiver(tmp_path):
     on_ranks(messages, 3, tmp_path)
 
 
-# -- streams ---------------------------------------------------------------------------------------
-
-
 def asynchrony(device) -> None:
     store = dist.distributed_c10d._get_default_store()
     x = torch.ones(4, device=device)
@@ -150,9 +144,6 @@ def asynchrony(device) -> None:
 
 def test_waiting_orders_streams_and_reading_without_it_is_a_race(tmp_path):
     on_ranks(asynchrony, 2, tmp_path)
-
-
-# -- what NCCL refuses -----------------------------------------------------------------------------
 
 
 def refusals(device) -> None:
@@ -216,9 +207,6 @@ def different_calls(device) -> None:
 
 def test_ranks_that_call_different_operations_are_told(tmp_path):
     on_ranks(different_calls, 2, tmp_path)
-
-
-# -- where NCCL hangs ------------------------------------------------------------------------------
 
 
 def taken_down(body, tmp_path: Path) -> str:
