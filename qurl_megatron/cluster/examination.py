@@ -50,7 +50,7 @@ PRODUCT_SLOWER = 1.25
 one that is held back is a third slower or worse, and every other rank waits for it."""
 REDUCE_SLOWER = 1.5
 """Times the job's median all-reduce: a link with fewer lanes doubles the time."""
-CPUS_SLOWER = 10.0
+CPUS_SLOWER = 20.0
 """The same between nodes without GPUs, where anything else on a node delays it."""
 ADAPTERS, VERBS = Path("/sys/class/infiniband"), "libibverbs.so.1"
 
@@ -75,6 +75,7 @@ class Report:
 def measure_node(run_dir: Path) -> int:
     """Measure this node for a run, and print its report."""
     name = own_name()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else a neighbour's fault fills job.log
     try:
         patience_s = folder.cluster(run_dir).job.examine_s / 3
         report = _measure(name, folder.recipe(run_dir).rollout, patience_s)
@@ -83,8 +84,8 @@ def measure_node(run_dir: Path) -> int:
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
         come({})
     print(json.dumps(asdict(report)), flush=True)
-    if float("inf") in (report.reduce_ms, report.link_ms):
-        os._exit(0)  # a thread that hangs in the driver would keep the process from leaving
+    if report.reduce_ms == float("inf") or step_place()[1] > 1:
+        os._exit(0)  # a thread that hangs, in the driver or with a neighbour, would keep it
     return 0
 
 
@@ -122,9 +123,7 @@ def _measure(name: str, rollout: RolloutConfig, patience_s: float) -> Report:
 def network_remark(adapters: Sequence[str], lockable: int, env: Mapping[str, str]) -> str:
     """Return why NCCL will take sockets between nodes, or fail there; "" where nothing is seen.
 
-    Args:
-        adapters: of InfiniBand or RoCE that the kernel shows.
-        lockable: bytes of memory that a process may lock; -1: any number.
+    ``lockable`` are the bytes of memory that a process may lock; -1: any number.
     """
     sockets = "NCCL will take sockets between nodes, many times slower than InfiniBand: "
     if "NCCL_NET" in env or "NCCL_NET_PLUGIN" in env:

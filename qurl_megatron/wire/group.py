@@ -553,11 +553,9 @@ def open_link(about: Mapping[str, Any], store: dist.Store, rank: int, device: to
 def open_group(
     store: dist.Store, rank: int, size: int, device: torch.device, goal: str, wait_s: float
 ) -> Any:
-    """Return a group of gloo, connected, or of NCCL, whose first calls connect it.
+    """Return a group of gloo, connected, or of NCCL, for which the caller keeps the time.
 
-    Args:
-        goal: an address on the way to the peers.
-        wait_s: for gloo. With NCCL the caller keeps the time: its watchdog would end this process.
+    ``goal`` is an address on the way to the peers.
     """
     if device.type == "cpu":
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types lack it

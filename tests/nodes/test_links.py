@@ -13,7 +13,7 @@ from tests.support.slurm_runs import submitted
 
 NAMES = ("a1", "a2", "a3", "a4")
 LIMIT_S = 300
-SLOW = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "20mbit")
+SLOW = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "10mbit")
 
 
 @pytest.mark.parametrize("slow", [[], ["a3"]], ids=["all sound", "one slow"])
