@@ -121,11 +121,8 @@ def check_backend(backend: str, scheme: str) -> None:
             "backend modelopt needs the package nvidia-modelopt: pip install "
             "'qurl-megatron[modelopt]', or use backend native"
         )
-    if backend == "te":
-        _check_te(scheme)
-
-
-def _check_te(scheme: str) -> None:
+    if backend != "te":
+        return
     if scheme != "fp8_block":
         raise ConfigError(
             f"backend te casts fp8_block alone, not {scheme}; use backend native or modelopt"

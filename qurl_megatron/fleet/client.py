@@ -157,7 +157,7 @@ class EngineClient:
 
     def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
         """Ask the engine's own loop, paused or not: an answer proves that it runs."""
-        return self._object("GET", "/server_info", None, timeout_s)
+        return self._object("/server_info", None, timeout_s)
 
     def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
         """Return the checked fields of ``server_info``."""
@@ -166,7 +166,7 @@ class EngineClient:
 
     def weight_version(self) -> str:
         # Not from server_info, where SGLang reports the model of its start.
-        version = self._object("GET", "/model_info").get("weight_version")
+        version = self._object("/model_info").get("weight_version")
         if version is None:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
         return shortened(str(version))
@@ -177,7 +177,7 @@ class EngineClient:
             info = self.server_info()
             if info.get("internal_states") is None:
                 return read_load(info)
-            loads = self._object("GET", "/v1/loads")
+            loads = self._object("/v1/loads")
             return read_load(info, version=self.weight_version(), loads=loads)
 
     @contextlib.asynccontextmanager
@@ -187,18 +187,18 @@ class EngineClient:
             yield Session(self, http)
 
     def pause(self, mode: str = "retract") -> None:
-        self._request("POST", "/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
+        self._request("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
 
     def resume(self) -> None:
-        self._request("POST", "/continue_generation", {}, CONTROL_TIMEOUT_S)
+        self._request("/continue_generation", {}, CONTROL_TIMEOUT_S)
 
     def flush(self) -> None:
-        self._request("POST", "/flush_cache", {}, CONTROL_TIMEOUT_S)
+        self._request("/flush_cache", {}, CONTROL_TIMEOUT_S)
 
     def abort(self, rid: str = "", *, everything: bool = False) -> None:
         """Abort the requests whose id starts with ``rid``, or all of them."""
         body = {"rid": rid, "abort_all": everything}
-        self._request("POST", "/abort_request", body, CONTROL_TIMEOUT_S)
+        self._request("/abort_request", body, CONTROL_TIMEOUT_S)
 
     def begin_weight_update(self) -> None:
         """Open a session for weights; one that a dead trainer left open is taken over."""
@@ -235,7 +235,7 @@ class EngineClient:
         """
         request = LeaseRequest(owner.token, owner.label, seconds, take_over)
         try:
-            answer = self._object("POST", ENDPOINT, msgspec.structs.asdict(request), timeout_s)
+            answer = self._object(ENDPOINT, msgspec.structs.asdict(request), timeout_s)
         except EngineError as error:
             if error.status in (404, 405):
                 return None
@@ -250,31 +250,31 @@ class EngineClient:
 
     def release_memory(self) -> None:
         """Free the device memory of weights and cache, when idle."""
-        self._request("POST", "/release_memory_occupation", {})
+        self._request("/release_memory_occupation", {})
 
     def resume_memory(self) -> None:
         """Take the device memory back; its contents have to be written again."""
-        self._request("POST", "/resume_memory_occupation", {})
+        self._request("/resume_memory_occupation", {})
 
     def _succeed(self, endpoint: str, body: dict) -> None:
-        answer = self._object("POST", endpoint, body)
+        answer = self._object(endpoint, body)
         if not answer.get("success"):
             reason = shortened(answer.get("message"))
             raise EngineError(f"{self.url}{endpoint} failed: {reason}")
 
     def _object(
-        self, method: str, endpoint: str, body: dict | None = None, timeout_s: float | None = None
+        self, endpoint: str, body: dict | None = None, timeout_s: float | None = None
     ) -> dict:
         with self.believing(endpoint):
-            answer = parsed(self._request(method, endpoint, body, timeout_s))
+            answer = parsed(self._request(endpoint, body, timeout_s))
             if not isinstance(answer, dict):
                 raise Malformed(f"the answer is not an object: {shortened(answer)}")
             return answer
 
     def _request(
-        self, method: str, endpoint: str, body: dict | None = None, timeout_s: float | None = None
+        self, endpoint: str, body: dict | None = None, timeout_s: float | None = None
     ) -> bytes:
-        """Return the body of an answer with status 200."""
+        """Return the body of an answer with status 200, to a GET where there is no ``body``."""
         if timeout_s is None:
             timeout_s = self.timeout_s
         timeout = min(timeout_s, _DEADLINE.get() - time.monotonic())
@@ -286,14 +286,13 @@ class EngineClient:
 
         async def ask() -> bytes:
             async with httpx.AsyncClient(**self._options) as http:
-                return await self._exchange(http, method, endpoint, content, timeout, CONTROL_BYTES)
+                return await self._exchange(http, endpoint, content, timeout, CONTROL_BYTES)
 
         return event_loop.run(ask())
 
     async def _exchange(
         self,
         http: httpx.AsyncClient,
-        method: str,
         endpoint: str,
         content: bytes | None,
         timeout_s: float,
@@ -304,6 +303,7 @@ class EngineClient:
         It is whole within ``timeout_s``, connection and headers included.
         """
         where, chunks, size = self.url + endpoint, [], 0
+        method = "GET" if content is None else "POST"
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -361,9 +361,7 @@ class Session:
         if cache_key is not None:
             body["extra_key"] = cache_key
         client, content = self._client, orjson.dumps(body)
-        answer = await client._exchange(
-            self._http, "POST", "/generate", content, client.timeout_s, limit
-        )
+        answer = await client._exchange(self._http, "/generate", content, client.timeout_s, limit)
         with uncollected(), client.believing("/generate"):
             return read(answer)
 

@@ -159,12 +159,9 @@ class Leases:
 
     def let_go(self, client: EngineClient) -> None:
         """Give back the lease on an engine that has left, without waiting for its answer."""
-
-        def give_back() -> None:
-            if tenure := self._tenures.get(client.url):
-                self._give_back(tenure, client)
-
-        threading.Thread(target=give_back, daemon=True).start()
+        if tenure := self._tenures.get(client.url):
+            asked = (tenure, client)
+            threading.Thread(target=self._give_back, args=asked, daemon=True).start()
 
     def end(self) -> None:
         """Give all back, so that the next run need not wait for leases to lapse."""

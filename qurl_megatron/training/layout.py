@@ -148,16 +148,6 @@ def deliver(responses: Responses | None) -> Responses:
     Args:
         responses: on the leading rank; None on the others.
     """
-    summary = _summary(responses)
-    if responses is None:
-        responses = Responses.empty(summary)
-    for tensor in (responses.tokens, responses.mask, responses.behaviour):
-        dist.broadcast(tensor, 0)
-    return responses
-
-
-def _summary(responses: Responses | None) -> Summary:
-    """Return the leading rank's summary on every rank."""
     count = torch.zeros(1, dtype=torch.int64)
     if responses is not None:
         count[0] = len(responses)
@@ -167,4 +157,8 @@ def _summary(responses: Responses | None) -> Summary:
         summary = responses.summary
     for field in fields(summary):
         dist.broadcast(getattr(summary, field.name), 0)
-    return summary
+    if responses is None:
+        responses = Responses.empty(summary)
+    for tensor in (responses.tokens, responses.mask, responses.behaviour):
+        dist.broadcast(tensor, 0)
+    return responses

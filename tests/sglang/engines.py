@@ -267,6 +267,6 @@ def score(server: Server, prompt: Sequence[int], response: Sequence[int]) -> Ten
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    (answer,) = orjson.loads(server.client._request("POST", "/generate", body))
+    (answer,) = orjson.loads(server.client._request("/generate", body))
     pairs = answer["meta_info"]["input_token_logprobs"]
     return torch.tensor([pair[0] for pair in pairs[len(prompt) :]])

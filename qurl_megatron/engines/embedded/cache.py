@@ -28,18 +28,13 @@ from qurl_megatron.tensors.arch import Arch
 ROUND = 64  # row lengths are multiples of this, so that slightly longer requests need no new cut
 
 
-def bytes_per_token(arch: Arch, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of one token, in all layers."""
-    return arch.num_layers * 2 * arch.kv_heads * arch.head_dim * dtype.itemsize
-
-
 class Cache:
     @torch.inference_mode()
     def __init__(
         self, arch: Arch, dtype: torch.dtype, device: torch.device, gigabytes: float, max_rows: int
     ) -> None:
-        tokens = int(gigabytes * 2**30 / bytes_per_token(arch, dtype))
-        self.capacity = tokens // ROUND * ROUND
+        token_bytes = 2 * arch.num_layers * arch.kv_heads * arch.head_dim * dtype.itemsize
+        self.capacity = int(gigabytes * 2**30 / token_bytes) // ROUND * ROUND
         self.max_rows = max_rows
         self._heads, self._kv_heads, self._dim = arch.heads, arch.kv_heads, arch.head_dim
         # Untouched pages of the flat buffers cost no memory on CPU.

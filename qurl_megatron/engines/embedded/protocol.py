@@ -95,19 +95,14 @@ def parse_generate(body: dict, limits: RequestLimits) -> Generation:
 
 
 def _checked(kind: type[Value], name: str, value: object) -> Value:
+    if isinstance(value, dict):  # fields that are null count as left out, as SGLang takes them
+        value = {name: each for name, each in value.items() if each is not None}
     try:
-        return convert(kind, _given(value))
+        return convert(kind, value)
     except Malformed as error:
         raise ConfigError(
             f"{name} is not as the embedded engine takes it: {error}; leave out or correct it"
         ) from None
-
-
-def _given(value: object) -> object:
-    """Leave out fields that are null, as SGLang takes them."""
-    if not isinstance(value, dict):
-        return value
-    return {name: each for name, each in value.items() if each is not None}
 
 
 def _per_prompt(kind: Any, name: str, value: object, count: int) -> list:
