@@ -37,7 +37,9 @@ MODULES = {
         (plain, "CudaRNGStatesTracker"),
         (plain, "activation_recompute_forward"),
     ),
-    "transformer_engine.pytorch.fp8": ((plain, "FP8GlobalStateManager"), (plain, "fp8_autocast")),
+    "transformer_engine.pytorch.fp8": (
+        *((plain, name) for name in ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init")),
+    ),
     "transformer_engine.pytorch.module": _LAYERS,
     "transformer_engine.pytorch.module.base": ((plain, "get_dummy_wgrad"),),
     "transformer_engine.pytorch.ops": ((plain, "FusibleOperation"), (plain, "Sequential")),

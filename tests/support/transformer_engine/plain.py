@@ -20,7 +20,7 @@ def unused(*_, **__):
 
 get_dummy_wgrad = cast_master_weights_to_fp8 = replace_raw_data = unused
 fused_compute_score_for_moe_aux_loss = fused_moe_aux_loss = unused
-fused_topk_with_score_function = unused
+fused_topk_with_score_function = fp8_model_init = unused
 
 
 class FP8GlobalStateManager:
