@@ -27,7 +27,6 @@ from tests.support.policies import (
     load_and_go_on,
     recipe,
     save_then_go_on,
-    save_weights,
     whole,
 )
 from tests.support.ranks import run_on_ranks, run_with_stand_in
@@ -395,23 +394,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_told_on_every_rank_and_the_old_o
         )
 
 
-def go_on(device, config, run_dir, out, *, step, resumed):
-    """Save after ``step`` updates, or load that; then make one more."""
-    from qurl_megatron.training import checkpoint
-
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks)
-        if resumed:
-            improve_at(policy, config, 7)  # what was there before must not shine through
-            checkpoint.load(latest(run_dir), policy)
-        else:
-            for index in range(step):
-                improve_at(policy, config, 1 + index)
-            checkpoint.save(run_dir, policy, TrainState(step=step), keep=1)
-        improve_at(policy, config, step + 1)
-        save_weights(policy, out)
-
-
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("run_ranks", [run_on_ranks, run_with_stand_in])
 def test_every_adam_goes_on_from_a_checkpoint_before_its_first_step_and_after(
@@ -421,7 +403,8 @@ def test_every_adam_goes_on_from_a_checkpoint_before_its_first_step_and_after(
     folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     config = recipe(folder, dict(data=2), dtype="bfloat16")
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
-    for resumed, out in ((False, a), (True, b)):
-        body = functools.partial(go_on, step=step, resumed=resumed)
+    save = functools.partial(save_then_go_on, step=step)
+    load = functools.partial(load_and_go_on, step=step, used=True)
+    for body, out in ((save, a), (load, b)):
         run_ranks(body, 2, "gloo", tmp_path, config, run, out)
     assert_same_weights(b, a)

@@ -6,7 +6,7 @@ import torch
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.actor.policy import Reference
 from tests.support.cases import all_but
-from tests.support.models import FAMILIES, as_stored, random_samples, tiny_checkpoint
+from tests.support.models import FAMILIES, as_stored, in_float64, random_samples, tiny_checkpoint
 from tests.support.policies import (
     ALGO,
     LAYOUTS,
@@ -58,13 +58,7 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
 
 def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tensor]:
     """Plain autograd through the Hugging Face model and the ACR formula as the paper writes it."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float64,
-        experts_implementation="eager",  # the others have no float64
-    )
+    model = in_float64(folder)
     algo, loss = config.algo, 0.0
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     groups = rewards.view(-1, config.rollout.samples_per_prompt)

@@ -21,6 +21,7 @@ from tests.support.policies import (
     LAYOUTS,
     PACKED,
     assert_same_training,
+    assert_same_weights,
     load_and_go_on,
     recipe,
     relative,
@@ -128,13 +129,7 @@ def test_a_loaded_policy_takes_the_same_next_step(saver, loader, before, after, 
     run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
     saver(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a)
     loader(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b)
-    expected, actual = torch.load(a), torch.load(b)
-    assert expected.keys() == actual.keys()
-    for name in expected:
-        if before == after:
-            assert torch.equal(actual[name], expected[name]), name
-        else:
-            assert relative(actual[name], expected[name]) < 1e-3, name
+    assert_same_weights(b, a, rounding=0.0 if before == after else 1e-3)
 
 
 @pytest.mark.thorough("nccl")

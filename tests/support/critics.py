@@ -9,7 +9,7 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import CriticConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import merge, values
-from tests.support.models import as_stored, random_samples
+from tests.support.models import as_stored, in_float64, random_samples
 from tests.support.policies import gradient, joined
 
 SAMPLES = random_samples(16)
@@ -128,13 +128,7 @@ def observe(device, config, out) -> None:
 
 def expected_of(folder) -> tuple[dict, dict, float]:
     """The same by plain autograd in float64: transformers' hidden states, a product, the loss."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float64,
-        experts_implementation="eager",  # the others have no float64
-    )
+    model = in_float64(folder)
     hidden = model.config.hidden_size
     weight, bias = (x.double() for x in a_head())
     weight = weight[:, :hidden].clone().requires_grad_()

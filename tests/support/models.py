@@ -57,6 +57,16 @@ def tiny_checkpoint(folder: Path, family: str, **changes: Any) -> Path:
     return folder
 
 
+def in_float64(folder: Path) -> Any:
+    """Return the model of transformers, for a reference."""
+    from transformers import AutoModelForCausalLM
+
+    # Other implementations of experts have no float64.
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+
+
 def as_stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters of a transformers model as its checkpoint has them.
 

@@ -22,7 +22,7 @@ from qurl_megatron.config import (
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.training.state import TrainState
-from tests.support.models import random_samples
+from tests.support.models import in_float64, random_samples
 from tests.support.ranks import run_on_ranks
 
 LAYOUTS = {
@@ -184,13 +184,7 @@ def run(tmp_path, backend, config, name) -> dict:
 
 def hf_scores(folder: Path, samples, temperature=1.0) -> list[torch.Tensor]:
     """Log-probs and entropies of what the policy wrote, [2, tokens] in float64 for each sample."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float64,
-        experts_implementation="eager",  # the others have no float64
-    )
+    model = in_float64(folder)
     found = []
     for sample in samples:
         ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
@@ -261,30 +255,34 @@ def improve_at(policy, config, step):
     improve(policy, Responses.of(random_samples(16)), config, step=step, timer=Timer())
 
 
-def save_then_go_on(device, config, run_dir, out):
+def save_then_go_on(device, config, run_dir, out, *, step=1):
+    """Save after ``step`` updates, then make one more."""
     from qurl_megatron.training import checkpoint
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
-        improve_at(policy, config, 1)
-        state = TrainState(step=1, cursor={"epoch": 0}, accuracy_before=0.25, accuracy=0.5)
+        for index in range(step):
+            improve_at(policy, config, 1 + index)
+        state = TrainState(step, cursor={"epoch": 0}, accuracy_before=0.25, accuracy=0.5)
         checkpoint.save(run_dir, policy, state, keep=2)
-        improve_at(policy, config, 2)
+        improve_at(policy, config, step + 1)
         save_weights(policy, out)
 
 
-def load_and_go_on(device, config, run_dir, out):
+def load_and_go_on(device, config, run_dir, out, *, step=1, used=False):
     from qurl_megatron.training import checkpoint
     from qurl_megatron.training.newest import newest_whole
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
         path, state = newest_whole(run_dir, ranks)
-        assert state == TrainState(1, {"epoch": 0}, 0.25, 0.5)
+        assert state == TrainState(step, {"epoch": 0}, 0.25, 0.5)
         files = {f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_file()}
         assert read_record(path).keys() == files - {RECORD}
+        if used:
+            improve_at(policy, config, 7)  # which must not shine through
         checkpoint.load(path, policy)
-        improve_at(policy, config, 2)
+        improve_at(policy, config, step + 1)
         save_weights(policy, out)
 
 

@@ -8,7 +8,7 @@ import torch
 from qurl_megatron.algo import objective
 from qurl_megatron.algo.objective import OBJECTIVES, Limits
 from qurl_megatron.config.sections import AlgoConfig, CorrectionConfig
-from tests.support.objectives import terms_of
+from tests.support.objectives import terms_of, written
 
 KINDS = sorted(OBJECTIVES)
 
@@ -22,7 +22,12 @@ def tokens(*rows, requires_grad=True):
 
 
 def value_and_gradient(kind, *rows, **options):
-    current, *others = tokens(*rows)
+    return evaluate(kind, tokens(*rows), **options)
+
+
+def evaluate(kind, inputs, **options):
+    current, *others = inputs
+    current = current.detach().requires_grad_()
     value = terms_of(current, *others, kind=kind, **options).value
     value.sum().backward()
     return value.detach(), current.grad
@@ -61,14 +66,6 @@ def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient():
         current, zero, zero, torch.tensor([1.0, -1.0]), clip_low=0, clip_high=0
     ).sum().backward()
     assert current.grad.tolist() == [1.0, -1.0]
-
-
-def evaluate(kind, inputs, **options):
-    current, *others = inputs
-    current = current.detach().requires_grad_()
-    value = terms_of(current, *others, kind=kind, **options).value
-    value.sum().backward()
-    return value.detach(), current.grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,30 +170,6 @@ def test_tokens_that_are_not_kept_are_silent_even_with_impossible_log_probs(kind
     torch.testing.assert_close(leaf.grad, torch.where(keep, gradient, 0.0))
     assert (terms.weight[~keep] == 0).all() and (terms.rho[~keep] == 1).all()
     assert not (terms.clipped | terms.dual_clipped)[~keep].any()
-
-
-def written(current, proximal, behaviour, A, *, kind, surrogate, dual_clip, cap=2.0):
-    """The formulas of the page as they are written, for autograd to differentiate."""
-    rho = (proximal - behaviour).exp()
-    other = behaviour if kind == "naive" else proximal
-    R, r = (current - other).exp(), torch.minimum(torch.ones_like(rho), cap / rho)
-    w = {
-        "naive": torch.ones_like(rho),
-        "proximal": torch.ones_like(rho),
-        "decoupled": rho,
-        "tis": torch.minimum(rho, torch.full_like(rho, cap)),
-        "acr": torch.minimum(rho, torch.full_like(rho, cap)),
-        "icepop": rho * ((rho >= 0.5) & (rho <= 5)),
-    }[kind]
-    upper = torch.where((A > 0) & (kind == "acr"), 1.28 / r, 1.28)
-    clipped = torch.maximum(torch.minimum(R, upper), torch.full_like(R, 0.8))
-    if surrogate == "cispo":
-        J = clipped.detach() * A * current
-    else:
-        J = torch.minimum(R * A, clipped * A)
-    if dual_clip:
-        J = torch.where(A < 0, torch.maximum(J, dual_clip * A), J)
-    return w * J
 
 
 @pytest.mark.parametrize("dual_clip", [0.0, 1.6])

@@ -15,7 +15,7 @@ from qurl_megatron.algo.segments import (
     sum_per_response,
     unpadded,
 )
-from tests.support.objectives import terms_of
+from tests.support.objectives import terms_of, written
 
 KINDS = sorted(OBJECTIVES)
 # (level of the weight's rho, what is clipped). The bound's rho is on the scale of what is clipped.
@@ -91,18 +91,6 @@ def test_acr_is_tis_at_the_first_update_and_but_for_good_tokens_above_the_cap(
     assert torch.equal(grad, tis_grad) == first_update
 
 
-def written_objective(R, rho, bound_rho, A, kind):
-    r = torch.minimum(torch.ones_like(rho), 2.0 / bound_rho)
-    w = {
-        "naive": torch.ones_like(rho),
-        "proximal": torch.ones_like(rho),
-        "decoupled": rho,
-        "icepop": rho * ((rho >= 0.5) & (rho <= 5)),
-    }.get(kind, rho.clamp(max=2.0))
-    upper = 1.28 / r if kind == "acr" else torch.full_like(rho, 1.28)
-    return w * torch.minimum(R * A, torch.maximum(torch.minimum(R, upper), 0.8 + 0 * R) * A)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_token_form_has_value_and_gradient_of_gspo_response_by_response(kind):
     inputs, owners = random_responses()
@@ -112,12 +100,10 @@ def test_the_token_form_has_value_and_gradient_of_gspo_response_by_response(kind
     assert 0.05 < terms.clipped.double().mean() < 0.95
     for response in owners.unique():
         here = owners == response
-        current, proximal, behaviour, A = (x[here].detach() for x in inputs)
-        current.requires_grad_()
-        other = behaviour if kind == "naive" else proximal
-        s = (current - other).mean().exp()  # differentiated through the mean
-        rho = (proximal - behaviour).mean().exp()
-        J = written_objective(s, rho, rho, A[0], kind)
+        current, *others = (x[here].detach() for x in inputs)
+        # With the mean log-probs of a response, through which it is differentiated.
+        of_response = (x.mean() for x in (current.requires_grad_(), *others))
+        J = written(*of_response, kind=kind, surrogate="clip", dual_clip=0.0)
         (expected,) = torch.autograd.grad(J, current)
         torch.testing.assert_close(terms.value[here].mean(), J)
         torch.testing.assert_close(gradient[here] / here.sum(), expected)

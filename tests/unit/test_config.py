@@ -59,6 +59,9 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
         ("train.run_dir=-x", "train.run_dir must not begin with -, as an option does, got '-x'"),
         ("optimizer.beta1=2", "optimizer.beta1 must lie in [0, 1), got 2"),
         ("train.steps=99999999999999999999", "train.steps must be a number of at most 9007199254"),
+        ("rollout.health_timeout_s=-1", "rollout.health_timeout_s must be 0 or more"),
+        ("rollout.engine_tensor=2", "set rollout.backend=sglang"),
+        ("rollout.urls=['localhost:1']", "like http://host:30000, got 'localhost:1'"),
         ("rollout.urls=['http://h:99999']", "rollout.urls must be like http://host:30000, got"),
         ("rollout.urls=['http://me:pw@h:1']", "rollout.urls has a user name or a password, which"),
         ("reward.url=me:pw@a", "reward.url has a user name or a password, which recipes"),
@@ -131,6 +134,7 @@ TOOL = "rollout.environment=tool.py:Tool"
             ["algo.deal=groups", "algo.minibatches=64", "train.micro_batch=4"],
             r"data\.prompts_per_step=32 .* algo\.minibatches=64 for algo.deal=groups",
         ),
+        (["rollout.urls=['http://a:1']", "rollout.rendezvous=f"], "both name engines"),
         (["algo.reference=ref"], "algo.reference=ref needs a penalty, but algo.kl_coef is 0"),
         (["reward.url=http://a/score?token=secret"], "reward.url has a query, .*key_env"),
         (

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet.client import EngineError, in_parallel
 from qurl_megatron.fleet.collect import collect, greedy
@@ -476,17 +475,3 @@ def test_what_an_engine_does_too_late_changes_nothing():
     assert results == {} and "was not done within" in str(errors[late])
     with pytest.raises(ZeroDivisionError):  # a mistake of ours is no engine's failure
         in_parallel(lambda one: 1 / 0, [late], PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    "wrong,message",
-    [
-        ({"health_timeout_s": -1.0}, "rollout.health_timeout_s must be 0 or more"),
-        ({"urls": ("localhost:1",)}, "like http://host:30000, got 'localhost:1'"),
-        ({"urls": ("http://a:1",), "rendezvous": "f"}, "both name engines"),
-        ({"engine_tensor": 2}, "set rollout.backend=sglang"),
-    ],
-)
-def test_settings_of_the_fleet_that_cannot_work_are_refused(wrong, message):
-    with pytest.raises(ConfigError, match=message):
-        RolloutConfig(**wrong)

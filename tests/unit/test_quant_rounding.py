@@ -100,8 +100,8 @@ def test_the_largest_of_a_scale_gets_the_largest_code_and_nothing_leaves_the_ran
     w = torch.rand(512, 128, generator=generator) - 0.5
     w *= 2.0 ** torch.randint(-110, 120, (512, 1), generator=generator)
     largest = scheme_named(scheme).largest
-    for version in range(8):
-        found = rounded(w, scheme, version=version)
+    drawn = (rounded(w, scheme, version=version) for version in range(8))
+    for found in (quantize(w, scheme), *drawn):
         values, rows = found.values.float(), w
         if found.block:
             values, rows = values.view(4, -1), w.view(4, -1)
