@@ -12,7 +12,8 @@ JSON = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(st.characters(codec=None), max_size=8)
-    | st.sampled_from(["..", "/etc/passwd", "a\0b", -1, 2**70, 1e999, "\ud800", "NaN", "[" * 50]),
+    | st.sampled_from(["..", "/etc/passwd", "a\0b", -1, 2**70, 1e999, "\ud800", "NaN", "[" * 50])
+    | st.sampled_from(["int8", "float32", "dtype", "check", "http://a", "7@abc", 10**400, 4, 1.0]),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
     ),

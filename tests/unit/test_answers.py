@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl_megatron.fleet.answer import (
@@ -21,6 +21,7 @@ from qurl_megatron.fleet.answer import (
 from qurl_megatron.kit.record import Malformed
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.wire.lease import MIXED, UNKNOWN_VERSION, Names
+from tests.support.fuzz import damaged, examples
 
 ASKED = Asked("a", 5)
 RULES = Rules(vocabulary=10, names=Names("abc"), confirmed=7)
@@ -270,25 +271,6 @@ def test_nonsense_about_an_engine_is_refused(info):
         read_info(info)
 
 
-QUICK = settings(max_examples=400, derandomize=True, deadline=None, database=None)
-NUMBERS = st.one_of(
-    st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.sampled_from([0, 1, 4, -1.0])
-)
-JSON = st.recursive(
-    st.one_of(st.none(), NUMBERS, st.text(max_size=5), st.just("7@abc")),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=3), inner, max_size=4)
-    ),
-    max_leaves=8,
-)
-META = good_answer()["meta_info"]
-PATHS: list[tuple] = [(), ("output_ids",), ("output_ids", 1), ("meta_info",)]
-PATHS += [("meta_info", key) for key in META]
-PATHS += [("meta_info", "finish_reason", "type"), ("meta_info", "output_token_logprobs", 1)]
-PATHS += [("meta_info", "output_token_logprobs", 1, place) for place in range(3)]
-PATHS += [("meta_info", "weight_versions", 0, key) for key in ("version", "start", "end")]
-
-
 def check(found: Part | Malformed) -> None:
     """A value within every range, or one short sentence."""
     if isinstance(found, Malformed):
@@ -302,25 +284,11 @@ def check(found: Part | Malformed) -> None:
     assert {version for version, _ in found.versions} <= {7, 8}
 
 
-@QUICK
-@given(st.sampled_from(PATHS), JSON)
-def test_any_value_anywhere_in_an_answer_gives_a_part_or_a_bad_answer(path, value):
-    answer = holder = {"answer": good_answer()}
-    for key in ("answer", *path)[:-1]:
-        holder = holder[key]
-    holder[("answer", *path)[-1]] = value
-    rules = Rules(10, Names("abc"), confirmed=7, newest=8)
+@examples(800)
+@given(damaged([good_answer()]) | st.binary(max_size=60))
+def test_any_damage_to_an_answer_gives_a_part_or_a_bad_answer(body):
     try:
-        check(read(answer["answer"], rules=rules))
-    except Malformed as error:
-        check(error)
-
-
-@QUICK
-@given(st.one_of(st.binary(max_size=60), JSON.map(lambda value: json.dumps(value).encode())))
-def test_any_bytes_for_a_body_give_parts_or_a_bad_answer(body):
-    try:
-        found = read_answers(body, [ASKED], RULES)
+        found = read_answers(body, [ASKED], replace(RULES, newest=8))
     except Malformed as error:
         found = [error]
     for one in found:

@@ -3,7 +3,6 @@
 Each parser gets true messages with one value exchanged for any other, and bytes of all kinds.
 """
 
-import copy
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl_megatron.engines.starting import Launch
@@ -24,59 +23,15 @@ from qurl_megatron.publish.publisher import _blobs_for
 from qurl_megatron.wire.group import Hello, LinkError, read_hello
 from qurl_megatron.wire.message import Blob, Message, Piece, Receipt
 from qurl_megatron.wire.transport import received
+from tests.support.fuzz import damaged, examples
 
-QUICK = settings(max_examples=300, derandomize=True, deadline=None, database=None)
-JSON = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**70), 2**70),
-        st.floats(),
-        st.text(max_size=6),
-        st.sampled_from(["../x", "int8", "float32", "dtype", "\0", "check", "http://a", 10**400]),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-NOISE = st.one_of(
-    st.binary(max_size=80),
-    JSON.map(lambda value: json.dumps(value).encode()),
-    st.just(b"[" * 100_000),
-    st.just(b'{"a":' * 100_000),
-    st.just(b"\xff\xfe\x00"),
-    st.just(b""),
-)
-
-
-def places(value, so_far=()):
-    """The way to every value in a document."""
-    yield so_far
-    items = value.items() if isinstance(value, dict) else ()
-    for key, inner in enumerate(value) if isinstance(value, list) else items:
-        yield from places(inner, (*so_far, key))
+QUICK = examples(300)
+NOISE = [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe\x00", b""]
 
 
 def almost(true: str | bytes) -> st.SearchStrategy[bytes]:
-    """A true message with one value that is another one, or without one, or cut off; or noise."""
-    document = json.loads(true)
-
-    def changed(path: tuple, value, how: str) -> bytes:
-        holder = {"": copy.deepcopy(document)}
-        inner, last = holder, ("", *path)[-1]
-        for key in ("", *path)[:-1]:
-            inner = inner[key]
-        if how == "without" and path:
-            del inner[last]
-        else:
-            inner[last] = value
-        text = json.dumps(holder[""]).encode()
-        return text[: len(text) // 2] if how == "cut" else text
-
-    paths = st.sampled_from(list(places(document)))
-    how = st.sampled_from(["another"] * 4 + ["without", "cut"])
-    return st.one_of(st.builds(changed, paths, JSON, how), NOISE)
+    """A true message, damaged; or noise."""
+    return damaged(json.loads(true)) | st.binary(max_size=80) | st.sampled_from(NOISE)
 
 
 PIECE = Piece("w", "int8", (4, 8), 0, 12, 64, "0a1b")
@@ -200,7 +155,7 @@ STATED = [
 LOADS = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]}
 
 
-@settings(QUICK, max_examples=200)
+@examples(200)
 @given(
     st.sampled_from(STATED).flatmap(lambda info: almost(json.dumps(info))),
     st.one_of(st.just(json.dumps(LOADS).encode()), almost(json.dumps(LOADS))),
