@@ -63,7 +63,7 @@ made=$(mktemp -d)
 # The driver, which is not here, has the libcuda.so that they are linked to.
 gcc -shared -x c /dev/null -Wl,-soname,libcuda.so.1 -o "$made/libcuda.so"
 env HOME="$made" FLASHINFER_WORKSPACE_BASE="$made" FLASHINFER_CUDA_ARCH_LIST="$archs" \
-    LIBRARY_PATH="$made" "$target/sglang/bin/python" -P - << 'END'
+    LIBRARY_PATH="$made" PATH="$target/sglang/bin:$PATH" python -P - << 'END'
 import shutil
 
 from qurl_megatron.engines.sglang.compiling import use_cuda_of_pip
