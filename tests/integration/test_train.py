@@ -368,8 +368,3 @@ def test_a_host_of_another_machine_is_a_mistake_before_models_and_engines(
     assert done.returncode == 2, done.stderr
     assert "set sync.host to" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "loading" not in done.stdout and "starting 2 embedded" not in done.stdout, done.stdout
-
-
-def test_help_is_quick():
-    imported = qurl("--help", PYTHONPROFILEIMPORTTIME="1").stderr
-    assert "argparse" in imported and "torch" not in imported

@@ -65,7 +65,6 @@ class FakeEngine(Served):
 
     500      refuses
     cut      drops the connection in the middle of the answer
-    hang     never answers
     mixed    tokens tagged with a version in the middle of an update
     nan      a log-prob that is none
     nothing  aborts without a token
@@ -87,7 +86,7 @@ class FakeEngine(Served):
         self.stop_every = 0  # positions: where a sequence ends by itself
         self.room = 0  # tokens of prompt and response, which SGLang cuts there; 0: any number
         self.faults: list[str] = []
-        self.update_fault = ""  # "refuse" | "hang" | "lie": says yes, serves the old version
+        self.update_fault = ""  # "hang" | "lie": says yes, serves the old version
         self.deaf = threading.Event()  # nothing at all is answered while it is set
         self.paused = threading.Event()
         self.calls: list[tuple[str, dict]] = []  # (endpoint, body) of every POST
@@ -180,8 +179,6 @@ class FakeEngine(Served):
         return 200, {"success": True}
 
     def update_weights_from_tensor(self, body: dict) -> tuple[int, dict]:
-        if self.update_fault == "refuse":
-            return 400, {"success": False, "message": "these weights are not mine"}
         if self.update_fault == "hang":
             self.closing.wait()
         if not self.session_open:
@@ -197,8 +194,6 @@ class FakeEngine(Served):
             self.most = max(self.most, self.running)
             self._under_way += body["rid"]
         try:
-            if fault == "hang":
-                self.closing.wait()
             if fault == "500":
                 return 500, {"error": {"message": "told to fail"}}
             rows = zip(body["input_ids"], body["sampling_params"], body["rid"], strict=True)

@@ -40,8 +40,6 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("quant.shceme=int8", "unknown key quant.shceme; did you mean quant.scheme?"),
-        ("qant.scheme=int8", "unknown section qant; did you mean quant?"),
         ("quant.scheme=false", "one of none, int8, fp8, int6, int5, int4, got False"),
         ("quant.scheme=INT8", "int5, int4, got 'INT8'; did you mean 'int8'?"),
         ("algo.objective=ACR", "acr, icepop, got 'ACR'; did you mean 'acr'?"),
@@ -51,7 +49,6 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
         ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
         ("train.steps=many", "train.steps must be of type int, got 'many'"),
-        ("train.steps", "override 'train.steps' must look like section.key=value"),
         ("rollout.urls=x", "rollout.urls must be a list, got 'x'"),
         ("rollout.temperature=0", "rollout.temperature must be 0.001 or more, got 0.0; engines"),
         ("rollout.temperature=inf", "rollout.temperature must be a number of at most 10000000"),
@@ -71,9 +68,7 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
         ("warmstart.target=0", "warmstart.target must lie in (0, 1], got 0.0"),
         ("algo.name=gpro", "algo.name must be one of grpo, ppo, dapo, rloo, dr_grpo, reinforce_pp"),
         ("data.path=x.jsonl", "exactly one of data.path"),
-        ("data.prompts_per_step=33", "264 responses must be a multiple of"),
         ("rollout.samples_per_prompt=1", "must be 2 or more for algo.advantage=grpo"),
-        ("reward.kind=maths", "reward.kind must be one of math, last_number, exact, got 'maths'"),
         ("reward.function=score", "must look like package.module:name or file.py:name, got 'sco"),
         ("reward.function='a:b c'", "must look like package.module:name or file.py:name, got 'a:"),
         ("reward.key_env=KEY", "reward.key_env is for reward.url; set that, or leave it out"),

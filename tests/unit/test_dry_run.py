@@ -22,23 +22,13 @@ from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training import start
 from qurl_megatron.training.shapes import find_models
 from qurl_megatron.training.warmstart import warmstart
+from tests.support.descriptions import QWEN2
 from tests.support.meta_ranks import built
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ROOT / "launch" / "models"
 
-ARCH = read_arch(
-    {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-        "max_position_embeddings": 256,
-    }
-)
+ARCH = read_arch(QWEN2 | {"num_hidden_layers": 4, "vocab_size": 100})
 
 
 def recipe(tmp_path, *overrides, text=""):
@@ -285,12 +275,6 @@ BUILT = {
 }
 
 
-SMALL = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 101},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
-}
-
-
 def assert_as_built(config, shape=None, *, padding: float) -> None:
     """Padding of Megatron's buffers, of parameters and buckets, is what shapes leave out."""
     models = find_models(config, shape)
@@ -322,7 +306,7 @@ def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(tmp_path):
     scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=4.0)
     scaling["original_max_position_embeddings"] = 8192
     shape = tmp_path / "config.json"
-    shape.write_text(json.dumps({"model_type": "llama", "rope_scaling": scaling, **SMALL}))
+    shape.write_text(json.dumps(EXPERTS | {"model_type": "llama", "rope_scaling": scaling}))
     config = recipe(tmp_path)
     with pytest.raises(ConfigError, match="Megatron computes"):
         footprint(config, find_models(config, shape))

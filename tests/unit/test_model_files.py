@@ -12,18 +12,9 @@ from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError, Unreadable
 from qurl_megatron.tensors.arch import arch_of, read_eos
 from qurl_megatron.training.warmstart import build_tokenizer
+from tests.support.descriptions import QWEN2
 
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": 2,
-}
+CONFIG = QWEN2 | {"eos_token_id": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WRONG = [
     ("rms_norm_eps", "x"),

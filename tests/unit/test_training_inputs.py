@@ -139,16 +139,7 @@ def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
     assert describe_data(load(recipe))[-1].startswith("how long prompts are is not checked")
     Path("model").mkdir()
     build_tokenizer([Question("1 + 1 =", "2")]).save_pretrained("model")
-    shape = {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-        "max_position_embeddings": 16,
-    }
+    shape = QWEN2 | {"vocab_size": 100, "max_position_embeddings": 16}
     Path("model/config.json").write_text(json.dumps(shape))
     with Path("train.jsonl").open("a") as file:
         file.write(json.dumps({**GOOD, "prompt": "1 + 1 + 1 + 1 + 1 + 1 + 1 ="}) + "\n")
