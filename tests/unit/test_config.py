@@ -67,6 +67,7 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
         ("correction.veto=1", "correction.veto must lie in [0, 1), got 1.0"),
         ("warmstart.target=0", "warmstart.target must lie in (0, 1], got 0.0"),
         ("algo.name=gpro", "algo.name must be one of grpo, ppo, dapo, rloo, dr_grpo, reinforce_pp"),
+        ("data.answer_key=a", "data.answer_key is for files"),
         ("data.path=x.jsonl", "exactly one of data.path"),
         ("rollout.samples_per_prompt=1", "must be 2 or more for algo.advantage=grpo"),
         ("reward.function=score", "must look like package.module:name or file.py:name, got 'sco"),

@@ -95,11 +95,6 @@ def test_keys_are_dotted_paths_or_names_with_a_dot(read):
         read(row, columns=Columns("in.txt", "out.x"))
 
 
-def test_keys_of_a_recipe_are_refused_beside_a_task():
-    with pytest.raises(ConfigError, match="data.answer_key is for files"):
-        DataConfig(task="chain_sum", answer_key="a")
-
-
 @pytest.mark.parametrize(
     "value, text",
     [(12, "12"), (-0.5, "-0.5"), (72.0, "72"), (2**70, str(2**70)), (1e300, "1e+300")],

@@ -33,8 +33,6 @@ from tests.support.fake_engine import FakeEngine, token_at
 
 USUAL = DataConfig(path="-")  # with prompts and answers under their usual names
 
-# Estimates.
-
 
 def test_pass_at_k_counts_the_sets_of_responses_with_a_right_one():
     # Of 4 responses one is right: 3 of the 6 pairs have it. Of the other problem none is.
@@ -152,9 +150,6 @@ def test_benchmarks_of_one_size_are_resampled_independently():
     one, both = scores[0]["greedy"], results.mean(scores)["greedy"]
     # The variance of a mean of two independent ones is half of that of one.
     assert both.resampled_D.std() == pytest.approx(one.resampled_D.std() / math.sqrt(2), rel=0.05)
-
-
-# Files.
 
 
 def test_a_benchmark_is_read_under_any_of_its_usual_names(tmp_path):

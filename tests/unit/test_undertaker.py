@@ -27,9 +27,11 @@ def run(tmp_path: Path, body: str) -> tuple[int, Footprint]:
 
 
 def only_one(footprint: Footprint) -> str:
-    """What stays when the undertaker has done its work, and has ended."""
+    """What stays when the undertaker has done its work; it is ended then."""
     wait_until(lambda: len(footprint.left(seconds=0.0)) <= 1)
     (left,) = footprint.left(seconds=0.0)
+    for process in footprint.processes():
+        process.kill()
     return left
 
 
@@ -55,8 +57,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     code, footprint = run(tmp_path, body)
     assert code == -9
     left = only_one(footprint)
-    for process in footprint.processes():
-        process.kill()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "made"]
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["somebody's"]
     assert "sleep 600" in left
@@ -134,6 +134,4 @@ os.kill(os.getpid(), signal.SIGKILL)
     code, footprint = run(tmp_path, body)
     assert code == -9
     left = only_one(footprint)
-    for process in footprint.processes():
-        process.kill()
     assert "import os, pathlib" in left
