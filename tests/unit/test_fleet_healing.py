@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,11 +186,13 @@ def test_a_stopped_process_is_found_by_its_deadline_killed_and_started_again(tmp
 
 def test_an_engine_that_hangs_in_an_update_fails_by_its_deadline_and_the_others_go_on():
     hung, good = FakeEngine(), FakeEngine()
-    with hung, good, adopting(hung, good, update_timeout_s=2.0) as fleet:
+    with hung, good, adopting(hung, good) as fleet:
         publish(fleet, 1)
-        hung.update_fault = "hang"
+        hung.update_fault, usual = "hang", fleet.config
+        fleet.config = replace(usual, update_timeout_s=5.0)
         start = time.monotonic()
         publish(fleet, 2)
+        fleet.config = usual
         assert time.monotonic() - start < PATIENCE_S
         assert [e.url for e in fleet.serving()] == [good.url]
         assert hung.paused.is_set()  # not told to go on: it might have half of the weights
