@@ -102,6 +102,8 @@ def test_a_kernel_is_compiled_and_linked_by_what_pip_left(tmp_path, monkeypatch)
     compiling.use_cuda_of_pip()
     assert "CUDA_HOME" not in env  # where no link can be made
     env["SGLANG_JIT_CACHE_DIR"] = str(tmp_path)
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / f"cuda/.{os.getpid()}").touch()  # of a process that was killed on the way
     assert compiling.fault("13.0") is None and env["CUDA_HOME"] == str(pip)
     del env["LIBRARY_PATH"]
     assert "cannot find -lcudart); install cuda-toolkit" in compiling.fault("13.0")

@@ -190,18 +190,26 @@ def test_a_gpu_that_cannot_be_measured_makes_its_node_bad(own_report, monkeypatc
     assert judge({"a1": own, "a2": report("a2")}, ["a1", "a2"], 2) == sentence
 
 
-@pytest.mark.parametrize("fault", ["", "SGLang cannot compile kernels"])
+@pytest.mark.parametrize(
+    ("ends", "faults"),
+    [
+        ("exit 0", []),
+        ("echo SGLang cannot compile >&2; exit 1", ["SGLang cannot compile"]),
+        ("kill -9 $$", ["{python} ended with -9"]),
+    ],
+)
 def test_a_node_whose_engines_could_compile_no_kernel_is_bad(
-    fault, own_report, monkeypatch, tmp_path
+    ends, faults, own_report, monkeypatch, tmp_path
 ):
     torch = pytest.importorskip("torch")
-    Programs(tmp_path, monkeypatch)("python", f"echo '{fault}' >&2; test -z '{fault}'")
+    Programs(tmp_path, monkeypatch)("python", ends)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(examination, "_product_ms", lambda device: 1.5)
     sglang = ("rollout.backend=sglang", f"rollout.sglang_python={tmp_path}/bin/python")
     own = own_report(*sglang)
-    assert own.faults == [fault] * bool(fault) and own.devices == 1
+    assert own.devices == 1
+    assert own.faults == [fault.format(python=f"{tmp_path}/bin/python") for fault in faults]
     assert own_report(*sglang, "rollout.urls=['http://a:1']").faults == []  # not ours
 
 

@@ -39,6 +39,7 @@ def use_cuda_of_pip() -> None:
     aside = links / f".{os.getpid()}"  # other engines do the same meanwhile
     try:
         links.mkdir(parents=True, exist_ok=True)
+        aside.unlink(missing_ok=True)  # of one that was killed here, under the same number
         aside.symlink_to(cuda / "lib/libcudart.so.13")
         aside.replace(links / "libcudart.so")
     except OSError:  # read-only: with all kernels in it, nothing is compiled

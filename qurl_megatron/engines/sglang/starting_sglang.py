@@ -101,7 +101,8 @@ def compiler_fault(config: RolloutConfig) -> str | None:
     """Return why engines on this machine's GPUs could not compile their kernels; None: they can."""
     command = [str(sglang_python(config.sglang_python)), "-P", "-m", compiling.__name__]
     done = subprocess.run(command, capture_output=True, text=True)
-    return done.stderr.strip().splitlines()[-1] if done.returncode else None
+    lines = done.stderr.strip().splitlines() or [f"{command[0]} ended with {done.returncode}"]
+    return lines[-1] if done.returncode else None
 
 
 def refuse_not_installed(config: RolloutConfig) -> None:
