@@ -63,19 +63,18 @@ def warmstart(
             f"{model.config.vocab_size}, {len(questions)} questions, "
             f"at most {config.steps} steps of {config.batch}"
         )
-        limit = max(len(answer) for _, answer in pairs) + 1  # and a full stop
         stop = tokenizer.convert_tokens_to_ids(STOP)
         assert isinstance(stop, int), "of one token"
 
         def measure() -> float:
             # Training questions decide when to stop: the held-out ones must stay unseen.
-            return accuracy(model, tokenizer, questions[:256], limit)
+            return accuracy(model, tokenizer, questions[:256])
 
         fit(model, pairs, stop, config, log, measure)
         model.bfloat16()
         model.save_pretrained(aside)
         save_tokenizer(tokenizer, aside)
-        return accuracy(model.float(), tokenizer, held_out, limit)
+        return accuracy(model.float(), tokenizer, held_out)
 
 
 def _questions(data: DataConfig) -> tuple[list[Question], list[Question]]:
@@ -250,30 +249,27 @@ def fit(
 
 @torch.no_grad()
 def accuracy(
-    model: "Qwen2ForCausalLM",
-    tokenizer: "PreTrainedTokenizerFast",
-    questions: Sequence[Question],
-    limit: int,
+    model: "Qwen2ForCausalLM", tokenizer: "PreTrainedTokenizerFast", questions: Sequence[Question]
 ) -> float:
-    """Return the share of questions whose greedy answer of ``limit`` tokens is right."""
+    """Return the share of questions whose greedy answer is right, with a full stop or without.
+
+    Greedy decoding gives an answer if each of its tokens is the likeliest after those before it, so
+    one pass over question and answer tells.
+    """
+    stop, end = tokenizer.convert_tokens_to_ids([STOP, EOS])
     right = 0
     for start in range(0, len(questions), 256):
         part = questions[start : start + 256]
-        prompts = [tokenizer(question.text)["input_ids"] for question in part]
-        rows = torch.arange(len(part))
-        ends_B = torch.tensor([len(prompt) for prompt in prompts])
+        pairs = [encode(tokenizer, question) for question in part]
         # Padding on the right needs no attention mask: nothing before it can see it.
-        ids_BS = _rows(prompts, int(ends_B.max()) + limit, tokenizer.pad_token_id)
-        for _ in range(limit):
-            next_B = model(input_ids=ids_BS, use_cache=False).logits[rows, ends_B - 1].argmax(-1)
-            ids_BS[rows, ends_B] = next_B
-            ends_B += 1
-        for question, prompt, ids in zip(part, prompts, ids_BS.tolist(), strict=True):
-            answer = ids[len(prompt) : len(prompt) + limit]
-            if tokenizer.eos_token_id in answer:
-                answer = answer[: answer.index(tokenizer.eos_token_id)]
-                text = str(tokenizer.decode(answer, skip_special_tokens=True))
-                right += text.removesuffix(STOP) == question.answer
+        ids_BS, _ = _pad([(prompt, [*answer[:-1], stop, end]) for prompt, answer in pairs])
+        likeliest_BS = model(input_ids=ids_BS, use_cache=False).logits.argmax(-1)
+        for question, (prompt, answer), likeliest in zip(
+            part, pairs, likeliest_BS.tolist(), strict=True
+        ):
+            greedy = likeliest[len(prompt) - 1 : len(prompt) + len(answer)]
+            ends_well = greedy[:-1] == answer or greedy == [*answer[:-1], stop, end]
+            right += ends_well and tokenizer.decode(answer[:-1]) == question.answer
     return right / len(questions)
 
 
