@@ -107,6 +107,8 @@ def test_a_kernel_is_compiled_and_linked_by_what_pip_left(tmp_path, monkeypatch)
     assert compiling.fault("13.0") is None and env["CUDA_HOME"] == str(pip)
     del env["LIBRARY_PATH"]
     assert "cannot find -lcudart); install cuda-toolkit" in compiling.fault("13.0")
+    programs("c++", "echo ld: cannot find -lcuda: No such file >&2; exit 1")
+    assert "-lcuda: No such file); link libcuda.so" in compiling.fault("13.0")
     env["CUDA_HOME"] = "/none"
     assert "CUDA_HOME=/none (sh: " in compiling.fault("13.0")
 

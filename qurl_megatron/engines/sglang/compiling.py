@@ -5,6 +5,7 @@ prints a sentence and ends with 1.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,11 +69,13 @@ def fault(torch_cuda: str) -> str | None:
         return None
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     reason = next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
-    return (
-        f"SGLang cannot compile kernels with CUDA_HOME={home} ({reason}); install "
-        f"cuda-toolkit[nvcc,cccl,crt] {torch_cuda} in its environment and unset CUDA_HOME, or "
-        "set it to a whole toolkit of that release"
+    mend = (
+        f"install cuda-toolkit[nvcc,cccl,crt] {torch_cuda} in its environment and unset "
+        "CUDA_HOME, or set it to a whole toolkit of that release"
     )
+    if re.search(r"-lcuda\b", reason):  # the driver's, which no toolkit has
+        mend = "link libcuda.so to the driver's libcuda.so.1 in a folder of LIBRARY_PATH"
+    return f"SGLang cannot compile kernels with CUDA_HOME={home} ({reason}); {mend}"
 
 
 if __name__ == "__main__":
