@@ -121,7 +121,7 @@ PARTS = [
         rehearsal=[
             "qurl train launch/recipes/quickstart.toml train.steps=2 warmstart.intermediate=128 "
             "warmstart.steps=20 warmstart.batch=32 data.task_size=500 data.prompts_per_step=8 "
-            "train.micro_batch=16 train.eval_prompts=8 checkpoint.every=0 algo.entropy_coef=0.01 "
+            "train.max_tokens=256 train.eval_prompts=8 checkpoint.every=0 algo.entropy_coef=0.01 "
             + WORDS.format(64, 2, 4, 2)
             + ALONE
         ],

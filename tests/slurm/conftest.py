@@ -22,7 +22,7 @@ QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 SMALL = (
     *("warmstart.steps=20", "warmstart.hidden=64", "warmstart.layers=2"),
     *("warmstart.intermediate=128", "rollout.engines=1", "rollout.engine_threads=1"),
-    *("data.prompts_per_step=8", "train.micro_batch=16", "train.eval_prompts=8"),
+    *("data.prompts_per_step=8", "train.max_tokens=256", "train.eval_prompts=8"),
     *("train.eval_samples=1", "train.eval_every=0"),
 )
 """What makes the quickstart a matter of seconds."""

@@ -62,9 +62,8 @@ def test_the_accuracy_is_that_of_the_saved_model_on_held_out_questions(made):
     for question in held_out:
         ids = tokenizer(question.text, return_tensors="pt")["input_ids"]
         answer = model.generate(ids, do_sample=False, max_new_tokens=5)[0, ids.shape[1] :]
-        right += tokenizer.decode(answer, skip_special_tokens=True).removesuffix(".") == (
-            question.answer
-        )
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        right += text.removesuffix(".") == question.answer
     assert right == 256 * reported > 0
 
 
