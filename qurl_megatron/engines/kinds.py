@@ -1,6 +1,6 @@
 """The kinds of engine: abilities and needs, a row of facts each.
 
-Nothing else in the package asks which kind an engine is; it asks for one of these facts. A new kind
+The package asks for one of these facts, and hardly ever for the kind by its name. A new kind
 is a row here, its name in ``rollout.backend``, and a folder with its ``start`` module. Imports
 neither torch nor any engine: recipes are checked by these rows.
 """

@@ -9,6 +9,7 @@ from qurl_megatron.engines.embedded import native
 from qurl_megatron.engines.embedded.decoder import Matrix
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.schemes import SCHEMES
+from qurl_megatron.tensors.arch import FAMILIES
 from tests.support.engine_models import (
     advance,
     copies,
@@ -25,11 +26,10 @@ BUILT_BY = (
     "with a C++ compiler, `python setup.py build_ext --inplace --force` in the checkout builds it"
 )
 load = native.library.__wrapped__
-MODELS = {
-    "qwen2": {},
+MODELS = {f: {"model_type": f, "sliding_window": None} for f in FAMILIES if f != "qwen3_moe"}
+MODELS |= {
     "qwen3, heads wider than hidden": {"model_type": "qwen3", "head_dim": 24},
     "one key head for many": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 80},
-    "llama": {"model_type": "llama", "num_key_value_heads": 4},
 }
 
 
