@@ -17,9 +17,9 @@ from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.examination import examine, excluding, refuse_exclusion
 from qurl_megatron.cluster.layout import Allocation, lay_out, run_steps
 from qurl_megatron.cluster.supervise import Received, StepSupervisor, beside, facts_of, say
-from qurl_megatron.cluster.tasks import prepare
 from qurl_megatron.cluster.verdict import BAD_NODE, GOES_ON, PERSONS, WALL_TIME, Decision, decide
 from qurl_megatron.config import RunConfig
+from qurl_megatron.fleet.offered import prepare
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.place import forget

@@ -27,12 +27,12 @@ from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examination
 from qurl_megatron.cluster.links import come, link_ms, step_place
 from qurl_megatron.cluster.supervise import SrunStep, say
-from qurl_megatron.cluster.tasks import own_name
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.env import unseen_gpus
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.kit.clock import shortest_ms
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.place import own_name
 
 GIB = 1 << 30
 MOST_USED = 4 * GIB

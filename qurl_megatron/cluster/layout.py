@@ -2,7 +2,7 @@
 
 A training rank is a task with a GPU of its own. Engines on nodes of their own take the last nodes
 of the job, with one task per node, which starts that node's engines. Engines that take turns with
-the trainer on its GPUs, and embedded ones, are started by the leading rank: they need no nodes.
+the trainer on its GPUs, and embedded ones, are started by ranks: they need no nodes.
 """
 
 import os
@@ -88,7 +88,9 @@ def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) 
     )
     nodes = max(1, ranks // node.gpus)
     training = Component(nodes, ranks // nodes, ranks // nodes)
-    if rollout.rendezvous:
+    if rollout.each_node:
+        rollout = replace(rollout, engines=rollout.engines_on_each(nodes))
+    elif rollout.rendezvous:
         return _with_rollout_nodes(training, rollout, node)
     if rollout.kind.takes_gpus and not rollout.urls:
         return Allocation(_with_own_engines(training, rollout, node), None)
@@ -102,7 +104,7 @@ def _with_rollout_nodes(
     require(
         not rollout.colocate,
         "rollout.rendezvous gives engines nodes of their own, and rollout.colocate has them take "
-        "turns with the trainer; leave one of them out",
+        "turns with the trainer; leave one of them out, or set rollout.each_node=true",
     )
     require(
         node.gpus % size == 0,
@@ -120,13 +122,14 @@ def _with_rollout_nodes(
 
 
 def _with_own_engines(training: Component, rollout: RolloutConfig, node: NodeConfig) -> Component:
-    """Return the training component with room for SGLang engines on the leading rank's node."""
+    """Return the training component with room for the engines that ranks start on its nodes."""
     last = rollout.engine_first_gpu + rollout.engines * rollout.engine_tensor
     require(
         last <= node.gpus,
         f"rollout.engines={rollout.engines} of rollout.engine_tensor={rollout.engine_tensor} from "
         f"rollout.engine_first_gpu={rollout.engine_first_gpu} on take GPUs up to {last} of "
-        f"node.gpus={node.gpus}; lower them, or set rollout.rendezvous for nodes of their own",
+        f"node.gpus={node.gpus}; lower them, or set rollout.each_node=true, or "
+        "rollout.rendezvous for nodes of their own",
     )
     require(
         rollout.colocate or rollout.engine_first_gpu >= training.gpus,

@@ -143,8 +143,7 @@ class RunConfig:
             "model.fp32_output: embedded engines round logits to model.dtype; leave it out, or set "
             "rollout.backend=sglang or model.dtype=float32",
         )
-        adopted = self.rollout.urls or self.rollout.rendezvous
-        started = kind.wide_output and not adopted
+        started = kind.wide_output and not self.rollout.adopts
         require(
             not started
             or self.model.fp32_output == ("--enable-fp32-lm-head" in self.rollout.engine_args),
@@ -268,7 +267,9 @@ def load(
     if not config.train.run_dir:
         default = _default_run_dir(path, settings if named_by is None else map(_parse, named_by))
         config = _with(config, "train.run_dir", default)
-    if config.rollout.rendezvous == "auto":
+    if config.rollout.rendezvous == "auto" or (
+        config.rollout.each_node and not config.rollout.rendezvous
+    ):
         config = _with(config, "rollout.rendezvous", f"{config.train.run_dir}/engines")
     return config
 

@@ -365,6 +365,10 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
     system writes them, and engines may come and go during a run. auto: "engines" in train.run_dir.
     """
 
+    each_node: bool = False
+    """Each of the trainer's machines starts its share of rollout.engines, by its first rank. They
+    meet in rollout.rendezvous, which is auto unless it is set."""
+
     take_over: bool = False
     """Adopt engines even from a run that is at work; it loses them."""
 
@@ -444,6 +448,10 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
             "rollout.urls and rollout.rendezvous both name engines; leave one of them out",
         )
         require(
+            not (self.urls and self.each_node),
+            "rollout.urls names engines, and rollout.each_node starts some; leave one of them out",
+        )
+        require(
             self.kind.takes_gpus
             or not (self.engine_tensor > 1 or self.engine_args or self.colocate),
             "rollout.engine_tensor, rollout.engine_args and rollout.colocate are for SGLang "
@@ -454,6 +462,23 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
             "rollout.colocate takes the engines' memory away while the policy trains; it needs "
             "rollout.max_staleness=0",
         )
+
+    def engines_on_each(self, nodes: int) -> int:
+        """
+        Raises:
+            ConfigError: they do not divide.
+        """
+        require(
+            self.engines % nodes == 0,
+            f"rollout.engines={self.engines} do not divide over the trainer's {nodes} nodes "
+            f"(rollout.each_node); make them a multiple of {nodes}",
+        )
+        return self.engines // nodes
+
+    @property
+    def adopts(self) -> bool:
+        """Whether all engines are started by others."""
+        return bool(self.urls) or (self.rendezvous != "" and not self.each_node)
 
     @property
     def start_limit_s(self) -> float:

@@ -35,7 +35,7 @@ def given_key(env: Mapping[str, str]) -> str | None:
 
 def refuse_not_installed(config: RolloutConfig) -> None:
     """Raise ``ConfigError`` where engines are to be started here that are not installed."""
-    if not (config.urls or config.rendezvous):
+    if not config.adopts:
         importlib.import_module(config.kind.start).refuse_not_installed(config)
 
 

@@ -25,6 +25,7 @@ ADOPTED_S = 30.0  # for engines that should already be there to answer
 ONLY_TRAINED = {
     "urls": [],
     "rendezvous": "",
+    "each_node": False,
     "colocate": False,
     "max_staleness": 0,
     "timeout_s": 24 * 3600.0,  # an embedded engine gets many responses in one request

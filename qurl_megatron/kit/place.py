@@ -73,6 +73,11 @@ def ranks_here(env: Mapping[str, str]) -> int:
     return int(env.get("WORLD_SIZE", "1"))
 
 
+def own_name() -> str:
+    """Return Slurm's name of this node, or its own."""
+    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+
+
 def end_with_launcher() -> None:
     """End this rank's children with it, and the rank itself with torchrun.
 

@@ -1,7 +1,7 @@
 """Every way to lay a recipe out over N GPUs, as settings of the recipe.
 
-Tensor ranks and the GPUs of an engine stay on one machine. Engines have machines of their own; on a
-single machine they have GPUs of their own, or share all of the trainer's.
+Tensor ranks and the GPUs of an engine stay on one machine. Engines share all of the trainer's GPUs,
+or have machines of their own; on a single machine, GPUs of their own.
 """
 
 import json
@@ -57,7 +57,7 @@ def choices(arch: Arch, own: ParallelConfig, gpus: int, node: int, shares: int) 
         shares: the number that data ranks divide: an update's responses, or its microbatches.
     """
     within = _divisors(min(node, gpus))
-    for trainer in range(1, gpus + 1) if gpus <= node else range(node, gpus, node):
+    for trainer in range(1, gpus + 1) if gpus <= node else range(node, gpus + 1, node):
         colocated = trainer == gpus
         rollout = gpus if colocated else gpus - trainer
         engine_tensors = [n for n in within if rollout % n == 0 and engine_divides(arch, n)]
@@ -116,7 +116,8 @@ def scaled(own: Choice, gpus: int) -> Choice | None:
 def applied(config: RunConfig, choice: Choice, *, node: int, static: float | None) -> RunConfig:
     """The recipe in that layout; its own stays as it is.
 
-    Versions go by the memory of one machine where there is but one, else point to point.
+    Versions go by the memory of one machine where there is but one, else point to point, or as
+    files to engines that share the trainer's GPUs.
 
     Args:
         static: SGLang's --mem-fraction-static; None keeps the recipe's.
@@ -133,12 +134,15 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
         "engine_first_gpu": 0,
         "colocate": choice.colocated,
         "rendezvous": "",
+        "each_node": False,
     }
-    if choice.gpus > node:
-        settings["rendezvous"] = rollout.rendezvous or "auto"
-    elif choice.colocated:
+    transport = "auto"
+    if choice.colocated:
         settings["max_staleness"] = 0
-    else:
+    if choice.gpus > node:
+        settings |= {"rendezvous": rollout.rendezvous or "auto", "each_node": choice.colocated}
+        transport = "files" if choice.colocated else "group"
+    elif not choice.colocated:
         settings["engine_first_gpu"] = choice.parallel.world_size
     if static is not None:
         kept = [a for a in rollout.engine_args if not a.startswith("--mem-fraction-static")]
@@ -148,7 +152,7 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
         model=replace(config.model, recompute=choice.recompute),
         parallel=choice.parallel,
         rollout=replace(rollout, **settings),
-        sync=replace(config.sync, transport="group" if choice.gpus > node else "auto"),
+        sync=replace(config.sync, transport=transport),
     )
 
 

@@ -154,7 +154,7 @@ def longest_prompt(rollout: RolloutConfig, arch: Arch) -> int | None:
         ConfigError: a full response leaves not one token for its prompt.
     """
     own_length = any(argument.startswith("--context-length") for argument in rollout.engine_args)
-    if own_length or rollout.urls or rollout.rendezvous:
+    if own_length or rollout.adopts:
         return None
     limit = arch.max_position
     if rollout.max_new_tokens >= limit:

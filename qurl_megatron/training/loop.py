@@ -13,7 +13,7 @@ SGLang's results depend on the other requests of a batch.
 import math
 from collections import ChainMap
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.fleet.client import EngineError
+from qurl_megatron.fleet.offered import Offering
 from qurl_megatron.kit.errors import ConfigError, Foreseen, Interrupted
 from qurl_megatron.observe.failures import HERE
 from qurl_megatron.observe.metrics import Metric, Timer, merge, values
@@ -54,6 +55,7 @@ class Run:
     lead: Lead | None  # on the leading rank alone
     state: TrainState  # after the newest step, the same on every rank
     saved: int | None  # the newest step that is on disk
+    engines: Offering | None = None  # of this machine, on its first rank
 
     def __post_init__(self) -> None:
         self.guard = Guard(self.config.guard, self.state.guard)
@@ -99,9 +101,13 @@ class Run:
         timer = self.lead.journal.timer(step) if self.lead else Timer(HERE.enter)
 
         samples, rollout = self._healed(lambda: self._samples(step, timer), step - 1)
-        measured, weight_norm, advantages = self._update(samples, step, timer)
-        if config.rollout.colocate:
-            release_memory()  # for engines that take their memory back, or are started again
+        lending: AbstractContextManager = nullcontext()
+        if self.engines and config.rollout.colocate:
+            lending = self.engines.lent()
+        with lending:
+            measured, weight_norm, advantages = self._update(samples, step, timer)
+            if config.rollout.colocate:
+                release_memory()  # for engines that take their memory back, or are started again
         self.state = replace(self.state, step=step, cursor=rollout.cursor)
 
         verdict = self._judge(values(merge([measured, rollout.metrics])))

@@ -38,6 +38,7 @@ from qurl_megatron.rewards.own_code import checksums
 from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_stop_ids
 from qurl_megatron.training import checkpoint
+from qurl_megatron.training.each_node import engines_here
 from qurl_megatron.training.guard import NotFinite, examine
 from qurl_megatron.training.inputs import read_prompts, sources
 from qurl_megatron.training.journal import Journal
@@ -99,6 +100,9 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
         release_memory()
 
         with ExitStack() as stack:
+            engines = None
+            if config.rollout.each_node:
+                engines = stack.enter_context(engines_here(config, ranks))
 
             def start() -> Lead:
                 lead = leading(held(claimed), stop, state, norm, held(prompts), remarks)
@@ -124,7 +128,7 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
             )
             with publisher:
                 saved = state.step if newest else None
-                run = Run(config, policy, critic, publisher, lead, state, saved)
+                run = Run(config, policy, critic, publisher, lead, state, saved, engines)
                 run.to_the_end()
             on_lead(
                 lambda: held(lead).journal.finish(run.state, stop.by),

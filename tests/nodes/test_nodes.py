@@ -21,7 +21,7 @@ from qurl_megatron.config import load
 from qurl_megatron.training.state import latest
 from qurl_megatron.training.warmstart import warmstart
 from tests.nodes.network import CannotMake, Node, network
-from tests.support.runs import RECIPE
+from tests.support.runs import RECIPE, metrics
 
 ROOT = Path(__file__).parents[2]
 QURL = [sys.executable, "-m", "qurl_megatron.cli"]
@@ -82,7 +82,7 @@ def start(node: Node, command: list, environment: dict[str, str], log) -> subpro
     )
 
 
-def on_both(
+def on_each(
     nodes: list[Node],
     commands: list,
     environments: list[dict],
@@ -90,7 +90,7 @@ def on_both(
     *,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> str:
-    """Run a command on each of two nodes; what they print, once both have ended well."""
+    """Run a command on each node; what they print, once all have ended well."""
     logs = [folder / f"{node.name}.log" for node in nodes]
     started = []
     for node, command, environment, log in zip(nodes, commands, environments, logs, strict=True):
@@ -132,7 +132,7 @@ def two_steps(nodes, recipe, engine) -> str:
         [*torchrun, f"--node-rank={rank}", "-m", "qurl_megatron.cli", *train(recipe, engine, 2)]
         for rank in (0, 1)
     ]
-    return on_both(nodes[:2], commands, [{}, {}], recipe.parent)
+    return on_each(nodes[:2], commands, [{}, {}], recipe.parent)
 
 
 def test_under_torchrun_two_nodes_train_with_an_engine_on_a_third(nodes, recipe, engine, two_steps):
@@ -170,10 +170,32 @@ def test_under_srun_they_resume_where_rank_0_says_though_one_sees_old_folders(
     }
     environments = [{**slurm, "SLURM_PROCID": str(rank)} for rank in (0, 1)]
     command = [*QURL, *train(recipe, engine, 3)]
-    told = on_both(nodes[:2], [command, command], environments, recipe.parent, meanwhile=see_again)
+    told = on_each(nodes[:2], [command, command], environments, recipe.parent, meanwhile=see_again)
     assert "after step 2" in told
     assert seen_again == [2]  # nobody went on meanwhile
     assert steps(recipe)[-1] == 3
+
+
+def test_engines_of_each_node_serve_what_those_of_one_machine_do(nodes, recipe):
+    """Two steps of TP2, and an engine for each rank: by torchrun on two nodes, then on one."""
+
+    def run(name: str, where: list[Node]) -> dict[int, dict[str, float]]:
+        run_dir = recipe.parent / name
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(where)}"]
+        torchrun += [f"--nproc-per-node={2 // len(where)}", "--master-addr=train1"]
+        options = [f"train.run_dir={run_dir}", "rollout.each_node=true", "rollout.engines=2"]
+        options += ["parallel.tensor=2", "train.steps=2", f"sync.dir={recipe.parent}"]
+        train = ["-m", "qurl_megatron.cli", "train", recipe, *options]
+        commands = [[*torchrun, f"--node-rank={rank}", *train] for rank, _ in enumerate(where)]
+        on_each(where, commands, [{} for _ in where], recipe.parent)
+        assert {log.parent.name for log in run_dir.glob("logs/*/engine-0.log")} == {
+            node.name for node in where
+        }
+        assert not [*run_dir.glob("engines/*.json")]  # all have left
+        return metrics(run_dir)
+
+    two, one = run("two-nodes", nodes[:2]), run("one-node", nodes[:1])
+    assert [*two] == [1, 2] and two == one
 
 
 class Elastic:

@@ -237,9 +237,9 @@ def test_layouts_divide_the_model_the_batch_and_the_machines():
         assert one.gpus == 16 and parallel.tensor <= 8 and one.engine_tensor <= 8
         assert ARCH.heads % parallel.tensor == ARCH.kv_heads % parallel.tensor == 0
         assert ARCH.num_layers % parallel.pipeline == 0 and 8 % parallel.data == 0
-        assert parallel.world_size == 8 and not one.colocated
-    on_one_machine = choices(ARCH, ParallelConfig(), 8, 8, shares=8)
-    assert {one.colocated for one in on_one_machine} == {True, False}
+        assert parallel.world_size == (16 if one.colocated else 8)
+    for several in (found, choices(ARCH, ParallelConfig(), 8, 8, shares=8)):
+        assert {one.colocated for one in several} == {True, False}
     assert {one.recompute for one in found} == {True, False}
 
 

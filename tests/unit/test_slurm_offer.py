@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.cluster.tasks import PAUSE_S, Offered, prepare
-from qurl_megatron.engines.starting import Launch
+from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.engines.starting import Launch, Start
+from qurl_megatron.fleet.offered import PAUSE_S, Offered, Offering, prepare
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
@@ -73,6 +74,27 @@ def test_an_engine_that_ends_is_withdrawn_and_started_again_after_a_pause(engine
     assert process.popen is None
     one.look(time.monotonic() + PAUSE_S)
     look_until(one, lambda: offers(tmp_path))
+
+
+def test_none_is_started_again_while_the_trainer_has_its_memory(tmp_path):
+    start = Start(
+        config=RolloutConfig(),
+        model_dir=tmp_path,
+        folder=tmp_path / "logs",
+        scheme="int8",
+        dtype="float32",
+        api_key="key",
+        serve_command=("sh", "-c", "exec sleep 60"),
+    )
+    with Offering(start, tmp_path) as here:
+        here.look()
+        (one,) = here._engines
+        one.process.kill()
+        look_until(one, lambda: one.process.popen is None)
+        one._start_at = 0.0  # its pause is over
+        with here.lent():
+            assert here.look() and one.process.popen is None
+        assert here.look() and one.process.popen is not None
 
 
 def test_an_engine_that_ends_again_and_again_is_given_up(engine, tmp_path):

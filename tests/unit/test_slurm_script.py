@@ -38,6 +38,13 @@ LAYOUTS = {
     "embedded": ({"tensor": 2}, RolloutConfig(engines=2), (1, 2, 2)),
     "nodes": ({"tensor": 8, "data": 2}, RolloutConfig(), (2, 8, 8)),
     "colocated": (*({"tensor": 8}, sglang(engines=4, engine_tensor=2, colocate=True), (1, 8, 8)),),
+    "colocated on each node": (
+        *(
+            {"tensor": 8, "data": 2},
+            sglang(engines=8, engine_tensor=2, colocate=True, each_node=True),
+        ),
+        (2, 8, 8),
+    ),
     "beside": (
         *({"tensor": 2}, sglang(engines=2, engine_tensor=2, engine_first_gpu=2), (1, 2, 6)),
     ),
@@ -69,6 +76,11 @@ def test_ranks_and_engines_are_cut_into_nodes(case):
         ({}, {"engines": 6, "engine_tensor": 2, "rendezvous": "e"}, "engines=6 .*multiple of 4"),
         ({}, {"engine_tensor": 3, "rendezvous": "e"}, "engine_tensor=3 .*node.gpus=8; lower it"),
         ({}, {"colocate": True, "rendezvous": "e"}, "leave one of them out"),
+        (
+            {"tensor": 8, "data": 2},
+            {"engines": 3, "each_node": True},
+            "3 do not divide over .* 2 nodes",
+        ),
         ({"tensor": 8}, {"engines": 2, "engine_first_gpu": 8}, "up to 10 .*rollout.rendezvous"),
         ({"tensor": 4}, {"engines": 2}, "engine_first_gpu=0 .*4 training ranks; set it to 4"),
     ],
