@@ -13,7 +13,7 @@ parameters takes no more room here than a layer of it and its vocabulary.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import stored
 from qurl_megatron.quant.weights import QuantizedWeight
 from qurl_megatron.tensors.arch import read_arch, read_config
-from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.tensors.slice import Shard, buckets
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.shared_memory import MemorySender
 
@@ -163,22 +163,11 @@ class Version:
             fleet.publication() as engines,
             Update(fleet, engines, number, SyncConfig(), self.sender.describe) as update,
         ):
-            for index, parts in enumerate(_buckets(self.shards)):
+            sizes = [shard.value.nbytes for shard in self.shards]
+            for index, parts in enumerate(buckets(self.shards, sizes, BUCKET)):
                 blob = self.sender.put(index, parts)
                 update.bucket(lambda engine, rank, blob=blob: (blob,))  # type: ignore[misc]
             return update.commit(self.sender.receipts)["sync/paused_s"].value
-
-
-def _buckets(tensors: Iterable[Shard]) -> Iterator[list[Shard]]:
-    bucket: list[Shard] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.value.nbytes > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.value.nbytes
-    yield bucket
 
 
 @contextlib.contextmanager

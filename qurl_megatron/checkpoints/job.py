@@ -7,11 +7,10 @@ records size and sum of every file.
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from qurl_megatron.checkpoints.integrity import (
     MANIFEST,
@@ -83,21 +82,3 @@ def run(
 def _seal(path: Path) -> FileSum:
     to_disk(path)
     return sum_of(path)
-
-
-Item = TypeVar("Item")
-
-
-def batches(
-    items: Iterable[Item], size: Callable[[Item], int], max_bytes: int
-) -> Iterator[list[Item]]:
-    """Yield the items of each file, in order; none above ``max_bytes`` but by a single item."""
-    batch: list[Item] = []
-    filled = 0
-    for item in items:
-        if batch and filled + size(item) > max_bytes:
-            yield batch
-            batch, filled = [], 0
-        batch.append(item)
-        filled += size(item)
-    yield batch

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from qurl_megatron.checkpoints.backends import BACKENDS, check_backend
 from qurl_megatron.checkpoints.huggingface import TensorSpec, write_index, write_safetensors
-from qurl_megatron.checkpoints.job import ConversionJob, OutputFile, batches
+from qurl_megatron.checkpoints.job import ConversionJob, OutputFile
 from qurl_megatron.checkpoints.ops import Op
 from qurl_megatron.checkpoints.places import SINGLE
 from qurl_megatron.checkpoints.source import Checkpoint, describe, read_tensors, with_dtype
 from qurl_megatron.checkpoints.uaq import refuse_second_fold
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import quantization_config, stored, stored_shapes
+from qurl_megatron.tensors.slice import buckets
 
 
 def to_huggingface(
@@ -140,7 +141,8 @@ def _job(
 
     planned: dict[str, list[TensorSpec]] = {}
     files = []
-    all_batches = list(batches(source.ops(), size, file_bytes))
+    ops = source.ops()
+    all_batches = buckets(ops, list(map(size, ops)), file_bytes)
     for number, batch in enumerate(all_batches, start=1):
         name = SINGLE
         if len(all_batches) > 1:

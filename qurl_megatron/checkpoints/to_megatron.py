@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qurl_megatron.checkpoints.job import ConversionJob, OutputFile, batches
+from qurl_megatron.checkpoints.job import ConversionJob, OutputFile
 from qurl_megatron.checkpoints.megatron_reader import disk_key, stacked_parts
 from qurl_megatron.checkpoints.ops import GateUp, Op
 from qurl_megatron.checkpoints.places import DESCRIPTION
@@ -21,7 +21,7 @@ from qurl_megatron.checkpoints.source import Checkpoint, describe, read_tensors,
 from qurl_megatron.checkpoints.torch_dist import Chunk, write_chunks, write_table
 from qurl_megatron.checkpoints.uaq import refuse_second_fold
 from qurl_megatron.tensors.arch import Arch
-from qurl_megatron.tensors.slice import Slice
+from qurl_megatron.tensors.slice import Slice, buckets
 
 # State that Megatron's linear layers store beside their weights when they do not train in FP8.
 _NO_STATE: list[None] = [None]
@@ -79,7 +79,7 @@ def to_megatron(
             yield from _cut(op, tensors_of_op, chunks[op.megatron])
 
     files = []
-    for number, batch in enumerate(batches(ops, size, file_bytes)):
+    for number, batch in enumerate(buckets(ops, list(map(size, ops)), file_bytes)):
         total = sum(size(op) for op in batch)
         files.append(OutputFile(f"__0_{number}.distcp", total, partial(write, batch=batch)))
     state = _state_objects(source.arch)

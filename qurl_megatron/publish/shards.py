@@ -19,7 +19,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.drift import Drift
 from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.quant.rounding import scheme_named
-from qurl_megatron.tensors.slice import Shard, Slice
+from qurl_megatron.tensors.slice import Shard, Slice, buckets
 from qurl_megatron.tensors.table import HfTensor, hf_tensor, is_quantized, is_vocabulary
 from qurl_megatron.wire.message import Room
 
@@ -64,7 +64,7 @@ class RankShards:
             for part in range(parts):
                 portions.append(_Portion(parameter, part, parts))
                 sizes.append(size // parts)
-        self._buckets = [portions[run.start : run.stop] for run in buckets(sizes, limit)]
+        self._buckets = buckets(portions, sizes, limit)
         counts: list = [None] * self._ranks.world_size
         dist.all_gather_object(counts, len(self._buckets))
         self.rounds = -(-max(counts) // self._ranks.copies.size)
@@ -188,19 +188,6 @@ def _refuse_inf_and_nan(scales: Sequence[Shard]) -> None:
         bad = next(s for s in scales if not bool(s.value.isfinite().all()))
         name = bad.name.removesuffix("_scale")
         raise ConfigError(f"tensor {name}: cannot quantize a weight that has inf or nan")
-
-
-def buckets(sizes: Sequence[int], limit: int) -> list[range]:
-    """Return runs of consecutive items that add up to ``limit`` at most; a larger item is alone."""
-    runs, begin, total = [], 0, 0
-    for index, size in enumerate(sizes):
-        if index > begin and total + size > limit:
-            runs.append(range(begin, index))
-            begin, total = index, 0
-        total += size
-    if sizes:
-        runs.append(range(begin, len(sizes)))
-    return runs
 
 
 def engine_part(tensor: HfTensor, shape: Sequence[int], tp: int, rank: int) -> Slice:

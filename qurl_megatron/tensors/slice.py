@@ -8,10 +8,12 @@ parallelism splits, or pieces of a row as an optimizer's state is split.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -93,3 +95,16 @@ class Shard:
 def part_at(sizes: Sequence[int], dim: int | None, start: int) -> Slice:
     """The part of these sizes that begins at ``start`` along ``dim`` and nowhere else."""
     return Slice(tuple(start if axis == dim else 0 for axis in range(len(sizes))), tuple(sizes))
+
+
+def buckets(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:
+    """Return the items in their order, ``limit`` bytes at most together; a larger one is alone."""
+    filled: list[list[Item]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not filled or size > room:
+            filled.append([])
+            room = limit
+        filled[-1].append(item)
+        room -= size
+    return filled

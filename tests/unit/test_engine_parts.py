@@ -7,9 +7,9 @@ import torch
 
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.publish.shards import buckets, engine_part
+from qurl_megatron.publish.shards import engine_part
 from qurl_megatron.tensors.arch import Arch, Experts
-from qurl_megatron.tensors.slice import Slice
+from qurl_megatron.tensors.slice import Slice, buckets
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from tests.support.archs import BASE
 
@@ -93,12 +93,12 @@ def test_what_does_not_divide_or_is_unknown_is_refused_by_name(name, shape, tp, 
 
 
 def test_buckets_are_runs_of_items_within_the_limit():
-    assert buckets([3, 3, 3, 9, 1, 1], 6) == [range(0, 2), range(2, 3), range(3, 4), range(4, 6)]
-    assert buckets([], 6) == []
+    assert buckets(range(6), [3, 3, 3, 9, 1, 1], 6) == [[0, 1], [2], [3], [4, 5]]
+    assert buckets([], [], 6) == []
     generator = torch.Generator().manual_seed(0)
     for limit in (1, 10, 40, 1000):
         sizes = torch.randint(0, 50, (60,), generator=generator).tolist()
-        found = buckets(sizes, limit)
+        found = buckets(range(60), sizes, limit)
         assert [i for run in found for i in run] == list(range(60))
         assert all(sum(sizes[i] for i in run) <= limit or len(run) == 1 for run in found)
         for one, other in zip(found, found[1:], strict=False):
