@@ -13,9 +13,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 from qurl_megatron.kit.disk import write_whole
@@ -28,8 +29,7 @@ FIX = "copy the checkpoint again, or name an older one"
 """Advice about a damaged checkpoint that nothing is resumed from."""
 
 
-@dataclass(frozen=True)
-class FileSum:
+class FileSum(NamedTuple):
     """Size and sum of a file when it was written."""
 
     bytes: int
@@ -57,8 +57,7 @@ def write_record(folder: Path, known: Mapping[str, FileSum], record_name: str = 
         if path.is_file() and name not in known and name not in own:
             to_disk(path)
             sums[name] = sum_of(path)
-    record = {name: [file_sum.bytes, file_sum.xxh3] for name, file_sum in sorted(sums.items())}
-    text = json.dumps({"format": FORMAT, "files": record}, indent=1)
+    text = json.dumps({"format": FORMAT, "files": dict(sorted(sums.items()))}, indent=1)
     write_whole(folder / record_name, text + "\n", sync=True)
     to_disk(folder)
 
@@ -79,26 +78,18 @@ def read_record(folder: Path, record_name: str = RECORD) -> dict[str, FileSum] |
     try:
         table = json.loads(content)
         if table["format"] == FORMAT:
-            return {_inside(name): _file_sum(*entry) for name, entry in table["files"].items()}
+            sums = msgspec.convert(table["files"], dict[str, FileSum])
+            for name in sums:
+                place = Path(name)
+                if place.is_absolute() or ".." in place.parts or not place.parts or "\0" in name:
+                    raise ValueError(f"{name!r:.80} does not lie in the folder")
+            return sums
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({error!r:.200})") from None
     raise Unreadable(
         f"{path} is of the format {table['format']!r:.40}, which this version does not know; read "
         "it with the version that wrote it"
     )
-
-
-def _inside(name: str) -> str:
-    path = Path(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise ValueError(f"{name!r:.80} does not lie in the folder")
-    return name
-
-
-def _file_sum(size: int, digest: str) -> FileSum:
-    if type(size) is not int or size < 0 or type(digest) is not str:
-        raise ValueError(f"{size!r:.40}, {digest!r:.40} is not a size and a sum")
-    return FileSum(size, digest)
 
 
 def wrong_size(folder: Path, record: Mapping[str, FileSum]) -> str | None:
