@@ -7,9 +7,6 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
-BENCHMARKS = ("rollout", "step")
-"""Modules of this folder, each with ``run(options) -> list[Case]``."""
-
 SCHEMES = ("bf16", "int8", "fp8")
 
 

@@ -69,24 +69,23 @@ def run(options: argparse.Namespace) -> list[Case]:
         ConfigError: an engine does not start, or does not take a version; or the options do not
             fit together.
     """
-    subjects = itertools.product(options.engine, options.schemes, options.tensor)
+    products = itertools.product(options.engine, options.schemes, options.tensor)
+    subjects = [Subject(*each) for each in products]
+    fleets = [subjects]
+    if torch.cuda.is_available() and "sglang" in options.engine:
+        fleets = [[subject] for subject in subjects]
     cases = []
     try:
-        if not torch.cuda.is_available() or "sglang" not in options.engine:
-            return _measured(options)
-        for engine, scheme, tensor in subjects:
-            alone = {"engine": [engine], "schemes": [scheme], "tensor": [tensor]}
-            cases += _measured(argparse.Namespace(**vars(options) | alone))
-        return cases
+        for together in fleets:
+            cases += _measured(together, options)
     except EngineError as error:
         raise ConfigError(f"bench rollout: {error}") from None
+    return cases
 
 
-def _measured(options: argparse.Namespace) -> list[Case]:
-    configs: dict[Subject, RolloutConfig] = {}
-    for each in itertools.product(options.engine, options.schemes, options.tensor):
-        subject = Subject(*each)
-        configs[subject] = engine_config(subject, options)
+def _measured(subjects: Sequence[Subject], options: argparse.Namespace) -> list[Case]:
+    """Measure engines side by side."""
+    configs = {subject: engine_config(subject, options) for subject in subjects}
     vocab = read_arch(config_of(options.model)).vocab
     lengths = {
         prompts: long_tailed(prompts * options.samples, mean=options.mean, longest=options.max)

@@ -96,27 +96,23 @@ def drive(
     Raises:
         EngineError: the engine did not take a version.
     """
-    return run(_drive(client, asks, publish, publications))
-
-
-async def _drive(
-    client: EngineClient,
-    asks: Sequence[Ask],
-    publish: Callable[[], float] | None,
-    publications: int,
-) -> LoadOutcome:
-    outcome, answered = LoadOutcome(), 0
+    outcome = LoadOutcome()
     total = sum(ask.tokens for ask in asks)
-    async with client.session() as session:
-        start = time.perf_counter()
-        requests = [asyncio.create_task(_answer(session, ask, start)) for ask in asks]
-        for request in asyncio.as_completed(requests):
-            answer = await request
-            outcome.answers.append(answer)
-            answered += answer.ask.tokens
-            due = total * (len(outcome.paused_s) + 1) / (publications + 1)
-            if publish and len(outcome.paused_s) < publications and answered >= due:
-                outcome.paused_s.append(await asyncio.to_thread(publish))  # it blocks
+
+    async def answer_all() -> None:
+        answered = 0
+        async with client.session() as session:
+            start = time.perf_counter()
+            requests = [asyncio.create_task(_answer(session, ask, start)) for ask in asks]
+            for request in asyncio.as_completed(requests):
+                answer = await request
+                outcome.answers.append(answer)
+                answered += answer.ask.tokens
+                due = total * (len(outcome.paused_s) + 1) / (publications + 1)
+                if publish and len(outcome.paused_s) < publications and answered >= due:
+                    outcome.paused_s.append(await asyncio.to_thread(publish))  # it blocks
+
+    run(answer_all())
     return outcome
 
 

@@ -175,10 +175,10 @@ def test_engines_that_fill_a_gpu_are_measured_one_after_another(
     gpus, engines, together, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
-    monkeypatch.setattr(rollout, "_measured", lambda options: [options.schemes])
+    monkeypatch.setattr(rollout, "_measured", lambda subjects, _: [subjects])
     asked = Namespace(engine=engines, schemes=["bf16", "int8"], tensor=[2], prompts=[8])
     found = rollout.run(asked)
-    assert sum(found, []) == ["bf16", "int8"] and len(found[0]) == together
+    assert [s.scheme for s in sum(found, [])] == ["bf16", "int8"] and len(found[0]) == together
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
