@@ -162,18 +162,15 @@ def diff(arguments: argparse.Namespace) -> int:
     a, b = (open_checkpoint(folder, quantized=True) for folder in (arguments.a, arguments.b))
     if a.uaq_scale != b.uaq_scale:
         print(f"A has s = {a.uaq_scale:g} folded in, B {b.uaq_scale:g}: compared without")
-    count = beyond = 0
-    worst = ""
-    furthest = -1.0
+    compared = []
+    beyond = 0
     for difference in differences(a, b):
-        count += 1
-        far = difference.beyond(arguments.tol)
-        beyond += far
-        if far:
+        compared.append(difference)
+        if difference.beyond(arguments.tol):
+            beyond += 1
             print(row(difference))
-        if difference.relative > furthest:
-            furthest, worst = difference.relative, row(difference)
-    print(f"{count} tensors, {beyond} differ beyond {arguments.tol:g}; furthest: {worst}")
+    worst = row(max(compared, key=lambda difference: difference.relative))
+    print(f"{len(compared)} tensors, {beyond} differ beyond {arguments.tol:g}; furthest: {worst}")
     return int(beyond > 0)
 
 

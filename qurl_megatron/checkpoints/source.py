@@ -8,7 +8,6 @@ Conversions read it one op at a time with ``read_tensors``: checked, folded in F
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,24 +102,19 @@ def describe(source: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
     Weights are left out, and so is everything that could be code.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for path in companions(source.description):
-        with reading(path):
-            content = path.read_bytes()
-        (folder / path.name).write_bytes(content)
+    generated = {"config.json", "hf_quant_config.json", MANIFEST, "state.json", RECORD}
+    for path in sorted(source.description.iterdir()):
+        if path.name in generated or "index.json" in path.name or not path.is_file():
+            continue
+        if path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken"):
+            with reading(path):
+                content = path.read_bytes()
+            (folder / path.name).write_bytes(content)
     write_json(folder / "config.json", config)
 
 
 def write_json(path: Path, contents: dict[str, Any]) -> None:
     path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-
-
-def companions(folder: Path) -> Iterator[Path]:
-    """Yield the tokenizer and generation files beside a config.json."""
-    generated = {"config.json", "hf_quant_config.json", MANIFEST, "state.json", RECORD}
-    for path in sorted(folder.iterdir()):
-        text = path.suffix in (".json", ".txt", ".model", ".jinja", ".tiktoken")
-        if path.is_file() and text and path.name not in generated and "index.json" not in path.name:
-            yield path
 
 
 def read_tensors(

@@ -87,7 +87,10 @@ def to_quantized(
         ConfigError: the scheme is unknown, or the backend does not make it, or the checkpoint
             contradicts its config.
     """
-    quantization = quantization_config(scheme, _ignored_modules(source))
+    unquantized = ["lm_head"]  # linear modules that stay in high precision
+    if source.arch.experts:
+        unquantized += [f"model.layers.{i}.mlp.gate" for i in range(source.arch.num_layers)]
+    quantization = quantization_config(scheme, unquantized)
     check_backend(backend, scheme)
     refuse_second_fold(source.config, uaq_scale)
     source.reader.check(source.arch)
@@ -156,11 +159,3 @@ def _job(
         describe(source, folder, config)
 
     return ConversionJob(out, files, finish, source.folder)
-
-
-def _ignored_modules(source: Checkpoint) -> list[str]:
-    """Return the linear modules that stay in high precision: output layer and routers."""
-    modules = ["lm_head"]
-    if source.arch.experts:
-        modules += [f"model.layers.{layer}.mlp.gate" for layer in range(source.arch.num_layers)]
-    return modules

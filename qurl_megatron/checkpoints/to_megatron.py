@@ -57,7 +57,9 @@ def to_megatron(
 
     def stored(op: Op) -> torch.dtype:
         own = source.reader.dtype(op)
-        exact = folds_exactly(uaq_scale, own)
+        # A power of two moves the exponent alone; FP16 has too few of them.
+        power_of_two = math.frexp(uaq_scale)[0] == 0.5
+        exact = uaq_scale == 1.0 or power_of_two and own != torch.float16
         return dtype or (own if exact else torch.float32)
 
     ops = source.ops()
@@ -92,14 +94,6 @@ def to_megatron(
         describe(source, folder / DESCRIPTION, config)
 
     return ConversionJob(out, files, finish)
-
-
-def folds_exactly(scale: float, dtype: torch.dtype) -> bool:
-    """True where folding rounds nothing: a power of two moves the exponent alone.
-
-    FP16 has too few of them.
-    """
-    return scale == 1.0 or math.frexp(scale)[0] == 0.5 and dtype != torch.float16
 
 
 def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
