@@ -214,7 +214,9 @@ PACKAGES = ("torch", "megatron-core", "sglang", "vllm", "transformers", "numpy")
 
 def environment() -> dict[str, Any]:
     """Return all facts of this machine and installation."""
-    cpuinfo = _cpuinfo()
+    first_core = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first_core.splitlines())
+    cpuinfo = {key.strip(): value.strip() for key, _, value in pairs}
     flags = cpuinfo.get("flags", "").split()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -263,10 +265,3 @@ def gpus() -> list[dict[str, Any]]:
         gib = round(int(mebibytes) / 1024, 1) if mebibytes.isdigit() else None
         devices.append({"name": name, "memory_gib": gib})
     return devices
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Of the first core."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -108,7 +108,8 @@ def _compare(name: str, a: Tensor, b: Tensor, flips: float | None) -> Difference
     if a.shape != b.shape:
         return Difference(name, shapes=(tuple(a.shape), tuple(b.shape)))
     largest = squares = norm = 0.0
-    for chunk_a, chunk_b in zip(_chunks(a), _chunks(b), strict=True):
+    chunks = (tensor.reshape(-1).split(_CHUNK) for tensor in (a, b))
+    for chunk_a, chunk_b in zip(*chunks, strict=True):
         if not chunk_a.numel():
             continue
         difference = chunk_b.double() - chunk_a.double()
@@ -120,10 +121,6 @@ def _compare(name: str, a: Tensor, b: Tensor, flips: float | None) -> Difference
         squares, norm = math.inf, 1.0
     relative = (squares / norm) ** 0.5 if norm else 0.0
     return Difference(name, max_abs=largest, relative=relative, flips=flips)
-
-
-def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.reshape(-1).split(_CHUNK)
 
 
 def row(difference: Difference) -> str:

@@ -67,12 +67,20 @@ class HfReader:
         self.folder = Path(folder)
         self._stored: dict[str, Stored] = {}
         for file in safetensors_files(self.folder):
-            for name, stored in _header(file):
+            reader = opened(file)
+            for name in reader.keys():  # noqa: SIM118  a reader is no dict: only keys() lists it
+                part = reader.get_slice(name)
+                dtype = DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise ConfigError(
+                        f"tensor {name} in {file} is stored as {part.get_dtype()}; "
+                        f"known are {', '.join(DTYPES)}"
+                    )
                 if name in self._stored:
                     raise ConfigError(
                         f"tensor {name} is in {self._stored[name].file} and in {file}; remove one"
                     )
-                self._stored[name] = stored
+                self._stored[name] = Stored(file, tuple(part.get_shape()), dtype)
 
     def names(self) -> set[str]:
         return set(self._stored)
@@ -176,19 +184,6 @@ class HfReader:
 
 def _and_more(names: list[str]) -> str:
     return f" (nor {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _header(file: Path) -> Iterable[tuple[str, Stored]]:
-    reader = opened(file)
-    for name in reader.keys():  # noqa: SIM118  a reader is no dict: only keys() lists it
-        part = reader.get_slice(name)
-        dtype = DTYPES.get(part.get_dtype())
-        if dtype is None:
-            raise ConfigError(
-                f"tensor {name} in {file} is stored as {part.get_dtype()}; "
-                f"known are {', '.join(DTYPES)}"
-            )
-        yield name, Stored(file, tuple(part.get_shape()), dtype)
 
 
 def opened(file: Path):

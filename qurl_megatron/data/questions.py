@@ -93,7 +93,9 @@ def _task_questions(config: DataConfig, count: int, *, held_out: bool) -> list[Q
                 f"data.task={config.task} has no single written answer (got {answer!r:.80}); only "
                 "tasks with exact answers can be scored"
             )
-        if _is_held_out(text) == held_out and not (held_out and text in seen_texts):
+        digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
+        text_is_held_out = int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+        if text_is_held_out == held_out and not (held_out and text in seen_texts):
             seen_texts.add(text)
             questions.append(Question(text, answer))
     raise ConfigError(
@@ -101,11 +103,6 @@ def _task_questions(config: DataConfig, count: int, *, held_out: bool) -> list[Q
         f"{kind} questions in {draws} draws, {count} are asked for; widen its arguments or ask for "
         "fewer"
     )
-
-
-def _is_held_out(text: str) -> bool:
-    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
 def _task(config: DataConfig, *, seed: int, size: int) -> Any:

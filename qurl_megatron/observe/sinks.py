@@ -266,11 +266,17 @@ class WandbSink:
             ConfigError: the package is not installed, or W&B refuses.
         """
         self._wandb = wandb_package()
+        id_file, run_id = run_dir / WANDB_ID, ""
+        if resume_step and id_file.is_file():
+            run_id = id_file.read_text(encoding="utf-8").strip()
+        if not run_id:
+            run_id = secrets.token_hex(4)
+            write_whole(id_file, run_id + "\n")
         try:
             self._run = self._wandb.init(
                 project=project,
                 name=run_dir.resolve().name,
-                id=_wandb_id(run_dir, fresh=not resume_step),
+                id=run_id,
                 resume="allow",
                 config=dict(config),
                 allow_val_change=True,  # of what may change on resume
@@ -300,12 +306,3 @@ class WandbSink:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the run, as failed where an exception ends the block."""
         self._run.finish(exit_code=int(kind is not None))
-
-
-def _wandb_id(run_dir: Path, *, fresh: bool) -> str:
-    path = run_dir / WANDB_ID
-    if not fresh and path.is_file() and (run_id := path.read_text(encoding="utf-8").strip()):
-        return run_id
-    new_id = secrets.token_hex(4)
-    write_whole(path, new_id + "\n")
-    return new_id
