@@ -8,7 +8,7 @@ import base64
 import io
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -20,9 +20,6 @@ from scipy.ndimage import gaussian_filter1d
 from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.text import MINUS, NARROW_SPACE, power_of_ten, reading
-
-if TYPE_CHECKING:
-    from matplotlib.typing import RcKeyType  # older releases have none
 
 COLORS = {  # Okabe and Ito's palette, which colour-blind readers tell apart, darkened for lines
     "blue": "#0072b2",
@@ -39,7 +36,7 @@ COLORS = {  # Okabe and Ito's palette, which colour-blind readers tell apart, da
 
 WIDTH, HEIGHT = 518, 250  # of a picture in the report, in points
 MEASURED = 8  # points that are drawn as they are; more are smoothed
-STYLE: "dict[RcKeyType, Any]" = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "qurl",  # the same run gives the same bytes
     "font.size": 11,

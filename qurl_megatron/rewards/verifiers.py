@@ -16,8 +16,6 @@ from typing import Any
 from qurl_megatron.config.sections import LARGEST_SCORE
 from qurl_megatron.kit.errors import Unscored, unscored
 
-Check = Callable[[str, str], float]
-
 Score = float | Unscored
 """A finite number, or the reason why there is none."""
 
@@ -72,7 +70,7 @@ def score_math(text: str, answer: str) -> float:
         return 0.0
 
 
-KINDS: dict[str, Check] = {
+KINDS: dict[str, Callable[[str, str], float]] = {
     "math": score_math,
     "last_number": score_last_number,
     "exact": score_exact,
