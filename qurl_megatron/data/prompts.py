@@ -77,7 +77,7 @@ class PromptStream:
                 continue
             question = self.questions[number]
             # Ids of all prompts would take more memory than their texts.
-            ids = self.tokenizer.encode(question.prompt, chat=self.config.chat)
+            [ids] = self.tokenizer.read([question], chat=self.config.chat)
             batch.append(_prompt(question, self.next_index, ids))
             self.next_index += 1
         return batch

@@ -38,11 +38,6 @@ class Question:
     turns: tuple[Turn, ...] = field(default=(), hash=False)  # of a chat
     place: str = field(default="", compare=False)  # the file and the line, for messages
 
-    @property
-    def prompt(self) -> str | Sequence[Turn]:
-        """Input of the tokenizer."""
-        return self.turns or self.text
-
 
 @dataclass(frozen=True)
 class Columns:

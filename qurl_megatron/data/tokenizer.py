@@ -59,25 +59,11 @@ class Tokenizer:
         ids = (self._wrapped.eos_token_id, self._wrapped.get_added_vocab().get("<|eom_id|>"))
         return {token for token in ids if token is not None}
 
-    def encode(self, prompt: str | Sequence[Turn], *, chat: bool = False) -> tuple[int, ...]:
-        """Return the ids of a prompt, with the special tokens that belong to its start.
-
-        Args:
-            prompt: text, or the turns of a chat, which go through the model's chat template.
-            chat: make a text one user turn.
-
-        Raises:
-            ConfigError: there is no template, or it refuses these turns.
-        """
-        special = isinstance(prompt, str) and not chat
-        text = self._rendered(prompt, chat)
-        return tuple(self._wrapped(text, add_special_tokens=special)["input_ids"])
-
     def read(self, questions: Sequence[Question], *, chat: bool) -> Iterator[tuple[int, ...]]:
-        """Yield each question's prompt ids.
+        """Yield each question's prompt ids, with the special tokens that belong to its start.
 
         Args:
-            chat: make texts one user turn.
+            chat: make texts one user turn; turns go through the model's chat template anyway.
 
         Raises:
             ConfigError: nothing of a prompt is in the vocabulary, or a token of it is none of the
@@ -87,20 +73,11 @@ class Tokenizer:
             part = questions[start : start + BATCH]
             for plain, group in groupby(part, key=lambda question: not (chat or question.turns)):
                 together = list(group)
-                texts = [self._rendered_of(question, chat) for question in together]
+                texts = [self._rendered(question, chat) for question in together]
                 encoded = self._wrapped(texts, add_special_tokens=plain)["input_ids"]
                 for question, ids in zip(together, encoded, strict=True):
                     self._check(question, ids)
                     yield tuple(ids)
-
-    def _rendered_of(self, question: Question, chat: bool) -> str:
-        """Return ``_rendered``; an error in a chat names its line."""
-        try:
-            return self._rendered(question.prompt, chat)
-        except ConfigError as error:
-            if question.turns:
-                raise ConfigError(f"{question.place}: {error}") from None
-            raise
 
     def _check(self, question: Question, ids: Sequence[int]) -> None:
         """
@@ -130,19 +107,20 @@ class Tokenizer:
         size = read_config(self.path).get("vocab_size")
         return size if isinstance(size, int) else math.inf
 
-    def _rendered(self, prompt: str | Sequence[Turn], chat: bool) -> str:
+    def _rendered(self, question: Question, chat: bool) -> str:
         """The text that is split into tokens; a template's has its special tokens."""
-        if isinstance(prompt, str) and not chat:
-            return prompt
+        if not (chat or question.turns):
+            return question.text
+        place = f"{question.place}: " if question.turns and question.place else ""
         if not self._wrapped.chat_template:
-            need, fix = "the prompt is a list of turns", "write it as text"
-            if isinstance(prompt, str):
-                need, fix = "data.chat=true", "set data.chat=false"
+            need, fix = "data.chat=true", "set data.chat=false"
+            if question.turns:
+                need, fix = "the prompt is a list of turns", "write it as text"
             raise ConfigError(
-                f"{need}, but the tokenizer in {self.path} has no chat template; {fix} or take an "
-                "instruction-tuned checkpoint"
+                f"{place}{need}, but the tokenizer in {self.path} has no chat template; {fix} or "
+                "take an instruction-tuned checkpoint"
             )
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        turns = list(question.turns) or [{"role": "user", "content": question.text}]
         try:
             return self._wrapped.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True
@@ -155,7 +133,7 @@ class Tokenizer:
             if not file.is_file():
                 file = self.path / "tokenizer_config.json"
             raise ConfigError(
-                f"the chat template in {file}, line {line}, refuses the prompt's "
+                f"{place}the chat template in {file}, line {line}, refuses the prompt's "
                 f"turns ({error}); write other turns, or copy it from the original checkpoint"
             ) from None
 
@@ -175,9 +153,9 @@ class Tokenizer:
         """
         if not chat:
             return tuple(self._wrapped(message["content"], add_special_tokens=False)["input_ids"])
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}, message]
+        turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}, message)
         try:
-            text = self._rendered(turns, chat)
+            text = self._rendered(Question("", "", turns=turns), chat)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; this was a message of the environment with role {message['role']!r}: "

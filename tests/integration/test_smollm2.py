@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.smollm2 import convert
 from qurl_megatron.checkpoints.huggingface import HfReader
+from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.tensors.arch import read_eos
 from qurl_megatron.tensors.table import is_quantized
@@ -30,16 +31,15 @@ def smollm2(tmp_path_factory):
 def test_plain_transformers_answer_as_the_engine_does(smollm2):
     prompts = [TEXT, "Q: What is 17 + 25?\nA:", "  Stra\u00dfe \u4e2d\u6587 \U0001f642 I'LL"]
     tokenizer, stop = Tokenizer(smollm2), frozenset(read_eos(smollm2))
-    asked = [
-        sequence(tokenizer.encode(prompt), 8, temperature=0.0, stop_ids=stop) for prompt in prompts
-    ]
+    read = tokenizer.read([Question(prompt, "") for prompt in prompts], chat=False)
+    asked = [sequence(ids, 8, temperature=0.0, stop_ids=stop) for ids in read]
     finish(engine_for(smollm2, cache_gb=0.5), *asked)
     here = [Answer(one.prompt, one.output_ids, tokenizer.decode(one.output_ids)) for one in asked]
     assert answers(smollm2, prompts, 8) == here
 
 
 def ids_of_text(folder) -> torch.Tensor:
-    ids = torch.tensor([Tokenizer(folder).encode(TEXT)])
+    ids = torch.tensor([*Tokenizer(folder).read([Question(TEXT, "")], chat=False)])
     return ids[:, : ids.shape[1] // 6 * 6]  # a length that sequence parallelism can split
 
 

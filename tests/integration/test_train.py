@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.samples import read_samples
@@ -127,9 +128,8 @@ def test_plain_transformers_answer_as_the_engine_does(kind, recipe, uninterrupte
         source = tmp_path / "masters"  # which the engine quantizes itself
         assert tool("export", "--ckpt", uninterrupted, "--out", source) == 0
     tokenizer, stop = Tokenizer(folder), frozenset(read_eos(folder))
-    asked = [
-        sequence(tokenizer.encode(prompt), 12, temperature=0.0, stop_ids=stop) for prompt in PROMPTS
-    ]
+    read = tokenizer.read([Question(prompt, "") for prompt in PROMPTS], chat=False)
+    asked = [sequence(ids, 12, temperature=0.0, stop_ids=stop) for ids in read]
     finish(engine_for(source, scheme=scheme), *asked)
     here = [Answer(one.prompt, one.output_ids, tokenizer.decode(one.output_ids)) for one in asked]
     assert len({one.text for one in here}) > 4

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from tests.support.runs import LEARNING, metrics, qurl
 
@@ -73,7 +74,8 @@ def test_the_policy_trains_on_what_it_wrote_around_the_calculators_words(recipe,
             messages = [{"role": "user", "content": sample["prompt"]["text"]}]
             for (_, turn), (_, tool) in zip(parts[::2], parts[1::2], strict=False):
                 reply = calculator["Calculator"]().step(messages, tokenizer.decode(turn), "", {})
-                assert tool == list(tokenizer.encode(reply["content"]))
+                [ids_of_reply] = tokenizer.read([Question(reply["content"], "")], chat=False)
+                assert tool == list(ids_of_reply)
                 messages.append(reply)
             assert [v is not None for v in sample["versions"]] == [bool(m) for m in mask]
             if sample.get("failure"):

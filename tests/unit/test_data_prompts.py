@@ -13,18 +13,11 @@ from qurl_megatron.kit.errors import ConfigError
 class Letters:
     """A tokenizer with one token per character; stands in for the one in a model folder."""
 
-    def encode(self, prompt, *, chat=False):
-        if not isinstance(prompt, str):
-            raise ConfigError("no template")
-        return tuple(map(ord, f"<{prompt}>" if chat else prompt))
-
     def read(self, questions, *, chat):
         for question in questions:
-            try:
-                ids = self.encode(question.prompt, chat=chat)
-            except ConfigError as error:
-                raise ConfigError(f"{question.place}: {error}") from None
-            yield ids
+            if question.turns:
+                raise ConfigError(f"{question.place}: no template")
+            yield tuple(map(ord, f"<{question.text}>" if chat else question.text))
 
 
 @pytest.fixture

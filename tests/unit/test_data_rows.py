@@ -35,7 +35,7 @@ def test_verls_tables_are_read_as_they_are(tmp_path):
     file = read_file(verl_table(tmp_path / "a.parquet", SUMS), "FILE")
     first, second = file.questions
     assert first.turns == ({"role": "system", "content": SYSTEM}, TURN)
-    assert first.text == f"system: {SYSTEM}\nuser: 1 + 1 =" and first.prompt == first.turns
+    assert first.text == f"system: {SYSTEM}\nuser: 1 + 1 ="
     assert (first.answer, second.answer) == ("2", "5")
     assert second.metadata == {
         "data_source": "sums/main",

@@ -26,9 +26,14 @@ def folder(tmp_path_factory):
     return path
 
 
+def encode(tokenizer, text="", *turns, chat=False):
+    [ids] = tokenizer.read([Question(text, "", turns=turns)], chat=chat)
+    return ids
+
+
 def test_text_comes_back_without_special_tokens(folder):
     tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode("-12 + 4")
+    ids = encode(tokenizer, "-12 + 4")
     assert tokenizer.decode([*ids, EOS]) == "-12 + 4"
     assert tokenizer.decode([]) == ""
 
@@ -36,26 +41,25 @@ def test_text_comes_back_without_special_tokens(folder):
 def test_a_chat_prompt_is_one_user_turn_open_for_the_answer(folder):
     tokenizer = Tokenizer(folder)
     with pytest.raises(ConfigError, match="data.chat=true, but .* has no chat template"):
-        tokenizer.encode("4 + 1", chat=True)
+        encode(tokenizer, "4 + 1", chat=True)
     tokenizer._wrapped.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %} ?{% endif %}"
     )
-    unknown = tokenizer.encode("u")
-    assert tokenizer.encode("4 + 1", chat=True) == unknown + tokenizer.encode("4 + 1 ?")
+    assert encode(tokenizer, "4 + 1", chat=True) == encode(tokenizer, "4 + 1 ?")
 
 
 def test_turns_go_through_the_template_whether_or_not_texts_do(folder):
     tokenizer = Tokenizer(folder)
     turns = [{"role": "system", "content": "4"}, {"role": "user", "content": "17"}]
     with pytest.raises(ConfigError, match="the prompt is a list of turns, but .* no chat template"):
-        tokenizer.encode(turns)
+        encode(tokenizer, "", *turns)
     tokenizer._wrapped.chat_template = TEMPLATE
-    assert tokenizer.encode(turns) == tokenizer.encode("4 + 17 -")
-    assert tokenizer.encode(turns, chat=True) == tokenizer.encode(turns)
-    assert tokenizer.encode("17", chat=True) == tokenizer.encode("17 -")
+    assert encode(tokenizer, "", *turns) == encode(tokenizer, "4 + 17 -")
+    assert encode(tokenizer, "", *turns, chat=True) == encode(tokenizer, "", *turns)
+    assert encode(tokenizer, "17", chat=True) == encode(tokenizer, "17 -")
     with pytest.raises(ConfigError, match="line 2, refuses .* turns .roles must alternate"):
-        tokenizer.encode([*turns, turns[1]])
+        encode(tokenizer, "", *turns, turns[1])
 
 
 def test_a_question_without_any_known_word_is_refused_with_its_line(folder):
@@ -78,7 +82,7 @@ def test_a_tokenizer_with_tokens_that_the_model_has_not_is_refused_with_the_line
 
 def test_of_a_conversation_a_reader_sees_who_said_what_and_a_reward_the_policy_alone(folder):
     tokenizer = Tokenizer(folder)
-    parts = [(tokenizer.encode(text), mine) for text, mine in (("4 +", 1), ("17", 0), ("4", 1))]
+    parts = [(encode(tokenizer, text), mine) for text, mine in (("4 +", 1), ("17", 0), ("4", 1))]
     ids = [id for part, _ in parts for id in part]
     written = [bool(mine) for part, mine in parts for _ in part]
     versions = ((0, sum(written)),)
@@ -97,7 +101,7 @@ def test_prompts_read_together_have_the_ids_of_each_by_itself(folder, monkeypatc
     turns = ({"role": "user", "content": "17"},)
     asked = [Question("4 + 17", ""), Question("", "", turns=turns), *[Question("4", "")] * 3]
     read = list(tokenizer.read(asked, chat=False))
-    assert read == [tokenizer.encode(question.prompt) for question in asked]
+    assert read == [encode(tokenizer, question.text, *question.turns) for question in asked]
     assert len({*read}) == 3
 
 
@@ -114,11 +118,11 @@ def test_a_mistake_in_a_chat_template_is_reported_with_its_file_and_line(folder,
     with pytest.raises(
         ConfigError, match=rf"template in {file}, line 3, refuses .* turns .can only con"
     ):
-        Tokenizer(tmp_path).encode("4", chat=True)
+        encode(Tokenizer(tmp_path), "4", chat=True)
     for broken in ("1 // 0", "10.0 ** 400", "'4'.encode('none')", "range(10 ** 9)"):
         file.write_text(f"{{{{ {broken} }}}}")
         with pytest.raises(ConfigError, match=rf"template in {file}, line 1, refuses the prompt"):
-            Tokenizer(tmp_path).encode("4", chat=True)
+            encode(Tokenizer(tmp_path), "4", chat=True)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
@@ -130,4 +134,4 @@ def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
 def test_a_broken_tokenizer_is_refused_when_it_is_used(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        Tokenizer(tmp_path).encode("1")
+        encode(Tokenizer(tmp_path), "1")

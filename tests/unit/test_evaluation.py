@@ -185,7 +185,7 @@ def test_a_bad_line_is_named_with_its_file(tmp_path):
 def test_a_suffix_ends_a_text_and_the_last_turn_of_a_chat(tmp_path):
     class Shown:
         def read(self, questions, *, chat):
-            return [(json.dumps(one.prompt), chat) for one in questions]
+            return [(json.dumps(one.turns or one.text), chat) for one in questions]
 
     path = tmp_path / "bench.jsonl"
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "1 + 1"}]

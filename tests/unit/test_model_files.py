@@ -96,7 +96,7 @@ def test_a_file_that_the_system_does_not_read_is_not_called_damaged(tmp_path):
 def test_tokenizer_files_of_other_content_are_refused_by_their_folder(tmp_path, content):
     write(tmp_path, "tokenizer.json", content)
     with pytest.raises(ConfigError, match=f"the tokenizer in {tmp_path} cannot be loaded"):
-        Tokenizer(tmp_path).encode("1 + 1")
+        next(Tokenizer(tmp_path).read([Question("1 + 1", "2")], chat=False))
 
 
 def test_a_template_that_calls_itself_is_refused_by_its_file(tmp_path):
@@ -104,4 +104,4 @@ def test_a_template_that_calls_itself_is_refused_by_its_file(tmp_path):
     endless = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
     (tmp_path / "chat_template.jinja").write_text(endless)
     with pytest.raises(ConfigError, match="chat_template.jinja.* refuses the prompt's turns"):
-        Tokenizer(tmp_path).encode("1 + 1", chat=True)
+        next(Tokenizer(tmp_path).read([Question("1 + 1", "2")], chat=True))

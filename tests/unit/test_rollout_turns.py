@@ -11,6 +11,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
 from qurl_megatron.fleet.turns import Turns
@@ -215,7 +216,7 @@ TEMPLATE = """{% for m in messages %}{% if m.role == "tool" %}{{ raise_exception
 
 def test_a_chat_goes_on_by_the_template_with_the_end_of_a_turn_once(folder):
     tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode("w5 w6")
+    [ids] = tokenizer.read([Question("w5 w6", "")], chat=False)
     plain = dict(chat=False, last=7)
     assert tokenizer.following({"role": "tool", "content": "w5 w6"}, **plain) == ids
     tokenizer._wrapped.chat_template = TEMPLATE.replace("<", "w1").replace(">", "")

@@ -25,11 +25,8 @@ FRESH = TrainState()
 class Numbers:
     """A token per character in; the ids themselves out, so that the last id is the last number."""
 
-    def encode(self, prompt, *, chat=False):
-        return tuple(map(ord, prompt))
-
     def read(self, questions, *, chat):
-        return map(self.encode, (question.prompt for question in questions))
+        return (tuple(map(ord, question.text)) for question in questions)
 
     def said(self, sample):
         text = " ".join(map(str, sample.response_ids))
