@@ -7,7 +7,6 @@ from qurl_megatron.algo.advantages import (
     at_last_token,
     discounted_returns,
     gae,
-    group_advantages,
     value_loss,
     whitened,
 )
@@ -18,12 +17,6 @@ LENGTHS = (3, 0, 5, 1, 0, 9, 2)
 def random_tokens(seed, lengths=LENGTHS):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
-
-
-def test_leave_one_out_by_hand():
-    # 3 - (0 + 0) / 2, 0 - (3 + 0) / 2
-    advantages = group_advantages(torch.tensor([[3.0, 0.0, 0.0]]), "rloo")
-    torch.testing.assert_close(advantages, torch.tensor([[3.0, -1.5, -1.5]]))
 
 
 def test_a_reward_is_at_the_last_token_of_its_response():
