@@ -118,17 +118,6 @@ def test_values_gradients_and_clips_are_the_papers(kind, low, high, cap):
     assert 0.05 < expected.clipped.mean() < 0.6
 
 
-def test_tis_clips_the_tokens_that_ppo_clips_and_acr_some_fewer_good_ones():
-    """The clipping test is of R alone: what the weight truncates changes nothing about it."""
-    inputs = log_probs()
-    rho, _ = ratio(inputs[1] - inputs[2])
-    ppo, tis, acr = (computed(inputs, kind=kind).clipped for kind in ("proximal", "tis", "acr"))
-    np.testing.assert_array_equal(tis, ppo)
-    passed = tis & ~acr
-    assert not (acr & ~tis).any() and passed.mean() > 0.01
-    assert (inputs[3][passed] > 0).all() and (rho[passed] > 2.0).all()
-
-
 def per_response(log_ratio, how):
     return how(log_ratio.reshape(-1, LENGTH), axis=1)[OWNERS]
 
