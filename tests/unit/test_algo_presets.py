@@ -48,7 +48,6 @@ def train_on(
     lengths,
     *,
     ratio=None,  # current / proximal per token
-    rho=None,  # proximal / behaviour per token
     gaps=None,  # log(proximal / reference) per token
     values=None,
     kl_coef=0.0,
@@ -60,7 +59,6 @@ def train_on(
     owners, ones = owners_of(lengths), [1.0] * tokens
     proximal = torch.full((tokens,), -3.0, dtype=torch.float64)
     current = (proximal + logs(ratio or ones)).requires_grad_()
-    behaviour = proximal - logs(rho or ones)
     reference = proximal - torch.tensor(gaps or [0.0] * tokens, dtype=torch.float64)
     penalise = ESTIMATORS[algo.kl_estimator]
 
@@ -76,7 +74,7 @@ def train_on(
     )
     advantages, returns = ESTIMATES[algo.advantage](facts)
     value = objective_terms(
-        *(current, proximal, behaviour, advantages),
+        *(current, proximal, proximal, advantages),  # nothing is quantized
         kind=algo.objective,
         limits=Limits.of(algo, CorrectionConfig()),
         ratio=algo.ratio,
@@ -181,16 +179,6 @@ def test_gspo_by_hand():
     assert result.gradient == close([-s * A / 4, -s * A / 4, 0])
     beyond = train_on("gspo", [[1.0, 0.0]], (2, 1), ratio=[1.001, 0.9999, 0.999])
     assert beyond.gradient == [0, 0, 0]  # s = 1.00045
-
-
-def test_gspo_with_acr_on_the_ratios_of_the_response():
-    # rho = sqrt(8 * 2) = 4 > C = 2: w = 2, the bound is 1.0004 * 2; s = sqrt(3 * 1.2) = 1.8974.
-    # The same rho in the second response weighs 2, too; its ratio is 1.
-    # J = 2 s A / 2 - 2 A / 2.
-    result = train_on("gspo", [[1.0, 0.0]], (2, 1), ratio=[3.0, 1.2, 1.0], rho=[8.0, 2.0, 4.0])
-    s = math.sqrt(3 * 1.2)
-    assert result.loss == close(-(s - 1) * A)
-    assert result.gradient == close([-s * A / 2, -s * A / 2, A])
 
 
 def test_cispo_by_hand():
