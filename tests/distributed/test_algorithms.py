@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.config import ALGORITHMS, CorrectionConfig, CriticConfig, RunConfig
 from qurl_megatron.data.responses import Responses
 from tests.support.models import random_samples, tiny_checkpoint
@@ -64,9 +63,8 @@ def train_all(device, folder: Path, parallel: dict, out: Path) -> None:
                 metrics, _ = improve(
                     policy, responses, config, step=step, timer=Timer(), critic=critic
                 )
-            gathered: list = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, metrics)
-            done[name] = {"weights": whole(policy), "metrics": values(merge(gathered))}
+            seen = values(merge(everywhere(metrics)))
+            done[name] = {"weights": whole(policy), "metrics": seen}
         if ranks.leads:
             torch.save(done, out)
 

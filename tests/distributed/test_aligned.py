@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.config import QuantConfig
 from qurl_megatron.engines.embedded.decoder import Matrix
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.metrics import merge, values
+from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.types import Prompt, Sample
@@ -50,7 +50,6 @@ def aligned_recipe(folder: Path, parallel: dict, align: str, scheme: str = "int8
 
 def check_codes(device, config, samples) -> None:
     """Before and after an update, the layers hold the codes of the whole masters' versions."""
-    from qurl_megatron.observe.metrics import Timer
     from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:
@@ -259,17 +258,15 @@ def generated(
 
 
 def measure(device, config, samples, out) -> None:
-    from qurl_megatron.observe.metrics import Timer
     from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
         share = delivered(ranks, samples)
         metrics, _ = improve(policy, share, config, step=1, timer=Timer())
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, metrics)
+        seen = values(merge(everywhere(metrics)))
         if ranks.leads:
-            torch.save(values(merge(gathered)), out)
+            torch.save(seen, out)
 
 
 def mismatch(backend, tmp_path, folder, samples, align, scheme, layout=None, train=None) -> dict:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.models import FAMILIES, tiny_checkpoint
@@ -105,15 +106,12 @@ def test_a_version_is_made_in_the_memory_that_engines_map(scheme, layout, backen
 
 
 def choose_where_stages_differ(device, config, out):
-    import torch.distributed as dist
-
     from qurl_megatron.publish import publisher
     from qurl_megatron.wire import SLOTS
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)
-        sizes: list = [None] * ranks.world_size
-        dist.all_gather_object(sizes, sum(p.numel() for p in policy.gpt.parameters()))
+        sizes = everywhere(sum(p.numel() for p in policy.gpt.parameters()))
         assert sizes[0] != sizes[1]
         # Room for the buckets of the smaller stage, and not for those of the larger.
         publisher._shm_free = lambda: 4 * SLOTS * ranks.world_size * sum(sizes) // 2
@@ -151,8 +149,6 @@ def test_drift_metrics_do_not_depend_on_the_layout(layout, backend, tmp_path):
 
 
 def publish_nan(device, config, out):
-    import torch.distributed as dist
-
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.0)
         if ranks.tensor.rank == 1:

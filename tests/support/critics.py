@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.config import CriticConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import merge, values
@@ -93,8 +92,7 @@ def learn(critic, number: int) -> dict[str, float]:
     ranks = critic.ranks
     seen = critic.accumulate(minibatch(ranks, number), ValueLoss(ranks.context, clip=CLIP))
     applied = critic.apply()
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, seen if ranks.counted else [])
+    gathered = everywhere(seen if ranks.counted else [])
     measured = values(merge(metrics for rank in gathered for metrics in rank))
     loss = merge(m for rank in gathered for m in rank)["critic/loss"].total
     return {**measured, "critic/loss": loss, **applied}
@@ -113,14 +111,13 @@ def observe(device, config, out) -> None:
         if ranks.last_stage:
             for batch in scored:
                 found |= dict(zip(batch.indices, batch.values.split(batch.lengths), strict=True))
-        everywhere: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, found)
+        gathered = everywhere(found)
         critic.accumulate(batches, ValueLoss(ranks.context, clip=CLIP))
         gradients = joined(named(critic, gradient(critic)))
         metrics = [learn(critic, number) for number in (0, 1)]
         weights = joined(named(critic))
         if ranks.leads:
-            found = {i: v.cpu() for rank in everywhere for i, v in rank.items()}
+            found = {i: v.cpu() for rank in gathered for i, v in rank.items()}
             torch.save(
                 dict(values=found, gradients=gradients, metrics=metrics, weights=weights), out
             )

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.checkpoints.integrity import RECORD, read_record
 from qurl_megatron.config import (
     AlgoConfig,
@@ -20,7 +20,7 @@ from qurl_megatron.config import (
     TrainConfig,
 )
 from qurl_megatron.data.responses import Responses
-from qurl_megatron.observe.metrics import Timer
+from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.training.state import TrainState
 from tests.support.models import in_float64, random_samples
 from tests.support.ranks import run_on_ranks
@@ -95,10 +95,8 @@ def hf_shards(policy, read=None):
 def joined(shards) -> dict[str, torch.Tensor]:
     """Hugging Face tensors of all ranks' shards, on every rank, in its host's memory."""
     parts = [(s.name, s.dim, s.start, s.value.to("cpu", copy=True)) for s in shards]
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, parts)
     slices: dict[str, dict[int, tuple]] = {}
-    for rank_parts in gathered:
+    for rank_parts in everywhere(parts):
         for name, split_dim, offset, value in rank_parts:
             slices.setdefault(name, {})[offset] = (split_dim, value)
     return {
@@ -152,7 +150,6 @@ def of_the_first_minibatch(policy, samples, config: RunConfig) -> dict[str, torc
 def train_twice(device, config: RunConfig, samples, out: Path) -> None:
     """Gradients of the first minibatch, then the weights after two whole steps."""
     from qurl_megatron.actor.policy import Reference
-    from qurl_megatron.observe.metrics import Timer, merge, values
     from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:
@@ -164,8 +161,7 @@ def train_twice(device, config: RunConfig, samples, out: Path) -> None:
             share = delivered(ranks, samples)
             scored = kept.append if ranks.leads else None
             learnt = improve(policy, share, config, step=step, timer=Timer(), scored=scored)
-            gathered: list = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, learnt)
+            gathered = everywhere(learnt)
             seen.append(values(merge(metrics for metrics, _ in gathered)))
             told = [item for _, advantages in gathered for item in advantages.items()]
         weights = whole(policy)
@@ -240,9 +236,7 @@ def scores(policy, temperature=1.0) -> tuple[dict, dict]:
     def of_model() -> dict[int, torch.Tensor]:
         found = policy.score(microbatches, lambda logits, batch: score(logits, batch)[0])
         own = {b.indices[0]: x.cpu() for b, x in zip(microbatches, found, strict=False)}
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        return {i: x for rank in gathered for i, x in rank.items()}
+        return {i: x for rank in everywhere(own) for i, x in rank.items()}
 
     own = of_model()
     with policy.reference():

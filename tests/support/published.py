@@ -4,10 +4,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
-from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.checkpoints.uaq import fold_uaq
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.observe.metrics import merge, values
@@ -53,8 +52,7 @@ def publish(device, config, scheme, out, updates):
             assert first["sync/buffer_mb"].value > 0
             for version in range(1, updates + 1):
                 nudged(policy)
-                gathered: list = [None] * ranks.world_size
-                dist.all_gather_object(gathered, publisher.publish(version))
+                gathered = everywhere(publisher.publish(version))
                 if ranks.leads:
                     torch.save(values(merge(gathered)), out / f"metrics-{version}.pt")
         assert not ranks.leads or not list((out / "root").iterdir())
