@@ -19,8 +19,8 @@ import itertools
 import json
 import pickle
 import struct
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,11 +259,7 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[tuple[
         Where each chunk starts and how long it is, for ``write_table``.
     """
     places = []
-    with path.open("wb") as file, ExitStack() as stack:
-        # Files have sums of their own; torch's of every chunk would take longer than writing it.
-        before = torch.serialization.get_crc32_options()
-        stack.callback(torch.serialization.set_crc32_options, before)
-        torch.serialization.set_crc32_options(False)
+    with _without_crc32(), path.open("wb") as file:
         for chunk, value in chunks:
             start = file.tell()
             if isinstance(value, Tensor):
@@ -279,6 +275,17 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[tuple[
                 raise
             places.append((chunk, start, file.tell() - start))
     return places
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Files have sums of their own; torch's of every chunk would take longer than writing it."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def write_table(folder: Path, files: Mapping[str, list[tuple[Chunk, int, int]]]) -> None:
