@@ -136,12 +136,12 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
         "rendezvous": "",
         "each_node": False,
     }
-    transport = "auto"
+    sync = replace(config.sync, transport="auto")
     if choice.colocated:
         settings["max_staleness"] = 0
     if choice.gpus > node:
         settings |= {"rendezvous": rollout.rendezvous or "auto", "each_node": choice.colocated}
-        transport = "files" if choice.colocated else "group"
+        sync = replace(sync, transport="files" if choice.colocated else "group")
     elif not choice.colocated:
         settings["engine_first_gpu"] = choice.parallel.world_size
     if static is not None:
@@ -152,7 +152,7 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
         model=replace(config.model, recompute=choice.recompute),
         parallel=choice.parallel,
         rollout=replace(rollout, **settings),
-        sync=replace(config.sync, transport=transport),
+        sync=sync,
     )
 
 

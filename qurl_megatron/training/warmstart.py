@@ -256,7 +256,8 @@ def accuracy(
     Greedy decoding gives an answer if each of its tokens is the likeliest after those before it, so
     one pass over question and answer tells.
     """
-    stop, end = tokenizer.convert_tokens_to_ids([STOP, EOS])
+    vocabulary = tokenizer.get_vocab()
+    stop, end = vocabulary[STOP], vocabulary[EOS]
     right = 0
     for start in range(0, len(questions), 256):
         part = questions[start : start + 256]
