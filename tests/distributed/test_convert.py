@@ -9,14 +9,12 @@ from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 from qurl_megatron.checkpoints.to_megatron import to_megatron
-from qurl_megatron.data.responses import Responses
-from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.training.state import TrainState, latest
 from tests.support.cases import all_but
 from tests.support.logits import LAYOUTS, assert_logits
-from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
-from tests.support.policies import build, recipe, whole
+from tests.support.models import FAMILIES, tiny_checkpoint
+from tests.support.policies import build, improve_at, recipe, save_weights, whole
 from tests.support.ranks import run_on_ranks
 
 
@@ -32,15 +30,12 @@ def test_megatron_core_loads_a_conversion_in_every_layout(family, backend, tmp_p
 
 def train_and_save(device, config, run_dir, weights) -> None:
     from qurl_megatron.training import checkpoint
-    from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
-        improve(policy, Responses.of(random_samples(16)), config, step=1, timer=Timer())
+        improve_at(policy, config, 1)
         checkpoint.save(run_dir, policy, TrainState(step=1), keep=1)
-        found = whole(policy)
-        if ranks.leads:
-            torch.save(found, weights)
+        save_weights(policy, weights)
 
 
 @pytest.mark.crossed

@@ -12,8 +12,8 @@ from qurl_megatron.checkpoints.huggingface import HfReader
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.support.logits import forward
-from tests.support.models import random_samples, tiny_checkpoint
-from tests.support.policies import ALGO, assert_same_training, recipe, relative, train_twice
+from tests.support.models import tiny_checkpoint
+from tests.support.policies import ALGO, assert_same_training, recipe, relative, run, train_twice
 from tests.support.ranks import run_on_ranks
 
 PARAMETERS_A_BUCKET = 5_000  # of some 60,000: the tiny model goes in one otherwise
@@ -54,10 +54,7 @@ def test_gradients_added_up_along_the_way_are_those_added_up_afterwards(
         config = recipe(folder, layout, **ALGO)
         optimizer = replace(config.optimizer, overlap_grad_reduce=overlap)
         config = replace(config, optimizer=optimizer)
-        out = tmp_path / f"{overlap}.pt"
-        world = config.parallel.world_size
-        run_on_ranks(train_in_buckets, world, backend, tmp_path, config, random_samples(16), out)
-        found.append(torch.load(out, weights_only=True))
+        found.append(run(tmp_path, backend, config, f"{overlap}", body=train_in_buckets))
     after, along = found
     for name, value in after["gradients"].items():
         assert torch.equal(along["gradients"][name], value), name
@@ -152,8 +149,5 @@ def test_training_with_fp32_logits_is_the_same_training(tied, backend, tmp_path)
     for wide, layout in ((False, {}), (True, dict(tensor=2))):
         config = recipe(folder, layout, **ALGO)
         config = replace(config, model=replace(config.model, fp32_output=wide))
-        out = tmp_path / f"{wide}.pt"
-        world = config.parallel.world_size
-        run_on_ranks(train_twice, world, backend, tmp_path, config, random_samples(16), out)
-        found.append(torch.load(out, weights_only=True))
+        found.append(run(tmp_path, backend, config, f"{wide}"))
     assert_same_training(found[1], found[0])

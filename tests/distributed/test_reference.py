@@ -9,12 +9,10 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.actor.policy import Reference
 from qurl_megatron.algo.kl import k3
 from qurl_megatron.config import ParallelConfig
-from qurl_megatron.data.responses import Responses
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.observe.metrics import Timer
 from qurl_megatron.training.state import TrainState, latest
-from tests.support.models import random_samples, tiny_checkpoint
-from tests.support.policies import SAMPLES, build, hf_scores, recipe, scores, whole
+from tests.support.models import tiny_checkpoint
+from tests.support.policies import SAMPLES, build, hf_scores, improve_at, recipe, scores, whole
 from tests.support.ranks import run_on_ranks
 
 
@@ -132,12 +130,11 @@ def test_weights_that_wait_on_the_host_score_bit_for_bit_the_same(backend, tmp_p
 
 def check_after_resume(device, config, run_dir) -> None:
     from qurl_megatron.training import checkpoint
-    from qurl_megatron.training.step import improve
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, reference=Reference())
         began, frozen = scores(policy)
-        improve(policy, Responses.of(random_samples(16)), config, step=1, timer=Timer())
+        improve_at(policy, config, 1)
         checkpoint.save(run_dir, policy, TrainState(step=1), keep=1)
         trained, still = scores(policy)
         resumed = build(config, ranks, reference=Reference())

@@ -15,7 +15,7 @@ from qurl_megatron.tensors.arch import read_arch, read_config
 from tests.support import critics
 from tests.support.cases import all_but
 from tests.support.logits import assert_logits
-from tests.support.models import random_samples, tiny_checkpoint
+from tests.support.models import tiny_checkpoint
 from tests.support.policies import (
     ALGO,
     LAYOUTS,
@@ -25,8 +25,8 @@ from tests.support.policies import (
     load_and_go_on,
     recipe,
     relative,
+    run,
     save_then_go_on,
-    train_twice,
 )
 from tests.support.published import assert_published, publish
 from tests.support.ranks import run_on_ranks, run_with_stand_in
@@ -59,11 +59,7 @@ def test_folding_uaq_leaves_the_function_as_it_was(backend, tmp_path):
 
 
 def train(backend, tmp_path, config) -> dict:
-    out = tmp_path / "te.pt"
-    run_with_stand_in(
-        train_twice, config.parallel.world_size, backend, tmp_path, config, random_samples(16), out
-    )
-    return torch.load(out, weights_only=True)
+    return run(tmp_path, backend, config, "te", runner=run_with_stand_in)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +122,9 @@ STAND_IN, LOCAL = run_with_stand_in, run_on_ranks
 def test_a_loaded_policy_takes_the_same_next_step(saver, loader, before, after, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "qwen3")
     saving, loading = (recipe(folder, layout, dtype="bfloat16") for layout in (before, after))
-    run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
-    saver(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a)
-    loader(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b)
+    saved, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
+    saver(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, saved, a)
+    loader(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, saved, b)
     assert_same_weights(b, a, rounding=0.0 if before == after else 1e-3)
 
 

@@ -171,10 +171,10 @@ def train_twice(device, config: RunConfig, samples, out: Path) -> None:
             torch.save({**done, "advantages": sorted(told), "proximal": proximal}, out)
 
 
-def run(tmp_path, backend, config, name) -> dict:
+def run(tmp_path, backend, config, name, *, runner=run_on_ranks, body=train_twice) -> dict:
     samples = random_samples(16)
     out = tmp_path / f"{name}.pt"
-    run_on_ranks(train_twice, config.parallel.world_size, backend, tmp_path, config, samples, out)
+    runner(body, config.parallel.world_size, backend, tmp_path, config, samples, out)
     return torch.load(out, weights_only=True)
 
 
