@@ -1,17 +1,13 @@
 """``qurl bench rollout`` against a real engine that it starts."""
 
-import subprocess
-import sys
-
 from benchmarks.harness import read
+from tests.support.runs import qurl
 
 
 def test_an_engine_that_it_starts_is_published_to_in_the_middle_of_its_load(tmp_path):
     load = ["--model", "tiny", "--prompts", "3", "4", "--samples", "2", "--mean", "600"]
     load += ["--max", "2400", "--schemes", "int8", "--repeats", "2", "--publish", "2"]
-    command = [sys.executable, "-m", "qurl_megatron.cli", "bench", "rollout", *load]
-    command += ["--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = qurl("bench", "rollout", *load, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout
     case, larger = read(tmp_path / "rollout.json").cases

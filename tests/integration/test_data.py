@@ -1,6 +1,5 @@
 """Other trainers' files, trained on and evaluated as they are by the real command line."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.datasets import slime_lines, verl_table
 from tests.support.models import tiny_checkpoint
-from tests.support.runs import qurl
+from tests.support.runs import qurl, rollouts
 
 LONG = " ".join(["1 +"] * 20)
 QUESTIONS = [(f"{i} + 1 =", str(i + 1)) for i in range(5)] + [(LONG, "20")]
@@ -49,8 +48,7 @@ def test_verls_table_and_slimes_lines_are_trained_on_as_they_are(model, tmp_path
         assert "; kept as metadata: " in done.stdout
         assert (f"data.eval_path={other}: 6 prompts" in done.stdout) == bool(held_out)
         assert "1 of 6 training prompts are longer than data.max_prompt_tokens=20" in done.stdout
-        samples = (run / "rollouts/step_000001.jsonl").read_text().splitlines()
-        prompts = [json.loads(line)["prompt"] for line in samples]
+        prompts = [sample["prompt"] for sample in rollouts(run, 1)]
         [zero] = [prompt for prompt in prompts[::2] if prompt["answer"] == "1"]
         start = "system you add user 0" if path == verl else "user 0"
         assert [WORDS[i] for i in zero["input_ids"]] == f"{start} + 1 = assistant".split()

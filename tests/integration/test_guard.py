@@ -1,6 +1,5 @@
 """Runs that collapse, or that draw until their groups teach something; the real command line."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from qurl_megatron.observe.timeline import Timeline
 from qurl_megatron.training.state import TrainState, latest
-from tests.support.runs import GUARDED, as_if_killed_after, metrics, qurl
+from tests.support.runs import GUARDED, as_if_killed_after, metrics, qurl, rollouts
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +37,7 @@ def test_refills_and_a_guard_interrupted_and_resumed_equal_an_uninterrupted_run(
     assert max(seen[step]["sampling/refills"] for step in (1, 2, 3)) >= 1
     used: list[int] = []
     for step in (1, 2, 3):
-        lines = (whole / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-        samples = [json.loads(line) for line in lines]
+        samples = rollouts(whole, step)
         rewards: dict[int, set[float]] = {}
         for sample in samples:
             rewards.setdefault(sample["prompt"]["index"], set()).add(sample["reward"])

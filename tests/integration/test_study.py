@@ -1,14 +1,11 @@
 """A whole study with the real command line: two runs of a tiny model, and what is left of them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.runs import RECIPE
+from tests.support.runs import RECIPE, qurl
 
-QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 STUDY = """
 recipe = "recipe.toml"
 overrides = ["train.steps=2", "train.eval_prompts=8", "rollout.engines=1", "quant.uaq_scale=1.0"]
@@ -26,8 +23,8 @@ def test_two_cells_run_and_are_drawn_and_a_second_start_finds_them_done(tmp_path
     (tmp_path / "recipe.toml").write_text(RECIPE.format(root=tmp_path))
     (tmp_path / "study.toml").write_text(STUDY)
     out = tmp_path / "out"
-    study = [*QURL, "study", str(tmp_path / "study.toml"), "--out", str(out)]
-    done = subprocess.run([*study, "--jobs", "2"], capture_output=True, text=True, timeout=600)
+    study = ("study", tmp_path / "study.toml", "--out", out)
+    done = qurl(*study, "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
 
     told = json.loads((out / "study.json").read_text())
@@ -40,6 +37,6 @@ def test_two_cells_run_and_are_drawn_and_a_second_start_finds_them_done(tmp_path
     text = " ".join((out / "study.md").read_text().split())
     assert "| RL, unquantized | FP32 |" in text and "| QuRL | INT4, simulated |" in text
 
-    again = subprocess.run(study, capture_output=True, text=True, timeout=120)
+    again = qurl(*study)
     assert again.returncode == 0, again.stderr
     assert "2 of 2 runs are done already" in again.stdout

@@ -19,7 +19,7 @@ from qurl_megatron.observe.timeline import Timeline, overlap
 from qurl_megatron.tensors.arch import read_eos
 from tests.support.engine_models import engine_for, finish, sequence
 from tests.support.plain_transformers import Answer, answers
-from tests.support.runs import LEARNING, Run, metrics, qurl
+from tests.support.runs import LEARNING, Run, metrics, qurl, rollouts
 from tests.support.tools import tool
 
 ROOT = Path(__file__).parents[2]
@@ -303,8 +303,7 @@ def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(rec
     assert [seen[step]["sync/staleness"] for step in (1, 2, 3, 4)][0] == 0
     assert 1 <= max(seen[step]["sync/staleness"] for step in (2, 3, 4)) <= 2
     for step in (1, 2, 3, 4):
-        lines = (run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-        samples = [json.loads(line) for line in lines]
+        samples = rollouts(run_dir, step)
         assert len(samples) == 64
         assert {s["prompt"]["index"] for s in samples} == set(range(8 * (step - 1), 8 * step))
         assert min(min(s["versions"]) for s in samples) >= step - 1 - 2

@@ -1,6 +1,5 @@
 """A calculator as a tool of the policy, from the command line to the checkpoint."""
 
-import json
 from itertools import groupby
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
-from tests.support.runs import LEARNING, metrics, qurl
+from tests.support.runs import LEARNING, metrics, qurl, rollouts
 
 CALCULATOR = Path(__file__).parents[2] / "launch/environments/calculator.py"
 WRONG = """
@@ -49,11 +48,6 @@ def train(recipe: Path, name: str, *options: str):
 def whole(recipe):
     done = train(recipe, "whole", "checkpoint.every=1")
     return recipe.parent / "whole", done.stdout
-
-
-def rollouts(run_dir: Path, step: int) -> list[dict]:
-    lines = (run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_the_policy_trains_on_what_it_wrote_around_the_calculators_words(recipe, whole):

@@ -37,7 +37,7 @@ TORCHRUN = {
 SAMPLES = 64  # of one step
 TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 
-SMALL = """
+MODEL = """
 [model]
 path = "{root}/model"
 dtype = "float32"
@@ -49,7 +49,10 @@ heads = 4
 kv_heads = 2
 intermediate = 128
 batch = 64
-[data]
+"""
+SMALL = (
+    MODEL
+    + """[data]
 task = "chain_sum"
 task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
 task_size = TASK_SIZE
@@ -63,6 +66,7 @@ engines = 2
 samples_per_prompt = 8
 max_new_tokens = 4
 """
+)
 """What small runs have in common; it ends in the table of rollouts."""
 
 RECIPE = (
@@ -95,19 +99,9 @@ eval_prompts = 16
 )
 """Four steps with evaluations."""
 
-GUARDED = """
-[model]
-path = "{root}/model"
-dtype = "float32"
-[warmstart]
-steps = 12
-hidden = 64
-layers = 2
-heads = 4
-kv_heads = 2
-intermediate = 128
-batch = 64
-[data]
+GUARDED = (
+    MODEL.replace("WARM_STEPS", "12")
+    + """[data]
 task = "gcd"
 task_args = {{ min_numbers = 2, max_numbers = 2, min_value = 1, max_value = 60 }}
 task_size = 2000
@@ -130,6 +124,7 @@ patience = 2
 steps = 3
 micro_batch = 16
 """
+)
 """Dynamic sampling, and a guard that trips in step 2."""
 
 
@@ -164,6 +159,18 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
             {k: v for k, v in record["metrics"].items() if not TAKES_TIME.match(k)}
         )
     return by_step
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+    return max((json.loads(line)["step"] for line in whole.splitlines()[-3:]), default=0)
+
+
+def rollouts(run_dir: Path, step: int) -> list[dict]:
+    """Return the samples of one step."""
+    lines = (run_dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def as_if_killed_after(step: int, run_dir: Path) -> Path:
@@ -247,9 +254,7 @@ class Run:
 
     def step(self) -> int:
         """The last one that is measured."""
-        path = self.dir / "metrics.jsonl"
-        whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
-        return max((json.loads(line)["step"] for line in whole.splitlines()[-3:]), default=0)
+        return steps_done(self.dir)
 
     def happened(self, event: str) -> int:
         """How often the timeline tells of it."""
@@ -257,8 +262,7 @@ class Run:
         return sum(span.lane == "fleet" and span.name.startswith(event) for span in spans)
 
     def samples(self, step: int) -> list[dict]:
-        lines = (self.dir / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return rollouts(self.dir, step)
 
     def metrics(self) -> dict[int, dict[str, float]]:
         return metrics(self.dir)
