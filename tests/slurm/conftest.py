@@ -16,9 +16,9 @@ from qurl_megatron.cluster import folder
 from qurl_megatron.observe.sinks import read_metrics
 from tests.slurm.cluster import CannotStart, Cluster, cluster
 from tests.support.leftovers import MARK, Footprint
+from tests.support.runs import QURL, TAKES_TIME, steps_done
 
 ROOT = Path(__file__).parents[2]
-QURL = [sys.executable, "-m", "qurl_megatron.cli"]
 SMALL = (
     *("warmstart.steps=20", "warmstart.hidden=64", "warmstart.layers=2"),
     *("warmstart.intermediate=128", "rollout.engines=1", "rollout.engine_threads=1"),
@@ -32,7 +32,6 @@ OPTIONS = (f"train.steps={STEPS}", "checkpoint.every=5")
 ENDLESS = ("train.steps=100000", "checkpoint.every=0")
 ONE_RANK = "parallel.tensor=1"
 """Where it is not about ranks: a second one takes ten seconds to start."""
-TAKES_TIME = re.compile(r"time/|throughput/|sync/.*_s$")
 
 
 class User:
@@ -169,12 +168,6 @@ def but_published(steps: dict[int, dict[str, float]], step: int) -> dict[int, di
     """The metrics, but for those of one step's publication."""
     rest = {k: v for k, v in steps[step].items() if not re.match("quant/|sync/|fleet/", k)}
     return {**steps, step: rest}
-
-
-def steps_done(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
-    return max((json.loads(line)["step"] for line in whole.splitlines()[-3:]), default=0)
 
 
 def reaches(user: User, run_dir: Path, step: int, seconds: float = 180.0) -> None:

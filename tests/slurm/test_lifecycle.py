@@ -21,9 +21,9 @@ from tests.slurm.conftest import (
     rank,
     reaches,
     said,
-    steps_done,
 )
 from tests.support.disks import fill, small_disk
+from tests.support.runs import steps_done
 
 HUNG_S = 90
 """Longer than a set-up takes where both cores are busy with other things."""

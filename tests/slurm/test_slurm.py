@@ -27,9 +27,9 @@ from tests.slurm.conftest import (
     measured,
     reaches,
     said,
-    steps_done,
     time_is_up,
 )
+from tests.support.runs import steps_done
 from tests.support.slurm_scripts import FOLDER, READY
 
 
