@@ -9,7 +9,7 @@ from qurl_megatron.config import CriticConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import merge, values
 from tests.support.models import as_stored, in_float64, random_samples
-from tests.support.policies import gradient, joined
+from tests.support.policies import gradient, joined, relative
 
 SAMPLES = random_samples(16)
 WHOLE = Responses.of(SAMPLES)
@@ -146,3 +146,13 @@ def expected_of(folder) -> tuple[dict, dict, float]:
     gradients = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
     gradients = as_stored(gradients) | dict(zip(HEAD, (weight.grad, bias.grad), strict=True))
     return {i: v.detach() for i, v in found.items()}, gradients, loss.item()
+
+
+def assert_as_by_autograd(found: dict, expected: dict, gradients: dict, close=1e-5) -> None:
+    """What ``observe`` found before any update is what ``expected_of`` did."""
+    assert found["values"].keys() == expected.keys()
+    for i, value in expected.items():
+        torch.testing.assert_close(found["values"][i].double(), value, rtol=close, atol=close)
+    assert found["gradients"].keys() == gradients.keys()
+    for name, value in gradients.items():
+        assert relative(found["gradients"][name], value) < 2e-5, name
