@@ -77,9 +77,6 @@ class Trainer:
     def links(self):
         return {name: link.id for name, link in self.sender._links.items()}
 
-    def finish(self):
-        self.sender.finish()
-
 
 class Engine:
     """A tensor rank of an engine."""
