@@ -5,13 +5,8 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.algo import log_probs, token_log_probs
+from tests.support.objectives import dense
 from tests.support.ranks import run_on_ranks
-
-
-def dense(logits, targets, temperature=1.0):
-    """Log-probs and entropies from a float64 copy."""
-    log_p = (logits.double() / temperature).log_softmax(-1)
-    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def check_against_dense(device, logits_TV, targets_T, vocab_size, temperature, tolerance):

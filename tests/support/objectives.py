@@ -1,4 +1,4 @@
-"""The objective's terms with its numbers spelled out, and its formulas as the page has them."""
+"""The objective's terms with its numbers spelled out; its formulas, and log-probs, as written."""
 
 from dataclasses import fields
 
@@ -13,6 +13,12 @@ def terms_of(*policies, **options) -> ObjectiveTerms:
     """``objective_terms``, where ``cap=2.5`` and the like go into its ``Limits``."""
     limits = Limits(**{name: options.pop(name) for name in NUMBERS & options.keys()})
     return objective_terms(*policies, limits=limits, **options)
+
+
+def dense(logits, targets, temperature=1.0):
+    """Log-probs and entropies of the whole vocabulary, from a float64 copy of its logits."""
+    log_p = (logits.double() / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def written(current, proximal, behaviour, A, *, kind, surrogate, dual_clip, cap=2.0):

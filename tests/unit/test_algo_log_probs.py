@@ -4,16 +4,12 @@ import pytest
 import torch
 
 from qurl_megatron.algo import log_probs, token_log_probs
+from tests.support.objectives import dense
 
 
 @pytest.fixture(params=[1, 3, 1000])
 def tokens_per_chunk(request, monkeypatch):
     monkeypatch.setitem(log_probs.SCRATCH_BYTES, "cpu", request.param * 11 * 4)
-
-
-def dense(logits, targets, temperature=1.0):
-    log_p = (logits.double() / temperature).log_softmax(-1)
-    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
 def batch(dtype=torch.float32, tokens=7, vocab=11):
