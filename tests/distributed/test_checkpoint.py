@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.checkpoints.integrity import RECORD, all_damage, write_record
@@ -17,7 +18,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import free
 from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
 from tests.support import critics
-from tests.support.disks import small_disk
+from tests.support.disks import contents, fill, flip, small_disk
 from tests.support.models import tiny_checkpoint
 from tests.support.policies import (
     assert_same_weights,
@@ -211,17 +212,6 @@ def pretend_checkpoint(run_dir, step):
     return folder
 
 
-def contents(folder):
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGES = {
     "has changed since it was written": flip,
     "bytes where": lambda path: path.write_bytes(path.read_bytes()[:-1]),
@@ -237,8 +227,6 @@ def said_into(path):
 
 
 def damage_and_look(device, root):
-    import torch.distributed as dist
-
     from qurl_megatron.training.newest import newest_whole
 
     with megatron_runtime(ParallelConfig(tensor=2)) as ranks, said_into(root / "said"):
@@ -279,8 +267,6 @@ def test_a_damaged_cut_or_missing_file_of_a_checkpoint_is_named_and_an_older_one
 
 
 def look_at_what_cannot_be_read(device, run):
-    import torch.distributed as dist
-
     from qurl_megatron.checkpoints import integrity
     from qurl_megatron.training.newest import newest_whole
 
@@ -361,7 +347,6 @@ def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(tmp_path):
 
 def save_where_there_is_no_room(device, config, run_dir, disk):
     from qurl_megatron.training import checkpoint
-    from tests.support.disks import fill
 
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
@@ -137,8 +138,6 @@ def refused(publisher, version: int) -> str:
 
 
 def publish_where_there_is_no_room(device, config, disk, other, out):
-    import torch.distributed as dist
-
     from qurl_megatron.publish.publisher import Publisher
 
     with megatron_runtime(config.parallel) as ranks, ExitStack() as stack:

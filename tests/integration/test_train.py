@@ -17,6 +17,7 @@ from qurl_megatron.observe.samples import read_samples
 from qurl_megatron.observe.sinks import read_metrics
 from qurl_megatron.observe.timeline import Timeline, overlap
 from qurl_megatron.tensors.arch import read_eos
+from tests.support.disks import contents
 from tests.support.engine_models import engine_for, finish, sequence
 from tests.support.plain_transformers import Answer, answers
 from tests.support.runs import LEARNING, Run, metrics, qurl, rollouts
@@ -211,10 +212,6 @@ def test_whatever_is_killed_nothing_is_left_and_it_goes_on_at_once(recipe, unint
         assert run.ended() == 0, run.stderr()
         assert run.left() == []
     assert metrics(run.dir) == metrics(uninterrupted)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def flip_some_bytes(checkpoint: Path) -> None:

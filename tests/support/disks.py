@@ -1,4 +1,4 @@
-"""Small disks that fill up."""
+"""Small disks that fill up; files that are compared, and damaged."""
 
 import contextlib
 import os
@@ -21,6 +21,19 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder by their relative names."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def flip(path: Path) -> None:
+    """Damage one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def fill(disk: Path, *, leave: int = 0) -> Path:

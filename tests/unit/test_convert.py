@@ -21,6 +21,7 @@ from qurl_megatron.checkpoints.uaq import fold_uaq
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize
 from qurl_megatron.tensors.arch import read_config
+from tests.support.disks import flip
 from tests.support.models import FAMILIES, tiny_checkpoint
 from tests.support.tools import tool
 
@@ -249,9 +250,7 @@ def test_checkpoints_have_commands_of_qurl(tmp_path, capsys):
     assert tool("inspect", folded, "--verify") == 0
     message = capsys.readouterr().out
     assert "s = 1.5 folded in" in message and "every file is what was written" in message
-    content = bytearray((folded / "__0_0.distcp").read_bytes())
-    content[len(content) // 2] ^= 1
-    (folded / "__0_0.distcp").write_bytes(content)
+    flip(folded / "__0_0.distcp")
     (folded / "common.pt").unlink()
     assert tool("inspect", folded, "--verify") == 1
     *_, changed, missing = capsys.readouterr().out.splitlines()

@@ -35,6 +35,7 @@ from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Slice
 from qurl_megatron.training.state import RECIPE, STATE, TrainState, refuse_other_run
 from tests.support.descriptions import QWEN2, RECIPE_TEXT
+from tests.support.disks import flip
 from tests.support.fuzz import damaged, damaged_bytes, examples
 
 FIXABLE = contextlib.suppress(ConfigError)  # all else fails the test
@@ -232,9 +233,7 @@ def test_a_damaged_checkpoint_is_not_evaluated(megatron, tmp_path, capsys):
     folder = shutil.copytree(megatron, tmp_path / "checkpoint")
     put(folder / "hf/config.json", json.dumps(QWEN2).encode())
     write_record(folder, {})
-    content = bytearray((folder / "__0_0.distcp").read_bytes())
-    content[len(content) // 2] ^= 1
-    put(folder / "__0_0.distcp", content)
+    flip(folder / "__0_0.distcp")
     problems = tmp_path / "problems.jsonl"
     command = ["eval", str(problems), "--model", str(folder)]
     assert main(command) == 2 and "problems.jsonl" in capsys.readouterr().err

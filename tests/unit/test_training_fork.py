@@ -19,6 +19,7 @@ from qurl_megatron.training.fork import fork
 from qurl_megatron.training.start import _prepare
 from qurl_megatron.training.state import TrainState, claim, latest, recipe_of
 from tests.support.descriptions import RECIPE_TEXT
+from tests.support.disks import contents
 from tests.support.examples import example, keep
 
 STATE = TrainState(
@@ -52,10 +53,6 @@ def source(tmp_path, recipe):
     metrics.close()
     timeline.close()
     return run
-
-
-def contents(folder):
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_fork_has_the_checkpoint_the_logs_and_a_word_on_where_it_comes_from(
