@@ -128,13 +128,18 @@ def test_two_jobs_of_one_user_at_once_on_the_same_two_nodes_end_as_each_alone_wo
     # A rank on each node, of which both jobs have half.
     user.describe({"gpus": 1, "cpus": 64}, extra=["--nodelist=train1,train2"])
     first, first_dir = user.submit("first", *OPTIONS)
-    second, second_dir = user.submit("second", *OPTIONS)
+    everywhere = ("rollout.each_node=true", "rollout.engines=2")
+    second, second_dir = user.submit("second", *OPTIONS, *everywhere)
     user.slurm.wait(lambda: min(steps_done(first_dir), steps_done(second_dir)) >= 1, 180)
     for job, where in ((first, first_dir), (second, second_dir)):
         assert user.slurm.facts(job)["NodeList"] == "train[1-2]"
         assert user.slurm.ended(job) == "COMPLETED", user.log(where)
     alone = measured(undisturbed)
-    assert measured(first_dir) == measured(second_dir) == alone
+    assert measured(first_dir) == alone
+    of_engines = {"sync/loaded_bytes", "fleet/serving"}  # the second job has one on each node
+    for step, metrics in measured(second_dir).items():
+        assert metrics == alone[step] | {k: metrics[k] for k in of_engines & metrics.keys()}
+    assert {path.parent.name for path in second_dir.glob("logs/*/engine-0.log")} == {*NODES[:2]}
     assert len(alone) == STEPS + 1
     for where in (first_dir, second_dir):
         assert list(where.glob(".meet-*")) == []
