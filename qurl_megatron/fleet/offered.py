@@ -84,8 +84,10 @@ class Offering:
     def lent(self) -> Iterator[None]:
         """Inside, the trainer has the engines' memory: none that ended is started again."""
         self._may_start = False
-        yield
-        self._may_start = True
+        try:
+            yield
+        finally:
+            self._may_start = True
 
     def watch(self) -> None:
         """Look at them from here on, on a thread."""
