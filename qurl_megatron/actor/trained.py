@@ -59,6 +59,8 @@ class Trained:
         Returns:
             One result per microbatch on the last pipeline stage, an empty list on the others.
         """
+        if not microbatches:
+            return []
 
         def collect(microbatch: TokenBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
             return read(logits, microbatch)

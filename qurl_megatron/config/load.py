@@ -230,6 +230,16 @@ class RunConfig:
     def responses_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
+    @property
+    def scores_first_minibatch(self) -> bool:
+        """Whether a step's first minibatch has its proximal log-probs before its update.
+
+        Where nothing needs them so early, nor in another epoch, the update's own pass finds them.
+        """
+        algo = self.algo
+        penalised = algo.kl_coef > 0 and algo.kl_in == "reward"
+        return algo.epochs > 1 or penalised or self.correction.rejects or self.train.save_rollouts
+
 
 SECTIONS: dict[str, type[Section]] = typing.get_type_hints(RunConfig)
 """A run's sections by their names in recipes."""

@@ -29,6 +29,7 @@ from qurl_megatron.config import AlgoConfig, CorrectionConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.observe.metrics import ExplainedVariance, Mean, Metric
 from qurl_megatron.training.inputs import find_loss
+from qurl_megatron.training.mismatch import batch_mismatch
 
 
 class Scorer:
@@ -62,7 +63,10 @@ class Scorer:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One microbatch's share of the policy's loss, and its metrics."""
+    """One microbatch's share of the policy's loss, and its metrics.
+
+    A microbatch without proximal log-probs is of the first update: its own are those.
+    """
 
     score: Scorer
     algo: AlgoConfig
@@ -71,6 +75,10 @@ class PolicyLoss:
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         algo = self.algo
         current, entropy = self.score(logits, batch)
+        measured: dict[str, Metric] = {}
+        if batch.proximal is None:  # there has been no update since the rollouts
+            batch = replace(batch, proximal=current.detach())
+            measured = batch_mismatch(batch, algo.cap)
         if algo.function:
             value, means = self._own(current, batch)
         else:
@@ -91,7 +99,7 @@ class PolicyLoss:
         total, *sums = _fetched_sums(loss, *means.values())
         count = float(len(current))
         metrics = {name: Mean(s, count) for name, s in zip(means, sums, strict=True)}
-        return loss, {"policy/loss": Mean(total, 0.0), **metrics}
+        return loss, {"policy/loss": Mean(total, 0.0), **metrics, **measured}
 
     def _objective(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective of each token, and its metrics per token."""

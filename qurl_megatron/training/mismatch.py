@@ -15,6 +15,7 @@ from torch import Tensor
 from qurl_megatron.algo.kl import k1, k3
 from qurl_megatron.algo.ratios import bounded_exp
 from qurl_megatron.algo.segments import mean_per_response, sum_per_response
+from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.observe.metrics import EffectiveSampleSize, Max, Mean, Metric, Min, StdDev, Sum
 from qurl_megatron.observe.text import how_many
 
@@ -129,6 +130,12 @@ def mismatch(
         **of_tokens(proximal, behaviour, cap),
         **of_responses(proximal, behaviour, owners.cpu(), responses),
     }
+
+
+def batch_mismatch(batch: TokenBatch, cap: float) -> dict[str, Metric]:
+    """Return the metrics of a microbatch that has proximal log-probs."""
+    responses = len(batch.lengths)
+    return mismatch(batch.proximal, batch.behaviour, batch.owners, responses, cap=cap)
 
 
 def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metric]:

@@ -20,7 +20,7 @@ from qurl_megatron.training.guard import NotFinite, check_gradient
 from qurl_megatron.training.journal import Proximal
 from qurl_megatron.training.layout import Minibatch, averaged_without, lay_out, layout_metrics
 from qurl_megatron.training.losses import PolicyLoss, Scorer, ValueLoss, attach_values, with_scores
-from qurl_megatron.training.mismatch import mismatch
+from qurl_megatron.training.mismatch import batch_mismatch
 
 
 def improve(
@@ -53,8 +53,13 @@ def improve(
     minibatches = lay_out(ranks, samples, config, step=step)
     sizes = [len(minibatch) for minibatch in minibatches]
     batches = [batch for minibatch in minibatches for batch in minibatch]
+    learns = critic is None or step > config.critic.ahead_steps
+    # The first update's own pass is one of the proximal policy, and finds what scoring would.
+    unscored = 0 if config.scores_first_minibatch or not learns else sizes[0]
     with timer.phase("score"):
-        batches = attach_scores(policy, batches, score, with_reference=algo.kl_coef > 0)
+        batches = attach_scores(
+            policy, batches, score, begin=unscored, with_reference=algo.kl_coef > 0
+        )
         if critic:
             batches = attach_values(critic, batches)
         batches, credit = _attach_worth(ranks, batches, summary, config, step=step)
@@ -68,15 +73,11 @@ def improve(
     if ranks.last_stage and ranks.counted:
         advantages = mean_advantages(batches, kept_of(summary, config.observe.samples))
         metrics += [credit, layout_metrics(batches, summary)]
-        for b in batches:
-            metrics.append(
-                mismatch(b.proximal, b.behaviour, b.owners, len(b.lengths), cap=algo.cap)
-            )
 
     learners: list[tuple[Trained, Loss]] = []
     if critic:
         learners.append((critic, ValueLoss(ranks.context, clip=config.critic.clip)))
-    if critic is None or step > config.critic.ahead_steps:
+    if learns:
         learners.append((policy, PolicyLoss(score, algo, config.correction)))
     with timer.phase("train"):
         for _ in range(algo.epochs):
@@ -85,18 +86,31 @@ def improve(
                 minibatch = list(islice(remaining, size))
                 for model, loss in learners:
                     metrics += _update(model, minibatch, loss)
+    if ranks.last_stage and ranks.counted:
+        metrics += [batch_mismatch(batch, algo.cap) for batch in batches[unscored:]]
     return _merged(metrics, algo.epochs * algo.minibatches / ranks.data.size), advantages
 
 
 def attach_scores(
-    policy: Policy, batches: Sequence[TokenBatch], score: Scorer, *, with_reference: bool
+    policy: Policy,
+    batches: Sequence[TokenBatch],
+    score: Scorer,
+    *,
+    begin: int = 0,
+    with_reference: bool,
 ) -> list[TokenBatch]:
-    """Return the microbatches with proximal (and reference) log-probs, [N]."""
+    """Return the microbatches with reference log-probs, [N], and from ``begin`` on proximal ones.
+
+    Args:
+        with_reference: False leaves the reference out.
+    """
 
     def log_probs(logits: Tensor, batch: TokenBatch) -> Tensor:
         return score(logits, batch)[0]
 
-    scored = with_scores(batches, "proximal", policy.score(batches, log_probs))
+    later = batches[begin:]
+    later = with_scores(later, "proximal", policy.score(later, log_probs))
+    scored = [*batches[:begin], *later]
     if with_reference:
         with policy.reference():
             scored = with_scores(scored, "reference", policy.score(batches, log_probs))
