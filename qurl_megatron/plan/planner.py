@@ -120,6 +120,7 @@ class Planner:
             deal_out(self.work, config.parallel.data, config.train),
             recompute=config.model.recompute,
             reference=config.algo.kl_coef > 0,
+            all_scored=config.scores_first_minibatch,
         )
         return Prediction(
             choice=choice,

@@ -271,16 +271,20 @@ def training_time(
     *,
     recompute: bool,
     reference: bool,
+    all_scored: bool,
 ) -> Phase:
     """Return the seconds of scoring and of the updates.
 
     Args:
         archs: the policy's, and the critic's where there is one.
         reference: its log-probs are wanted as well.
+        all_scored: False where the first update scores its own minibatch.
     """
     parts: dict[str, float] = defaultdict(float)
     for index, arch in enumerate(archs):
-        scores = 2 if reference and index == 0 else 1
+        scores = 1.0
+        if index == 0:
+            scores += reference - (not all_scored) / work.minibatches
         for cause, seconds in forward(roof, arch, parallel, hand, head=index == 0).items():
             backward = 1 if cause in (SENDS, LAUNCH) else 2
             passes = scores + work.epochs * (1 + backward + recompute)

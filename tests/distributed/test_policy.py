@@ -1,10 +1,16 @@
 """Loss and gradients do not depend on how the model is split; masters keep what BF16 drops."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 
-from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.actor.policy import Reference
+from qurl_megatron.config import CriticConfig
+from qurl_megatron.data.responses import Responses
+from qurl_megatron.observe.metrics import Timer, merge, values
 from tests.support.cases import all_but
 from tests.support.models import FAMILIES, as_stored, in_float64, random_samples, tiny_checkpoint
 from tests.support.policies import (
@@ -17,6 +23,7 @@ from tests.support.policies import (
     recipe,
     relative,
     run,
+    whole,
 )
 from tests.support.ranks import run_on_ranks
 
@@ -37,6 +44,43 @@ def test_other_families_split_as_well(family, alone, backend, tmp_path):
     folder, expected = alone(family, **ALGO)
     config = recipe(folder, dict(tensor=2, pipeline=2), **ALGO)
     assert_same_training(run(tmp_path, backend, config, "split"), expected)
+
+
+def score_early_and_late(device, config) -> None:
+    """The first update finds the scores of its own minibatch, if nothing needs them before."""
+    from qurl_megatron.actor.critic import Critic
+    from qurl_megatron.training.step import improve
+
+    def learn(config, critic=None) -> tuple[list[int], dict, dict]:
+        policy = build(config, ranks, reference=Reference())
+        with mock.patch.object(policy, "score", wraps=policy.score) as score:
+            samples = Responses.of(random_samples(16))
+            metrics, _ = improve(policy, samples, config, step=1, timer=Timer(), critic=critic)
+        scored = [len(call.args[0]) for call in score.call_args_list]
+        return scored, values(merge(everywhere(metrics))), whole(policy)
+
+    with megatron_runtime(config.parallel) as ranks:
+        late, metrics, weights = learn(config)
+        early, expected, same = learn(
+            replace(config, train=replace(config.train, save_rollouts=True))
+        )
+        assert (late, early) == ([4, 8], [8, 8])  # the second is the reference's
+        assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert all(relative(weights[name], value) < 1e-6 for name, value in same.items())
+        critic = Critic.build(config.model, config.parallel, config.critic_optimizer, ranks)
+        # The critic alone is updated, so no pass of the policy would score.
+        ahead = replace(
+            config,
+            algo=replace(config.algo, advantage="gae"),
+            critic=CriticConfig(lr=1e-3, ahead_steps=1),
+        )
+        assert learn(ahead, critic)[0] == [8, 8]
+
+
+@pytest.mark.parametrize("layout", ["PP2", "TP2 x CP2"])
+def test_the_first_minibatch_is_scored_by_its_update(layout, backend, tmp_path):
+    config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), LAYOUTS[layout], **ALGO)
+    run_on_ranks(score_early_and_late, config.parallel.world_size, backend, tmp_path, config)
 
 
 @pytest.mark.crossed

@@ -230,6 +230,18 @@ def test_what_changes_no_number_of_a_run_makes_no_other_folder(recipe, override)
     assert load(recipe, [override]).train.run_dir == "runs/r"
 
 
+def test_the_first_minibatch_is_scored_early_where_something_needs_that(recipe):
+    for overrides, needed in (
+        ([], False),
+        (["algo.epochs=2"], True),
+        (["algo.kl_coef=0.1"], False),
+        (["algo.kl_coef=0.1", "algo.kl_in=reward"], True),
+        (["correction.veto=1e-4"], True),
+        (["train.save_rollouts=true"], True),
+    ):
+        assert load(recipe, overrides).scores_first_minibatch == needed, overrides
+
+
 def test_an_override_reaches_into_tables(recipe):
     config = load(recipe, ["data.task_args.min_terms=3"])
     assert config.data.task_args == {"min_terms": 3}

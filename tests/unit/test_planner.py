@@ -178,8 +178,8 @@ def test_a_pipeline_fills_and_drains():
     assert ahead[seconds.BUBBLE] == pytest.approx(1.5 * ahead[seconds.COMPUTE])
 
 
-def training(archs=(ARCH,), recompute=False, reference=False) -> float:
-    options = dict(recompute=recompute, reference=reference)
+def training(archs=(ARCH,), recompute=False, reference=False, all_scored=True) -> float:
+    options = dict(recompute=recompute, reference=reference, all_scored=all_scored)
     return seconds.training_time(ROOF, archs, ParallelConfig(), work(), HAND, **options).seconds
 
 
@@ -187,6 +187,7 @@ def test_scoring_is_a_forward_pass_an_update_three_and_recomputation_a_fourth():
     ahead = forward()[seconds.COMPUTE]
     assert training() == pytest.approx(2 * (1 + 3) * ahead)
     assert training(recompute=True) == pytest.approx(2 * (1 + 4) * ahead)
+    assert training(all_scored=False) == pytest.approx((1 + 2 * 3) * ahead)
 
 
 def test_a_reference_is_scored_too_and_a_critic_scored_and_trained():

@@ -57,6 +57,16 @@ def test_the_kl_of_a_token_and_its_bound(log_ratio, settings, kl, gradient):
     assert metrics["reference/kl"].total == pytest.approx(kl, rel=1e-5)
 
 
+def test_tokens_without_a_proximal_log_prob_are_compared_with_themselves():
+    """As in the first update of a step: the ratio is 1, and rho that of the rollout."""
+    tokens = batch([0.0], behaviour=torch.tensor([-1.5]), advantages=torch.tensor([2.0]))
+    expected = loss_and_gradient([-1.0], replace(tokens, proximal=torch.tensor([-1.0])))
+    loss, gradient, metrics = loss_and_gradient([-1.0], replace(tokens, proximal=None))
+    assert (loss, gradient) == expected[:2] == (pytest.approx(-2 * math.exp(0.5)), [loss])
+    assert metrics.keys() > expected[2].keys()
+    assert metrics["rollout/rho_mean"].total == pytest.approx(math.exp(0.5))
+
+
 def masked(told: list[float]) -> TokenBatch:
     """One response of two turns, with two tokens of a tool between them."""
     made = Sample(
