@@ -14,7 +14,6 @@ import importlib
 import re
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -118,26 +117,15 @@ def _all_gather(
 
 def _reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
-) -> "_Sum":
+) -> torch.futures.Future | None:
     parts = torch.empty_like(input)
-    work = dist.all_to_all_single(parts, input, group=group, async_op=True)
-    result = _Sum(work, parts.view(-1, *output.shape), output)
-    if not async_op:
-        result.wait()
-    return result
+    exchange = dist.all_to_all_single(parts, input, group=group, async_op=True)
 
+    def add(_: torch.futures.Future) -> None:
+        torch.sum(parts.view(-1, *output.shape), 0, out=output)
 
-@dataclass(frozen=True)
-class _Sum:
-    """The sum of parts that are on their way."""
-
-    work: dist.Work
-    parts: torch.Tensor
-    output: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.parts, 0, out=self.output)
+    done = exchange.get_future().then(add)
+    return done if async_op else done.wait()
 
 
 class _TorchWithoutCuda(types.ModuleType):

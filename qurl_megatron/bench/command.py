@@ -28,7 +28,6 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def add_benchmarks(command: argparse.ArgumentParser) -> None:
-    """Give ``qurl bench`` a subcommand for each benchmark."""
     names = command.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     text = "engines under a load with long-tailed, grouped responses"
     add_rollout(names.add_parser("rollout", help=text, description=f"Measure {text}."))
@@ -37,7 +36,6 @@ def add_benchmarks(command: argparse.ArgumentParser) -> None:
 
 
 def add_rollout(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``qurl bench rollout``."""
     add = parser.add_argument
     add(
         "--model",
@@ -86,7 +84,6 @@ def add_rollout(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``qurl bench step``."""
     add = parser.add_argument
     add(
         "--recipe",

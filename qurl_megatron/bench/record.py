@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One measured quantity of one case."""
-
     name: str
     unit: str
     better: Literal["higher", "lower"] | None  # None: only reported, never compared
@@ -67,8 +65,6 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One setting, and its figures."""
-
     name: str
     keys: Mapping[str, str | int | float | bool | None]  # all that was set
     figures: list[Figure] = field(default_factory=list)
@@ -88,8 +84,6 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecord:
-    """One run of one benchmark."""
-
     benchmark: str
     command: str
     started: str  # UTC, ISO 8601
@@ -213,7 +207,6 @@ PACKAGES = ("torch", "megatron-core", "sglang", "vllm", "transformers", "numpy")
 
 
 def environment() -> dict[str, Any]:
-    """Return all facts of this machine and installation."""
     first_core = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first_core.splitlines())
     cpuinfo = {key.strip(): value.strip() for key, _, value in pairs}

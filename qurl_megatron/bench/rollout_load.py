@@ -42,8 +42,6 @@ class TimedAnswer:
 
 @dataclass
 class LoadOutcome:
-    """What became of one load."""
-
     answers: list[TimedAnswer] = field(default_factory=list)
     paused_s: list[float] = field(default_factory=list)  # of each publication
 

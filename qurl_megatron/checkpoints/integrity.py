@@ -37,7 +37,6 @@ class FileSum(NamedTuple):
 
 
 def sum_of(path: Path) -> FileSum:
-    """Return size and sum of a file on disk."""
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
         return FileSum(file.tell(), digest.hexdigest())

@@ -28,8 +28,6 @@ _SEALERS = 2  # threads that sum up and sync files while the next one is written
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One large file of the folder."""
-
     name: str
     bytes: int
     write: Callable[[Path], None]
@@ -37,8 +35,6 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class ConversionJob:
-    """A folder to be written."""
-
     out: Path
     files: list[OutputFile]
     finish: Callable[[Path], None]

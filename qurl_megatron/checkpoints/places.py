@@ -64,7 +64,6 @@ def find_torch_dist(folder: Path) -> Path | None:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """True where a folder holds a checkpoint of this format."""
     return (folder / METADATA).is_file() and (folder / "metadata.json").is_file()
 
 

@@ -58,7 +58,6 @@ def slurm(arguments: argparse.Namespace) -> int:
 
 
 def add_actions(command: argparse.ArgumentParser) -> None:
-    """Add the actions and their options to the command."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     parsers = {}
     for name, text in ACTIONS.items():

@@ -165,8 +165,6 @@ class SiteConfig(Section, name="site", on_resume="free"):
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """A whole cluster file."""
-
     job: JobConfig = field(default_factory=JobConfig)
     node: NodeConfig = field(default_factory=NodeConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)

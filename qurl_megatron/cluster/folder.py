@@ -67,7 +67,6 @@ def write(config: RunConfig, cluster: ClusterConfig, script: str) -> None:
 
 
 def put(path: Path, text: str) -> None:
-    """Write a file whole."""
     with refusing(path, key="train.run_dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
@@ -106,7 +105,6 @@ def job(run_dir: Path) -> int:
 
 
 def write_job(run_dir: Path, job: int) -> None:
-    """Record the job that was submitted."""
     _write(run_dir / "slurm/job.json", Job(job))
 
 

@@ -400,7 +400,6 @@ def section(text: str, number: int) -> list[str]:
 
 
 def render(run_dir: Path, attempt: Attempt, events: Sequence[Event]) -> str:
-    """Return the lines for an operator."""
     number = attempt.number
     if attempt.ended:
         lines = [

@@ -29,8 +29,6 @@ COMMANDS = ("convert", "export", "quantize", "inspect", "diff", "eval", "bench",
 
 @dataclass(frozen=True)
 class Script:
-    """A job script's resources and command."""
-
     name: str
     output: str  # file of its output; may hold Slurm's patterns such as %j
     nodes: Component
@@ -40,7 +38,6 @@ class Script:
 
 
 def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
-    """Describe the job of a training run."""
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     run_dir = Path(config.train.run_dir)
     options = [f"--signal=B:USR1@{cluster.job.signal_s}"]
@@ -77,7 +74,6 @@ def command_job(words: Sequence[str], cluster: ClusterConfig, node_gpus: int | N
 
 
 def render(job: Script, cluster: ClusterConfig) -> str:
-    """Return the text of the script."""
     require(
         re.search(r"[\s'\"\\]", job.output) is None,
         f"train.run_dir: Slurm takes no log at {job.output!r}; use no white space, quotes or \\",
@@ -101,7 +97,6 @@ def render(job: Script, cluster: ClusterConfig) -> str:
 
 
 def _options(job: Script, cluster: ClusterConfig) -> list[str]:
-    """Return the options of sbatch."""
     site, nodes = cluster.job, job.nodes
     options = [
         f"--job-name={job.name}",
@@ -156,7 +151,6 @@ def submit(arguments: argparse.Namespace) -> int:
 def submit_training(
     recipe: Path, overrides: Sequence[str], cluster: ClusterConfig, *, dry_run: bool
 ) -> None:
-    """Submit a training run."""
     from qurl_megatron.cluster.checks import check
 
     config = load(recipe, overrides)
@@ -201,7 +195,6 @@ def submit_study(words: Sequence[str], cluster: ClusterConfig, *, dry_run: bool)
 
 
 def submit_command(job: Script, cluster: ClusterConfig, *, dry_run: bool) -> None:
-    """Submit a command."""
     from qurl_megatron.cluster.checks import check_container
 
     check_container(cluster)

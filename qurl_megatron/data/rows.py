@@ -50,8 +50,6 @@ class Columns:
 
 @dataclass(frozen=True)
 class DataFile:
-    """The contents of a file."""
-
     name: str  # in messages: its key and its path
     questions: list[Question]
     checksum: str  # changes with every byte

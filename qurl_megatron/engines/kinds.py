@@ -11,8 +11,6 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """Facts of one kind of engine."""
-
     name: str
     """Value of ``rollout.backend``."""
 

@@ -41,8 +41,6 @@ def refuse_not_installed(config: RolloutConfig) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a process."""
-
     command: tuple[str, ...]
     env: dict[str, str] = field(repr=False)  # on top of one's own; may have the key
 
@@ -102,7 +100,6 @@ class Start:
 
 
 def add_serve_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of ``qurl serve``."""
     command.add_argument("model_dir", type=Path, help="Hugging Face checkpoint folder")
     command.add_argument("--scheme", choices=ROLLOUT, default="int8")
     command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

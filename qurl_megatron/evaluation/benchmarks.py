@@ -134,8 +134,6 @@ def with_prompts(
 class GradedAnswer(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One response, graded."""
-
     mode: str  # "greedy" or "sampled"
     problem: int  # its number in the file, from 0
     id: str

@@ -48,8 +48,6 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """One model's evaluation."""
-
     model: Path
     config: EvaluationConfig
     scheme: str  # of engines started here; empty where others answer
@@ -106,7 +104,6 @@ class EvaluationPlan:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument(
         "overrides",
         nargs="+",

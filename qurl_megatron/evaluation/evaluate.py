@@ -279,8 +279,6 @@ def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
 
 @dataclass
 class Evaluator:
-    """Answers benchmarks with the engines of a fleet."""
-
     plan: EvaluationPlan
     fleet: Fleet
     rewards: RewardPool

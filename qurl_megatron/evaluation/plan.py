@@ -187,7 +187,6 @@ def _cells(recipe: Path, settings: Settings, methods: dict[str, Method]) -> Iter
 
 
 def add_study_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of ``qurl study``."""
     command.add_argument("study", type=Path, help="TOML study file; some ship in launch/studies")
     add_overrides(command, "of every run, e.g. train.steps=2")
     command.add_argument(

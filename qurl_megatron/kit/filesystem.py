@@ -72,7 +72,6 @@ def _homeless(error: OSError, path: Path) -> bool:
 
 
 def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) -> ConfigError:
-    """Return the sentence for the system's refusal."""
     room = f"{free(path) / 1e6:.1f} MB are free; "
     if error.errno == errno.ENOSPC and not _has_inodes(path):
         room = "its file system has no room for another file, however small (inodes, df -i); "

@@ -24,8 +24,6 @@ FOLDER = "QURL_ATTEMPT"
 
 @dataclass
 class Whereabouts:
-    """Where in a run this process is."""
-
     phase: str = "setting up"
     step: int | None = None  # that is being done
     version: int | None = None  # of the weights that engines hold

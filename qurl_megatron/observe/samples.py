@@ -31,8 +31,6 @@ SAID = re.compile(r"  (prompt  |response|answer  | {8})  ")
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One response with its question and its reward."""
-
     step: int
     of: str  # TRAIN, HELD_OUT or a benchmark
     index: int  # of the prompt, in the order of the data

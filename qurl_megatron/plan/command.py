@@ -31,7 +31,6 @@ CANDIDATES = 300  # of the fastest layouts, one is the fastest under another ass
 
 
 def add_plan_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of ``qurl plan``."""
     add_recipe(command)
     command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs in all")
     kinds = "kind: a100-80, h100, h200 or b200"
@@ -185,7 +184,6 @@ def render(
     layouts: Sequence[Prediction],
     curve: Sequence[Prediction],
 ) -> str:
-    """Return the tables and the sentences below them."""
     top, shown = arguments.top, best_trainers(layouts)
     rows = [*shown[:top], *(layout for layout in shown[top:] if layout.own)]
     settings = pasteable(planner.config, layouts[0].config, arguments)

@@ -80,8 +80,6 @@ class EngineFootprint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory that a recipe would need."""
-
     config: RunConfig
     models: Models
     tokens: int  # of one pass on one rank
@@ -258,7 +256,6 @@ def _static_fraction(config: RunConfig) -> float:
 
 
 def render(run: Footprint) -> str:
-    """The tables, as text."""
     config, arch, parallel = run.config, run.models.policy, run.config.parallel
     described_by = run.models.described_by
     source = os.path.relpath(described_by)

@@ -93,7 +93,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def own_choice(config: RunConfig) -> Choice:
-    """The layout that the recipe says."""
     rollout = config.rollout
     return Choice(
         parallel=config.parallel,

@@ -16,8 +16,6 @@ SHAPES = ROOT / "launch/models"
 
 @dataclass(frozen=True)
 class Models:
-    """The shapes of the models that a run trains."""
-
     described_by: Path  # the policy's config.json
     policy: Arch
     critic: Arch | None

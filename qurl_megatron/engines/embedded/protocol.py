@@ -50,8 +50,6 @@ class Body(Record, frozen=True):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits that a request is checked against."""
-
     vocab: int
     max_total_tokens: int
     eos: tuple[int, ...]
