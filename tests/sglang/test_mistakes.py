@@ -106,10 +106,13 @@ def test_answers_that_span_an_update_carry_the_version_of_every_token(engine):
             spanning += 1
             cut = spans[1][1]
             assert spans[0][2] == cut
-            # What follows was computed with the new weights alone, its context included.
+            # What follows was computed with the new weights alone, its context included: the old
+            # ones are 0.9 away in the mean. An activation on the edge of two INT8 codes may fall
+            # to either in decoding and in scoring, which moves a few tokens by some 0.02.
             given = torch.tensor([pair[0] for pair in meta["output_token_logprobs"]])
             now = score(engine.server, prompt, response)
-            torch.testing.assert_close(given[cut:], now[cut:], atol=0.02, rtol=0)
+            error = (given[cut:] - now[cut:]).abs()
+            assert error.max() < 0.1 and error.mean() < 0.01
             assert (given[:cut] - now[:cut]).abs().max() > 0.1
     assert spanning > 0
 
