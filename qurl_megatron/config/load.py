@@ -157,6 +157,11 @@ class RunConfig:
             "gets a line for each turn",
         )
         require(
+            self.sync.transport != "relay" or self.rollout.each_node,
+            "sync.transport=relay reaches engines on the trainer's own machines; set "
+            "rollout.each_node=true, or sync.transport=files or group",
+        )
+        require(
             not (self.rollout.colocate and self.sync.transport == "group"),
             "sync.transport=group needs engines on GPUs of their own: with rollout.colocate both "
             "ends would be on one GPU, which NCCL refuses; set sync.transport=auto",
@@ -229,6 +234,11 @@ class RunConfig:
     @property
     def responses_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def transport(self) -> str:
+        """The transport that sync.transport means where memory has room."""
+        return self.sync.chosen(each_node=self.rollout.each_node)
 
     @property
     def scores_first_minibatch(self) -> bool:

@@ -747,11 +747,12 @@ class CheckpointConfig(Section, name="checkpoint", on_resume="free"):
 class SyncConfig(Section, name="sync", on_resume="free"):
     """How a new weight version reaches the engines."""
 
-    transport: Literal["auto", "files", "memory", "group"] = "auto"
+    transport: Literal["auto", "files", "memory", "group", "relay"] = "auto"
     """Path of the bytes: files in a folder that all machines share; memory of one machine that
-    trainer and engines map; group, point to point over NCCL or gloo. auto: memory where trainer and
-    engines are on one machine, two buckets per rank fit into it, and sync.dir names no folder;
-    else files."""
+    trainer and engines map; group, point to point over NCCL or gloo; relay, between training ranks
+    over NCCL or gloo, and memory on each of their machines. auto: memory where trainer and engines
+    are on one machine, relay with rollout.each_node, if two buckets per rank fit into memory and
+    sync.dir names no folder; else files."""
 
     bucket_mb: float = key(256.0, positive())
     """Largest bucket of one training rank, in MiB of quantized bytes. Two of them are in memory at
@@ -763,19 +764,25 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     its version."""
 
     host: str = ""
-    """Address of the leading rank at which the group transport meets engines; it must be reachable
-    from them, and from nowhere else. Empty: 127.0.0.1 on one machine, else MASTER_ADDR."""
+    """Address of the leading rank at which the transports group and relay meet engines; it must be
+    reachable from them, and from nowhere else. Empty: 127.0.0.1 on one machine, else
+    MASTER_ADDR."""
 
     dir: str = ""
     """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty:
     train.run_dir/versions. On one machine, a folder in /dev/shm is faster."""
 
-    @property
-    def on_one_machine(self) -> str:
-        """The transport where trainer and engines share a machine whose memory has room."""
+    def chosen(self, *, each_node: bool) -> str:
+        """Return the transport where engines are on the trainer's machines, whose memory has room.
+
+        Args:
+            each_node: ``rollout.each_node``; else all are on one machine.
+        """
         if self.transport != "auto":
             return self.transport
-        return "files" if self.dir else "memory"
+        if self.dir:
+            return "files"
+        return "relay" if each_node else "memory"
 
 
 @dataclass(frozen=True, kw_only=True)

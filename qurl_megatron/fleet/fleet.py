@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS, UNKNOWN, EngineKind
@@ -112,6 +113,11 @@ class EngineRecord:
     @property
     def url(self) -> str:
         return "" if self.client is None else self.client.url
+
+    @property
+    def host(self) -> str:
+        """The machine that it runs on, as its address has it."""
+        return urlsplit(self.url).hostname or ""
 
     @property
     def api(self) -> EngineClient:

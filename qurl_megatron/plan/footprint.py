@@ -5,6 +5,7 @@ A planner asks for hundreds of layouts, so nothing is built and torch is not imp
 the models' part to models that are really built.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,9 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
     reference = 0
     if config.algo.kl_coef > 0 and config.algo.reference_memory == "device":
         reference = policy.parameters * passed.itemsize
+    slots = SLOTS
+    if config.transport == "relay":
+        slots *= math.ceil(parallel.world_size / NODE)  # each has the parts of all machines
     return Stage(
         layers=layers,
         policy=policy,
@@ -209,7 +213,7 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
         working=(2 * one_layer if recompute else one_layer) + cast,
         logits=memory.logits(arch, passed) if index == parallel.pipeline - 1 else 0,
         publishing=memory.publishing(
-            policy.largest, round(config.sync.bucket_mb * MIB), slots=SLOTS
+            policy.largest, round(config.sync.bucket_mb * MIB), slots=slots
         ),
     )
 
@@ -238,10 +242,10 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> EngineFoot
 
 
 def _mapping_engines(config: RunConfig) -> int:
-    """Engine ranks that map, by the memory transport, a trainer's slots on a GPU not their own."""
+    """Engine ranks that map a trainer's slots on a GPU of their machine, but not their own."""
     rollout = config.rollout
-    elsewhere = rollout.urls or rollout.rendezvous or not rollout.kind.takes_gpus
-    if elsewhere or config.sync.on_one_machine != "memory":
+    elsewhere = rollout.adopts or not rollout.kind.takes_gpus
+    if elsewhere or config.transport not in ("memory", "relay"):
         return 0
     return min(NODE, rollout.engines * rollout.engine_tensor) - rollout.colocate
 

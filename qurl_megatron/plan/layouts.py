@@ -140,7 +140,7 @@ def applied(config: RunConfig, choice: Choice, *, node: int, static: float | Non
         settings["max_staleness"] = 0
     if choice.gpus > node:
         settings |= {"rendezvous": rollout.rendezvous or "auto", "each_node": choice.colocated}
-        sync = replace(sync, transport="files" if choice.colocated else "group")
+        sync = replace(sync, transport="auto" if choice.colocated else "group")
     elif not choice.colocated:
         settings["engine_first_gpu"] = choice.parallel.world_size
     if static is not None:

@@ -57,7 +57,7 @@ class Prediction:
         phases = {
             f"rollout: {self.rollout.limit}": self.rollout.seconds,
             f"train: {self.train.limit}": self.train.seconds,
-            f"publish: {self.config.sync.on_one_machine}": self.publish,
+            f"publish: {self.config.transport}": self.publish,
             "engines' release and reload": self.reload,
         }
         return max(phases, key=lambda name: phases[name])

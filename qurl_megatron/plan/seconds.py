@@ -297,8 +297,8 @@ def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:
 
     A training rank quantizes its share of the weights and puts the codes; an engine rank checks and
     copies its own meanwhile, bucket behind bucket. Files go through the disk that all machines
-    share; memory goes over NVLink, a group over the network. ``python -m benchmarks.publish``
-    measures it.
+    share; memory goes over NVLink, a group over the network, a relay over both. ``python -m
+    benchmarks.publish`` measures it.
     """
     parallel, rollout, constants = config.parallel, config.rollout, roof.constants
     version = memory.engine_weights(arch, config.quant.scheme, 1, config.model.itemsize)
@@ -309,11 +309,17 @@ def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:
     weights = _parameters(arch) / ranks / parallel.data
     making = roof.read(weights * QUANTIZE_TRAFFIC + quantized * CODE_TRAFFIC)
     loading = roof.read(received * CODE_TRAFFIC)
-    match config.sync.on_one_machine:
+    match config.transport:
         case "files":
             making = max(making, version / constants.disk)
             loading = max(loading, rollout.engines * version / constants.disk)
         case "memory":
+            loading += roof.send(received, 1)
+        case "relay":
+            # Each GPU takes its peers' parts from other machines before engines see the bucket.
+            machines = math.ceil(parallel.world_size / roof.node)
+            if machines > 1:
+                making += roof.send((machines - 1) * quantized, roof.node + 1)
             loading += roof.send(received, 1)
         case _:
             loading += roof.send(max(rollout.engines * quantized, received), roof.node + 1)

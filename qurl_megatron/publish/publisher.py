@@ -20,9 +20,11 @@ from qurl_megatron.actor.aligned import Align
 from qurl_megatron.actor.megatron import everywhere, held, on_lead, share
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import QuantConfig, RolloutConfig, SyncConfig
+from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.place import address_for_others
 from qurl_megatron.observe.metrics import Max, Metric, Sum
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.publish.drift import Drift
@@ -32,12 +34,12 @@ from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.lease import Owner
 from qurl_megatron.wire.message import Blob
 from qurl_megatron.wire.session import TRANSPORTS
-from qurl_megatron.wire.transport import Failures, Rank, Sender, Site
+from qurl_megatron.wire.transport import Failures, Place, Sender, Site
 
 MIB = 2**20
 
-Blobs = dict[Rank | None, Blob]
-"""One training rank's part of a bucket, by the engine rank it is for; None: for all of them."""
+Blobs = dict[Place, Blob]
+"""One training rank's part of a bucket, by the engines it is for."""
 
 
 def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_dir: Path) -> Sender:
@@ -47,7 +49,8 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
         ConfigError: the transport cannot reach these engines; names the key and the fix.
     """
     ranks = policy.ranks
-    hosts = everywhere(socket.gethostname())
+    host = address_for_others(one_node=False) if rollout.each_node else socket.gethostname()
+    hosts = everywhere(host)
     one_machine = len(set(hosts)) == 1 and not rollout.urls and not rollout.rendezvous
     shared = partial(share, waiting_for="opening the transport")
     parameters = sum(p.numel() for p in policy.gpt.parameters())
@@ -58,8 +61,8 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
         run_dir.mkdir(parents=True, exist_ok=True)
         token = Owner.of(run_dir).token
     # Stages differ in size: one rank's answer holds for all.
-    transport = TRANSPORTS[choose(sync, one_machine=one_machine, room=shared(room))]
-    return transport.sender.open(
+    kind = choose(sync, one_machine=one_machine, room=shared(room), each_node=rollout.each_node)
+    return TRANSPORTS[kind].sender.open(
         Site(
             rank=ranks.rank,
             size=ranks.world_size,
@@ -69,6 +72,7 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
             run_dir=run_dir,
             token=shared(token),
             one_machine=one_machine,
+            hosts=hosts,
             share=shared,
             shared=sync.dir,
             host=sync.host,
@@ -77,17 +81,22 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     )
 
 
-def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True) -> str:
+def choose(
+    sync: SyncConfig, *, one_machine: bool, room: bool = True, each_node: bool = False
+) -> str:
     """Return the name of the transport for engines here, or elsewhere.
 
     Args:
         room: the machine's shared memory has room for the buckets of all ranks.
+        each_node: ``rollout.each_node``.
 
     Raises:
         ConfigError: the requested one cannot reach them.
     """
     if sync.transport == "auto":
-        return sync.on_one_machine if one_machine and room else "files"
+        if not room or not (one_machine or each_node):
+            return "files"
+        return sync.chosen(each_node=each_node)
     if TRANSPORTS[sync.transport].sender.one_machine and not one_machine:
         raise ConfigError(
             f"sync.transport={sync.transport} needs trainer and engines on one machine, and "
@@ -261,11 +270,15 @@ class Publisher:
             ConfigError: a weight cannot be quantized, or there is no room for the bucket.
         """
         start = time.perf_counter()
-        shards = self._shards.quantized(index, version, self.sender.room(index), self._drift)
+        try:
+            shards = self._shards.quantized(index, version, self.sender.room(index), self._drift)
+        except ConfigError:
+            self.sender.miss()
+            raise
         quantized = time.perf_counter()
         blobs: Blobs = {}
         if not self.sender.cut:
-            blobs[None] = self.sender.put(index, shards)
+            blobs.update(self.sender.put_everywhere(index, shards))
         else:
             for tp in sorted(set(engines.values())):
                 for rank in range(tp):
@@ -297,10 +310,17 @@ def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -
 
 def _blobs_for(parts: Sequence[Blobs]) -> BlobsFor:
     """Return all training ranks' blobs by engine rank."""
-    by_place: dict[Rank | None, list[Blob]] = {}
+    by_place: dict[Place, list[Blob]] = {}
     for blobs in parts:
         for to, blob in blobs.items():
             of_place = by_place.setdefault(to, [])
             if blob.pieces:
                 of_place.append(blob)
-    return lambda engine, rank: by_place[None if None in by_place else (engine.tp, rank)]
+
+    def blobs_for(engine: EngineRecord, rank: int) -> Sequence[Blob]:
+        for place in (None, engine.host, (engine.tp, rank)):
+            if place in by_place:
+                return by_place[place]
+        raise EngineError(f"{engine.url} is on none of the trainer's machines")
+
+    return blobs_for

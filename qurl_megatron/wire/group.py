@@ -103,6 +103,48 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
+def store_of(site: Site) -> dist.TCPStore:
+    """Return this rank's end of the store that the leading rank hosts; all ranks call it together.
+
+    Raises:
+        ConfigError: as ``host_store``, on every rank.
+    """
+    # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
+    host = site.host or ("127.0.0.1" if site.one_machine else os.environ["MASTER_ADDR"])
+    store, failure = None, None
+    if site.leads:
+        try:
+            store = host_store(host, site.timeout_s)
+        except ConfigError as error:  # the others must not wait for a port
+            failure = error
+    port, failure = site.share((store and store.port, failure))
+    if failure is not None:
+        raise failure
+    return store or join_store(host, port, site.timeout_s)
+
+
+def leave_in(store: dist.TCPStore, receipt: Receipt) -> None:
+    """Leave an engine rank's receipt for the leading training rank.
+
+    Raises:
+        ConfigError: the store is gone.
+    """
+    try:
+        content = msgspec.json.encode(receipt).decode()
+        store.set(receipt_name(receipt.session, receipt.rank), content)
+    except RuntimeError as error:
+        raise ConfigError(f"the trainer's store is gone: {_gist(error)}") from None
+
+
+def take_from(store: dist.TCPStore, name: str) -> bytes | None:
+    """Return a receipt and remove it; None: it is not there yet."""
+    if not store.check([name]):
+        return None
+    content = store.get(name)
+    store.delete_key(name)
+    return content
+
+
 class GroupSender(Sender):
     kind = "group"
     cut = True
@@ -142,19 +184,7 @@ class GroupSender(Sender):
 
     @classmethod
     def open(cls, site: Site) -> "GroupSender":
-        # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
-        host = site.host or ("127.0.0.1" if site.one_machine else os.environ["MASTER_ADDR"])
-        store, failure = None, None
-        if site.leads:
-            try:
-                store = host_store(host, site.timeout_s)
-            except ConfigError as error:  # the others must not wait for a port
-                failure = error
-        port, failure = site.share((store and store.port, failure))
-        if failure is not None:
-            raise failure
-        if store is None:
-            store = join_store(host, port, site.timeout_s)
+        store = store_of(site)
         return cls(store, site.rank, site.size, device=site.device, timeout_s=site.timeout_s)
 
     def describe(self, engine: str, ranks: int) -> dict[str, Any]:
@@ -233,11 +263,7 @@ class GroupSender(Sender):
             self._memory.clear()
 
     def take_receipt(self, name: str) -> bytes | None:
-        if not self.store.check([name]):
-            return None
-        content = self.store.get(name)
-        self.store.delete_key(name)
-        return content
+        return take_from(self.store, name)
 
     def finish(self) -> None:
         self._finished = True
@@ -329,12 +355,8 @@ class GroupReceiver:
         return memory
 
     def report(self, receipt: Receipt) -> None:
-        try:
-            assert self._store is not None, "a session is on"
-            content = msgspec.json.encode(receipt).decode()
-            self._store.set(receipt_name(receipt.session, receipt.rank), content)
-        except RuntimeError as error:
-            raise ConfigError(f"the trainer's store is gone: {_gist(error)}") from None
+        assert self._store is not None, "a session is on"
+        leave_in(self._store, receipt)
 
     def close(self) -> None:
         self._hang_up()

@@ -178,11 +178,11 @@ def lay_out(parts: Iterable[Shard]) -> tuple[list[Piece], int]:
         shape = tuple(part.value.shape)
         piece = Piece(part.name, dtype, shape, part.dim, part.start, offset, checksum="")
         pieces.append(piece)
-        offset = _aligned(offset + piece.bytes)
+        offset = aligned(offset + piece.bytes)
     return pieces, offset
 
 
-def _aligned(offset: int) -> int:
+def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
@@ -201,7 +201,7 @@ class Room:
         start, size = self._end, math.prod(shape) * dtype.itemsize
         if self._memory is None or start + size > len(self._memory):
             return None
-        self._end = _aligned(start + size)
+        self._end = aligned(start + size)
         return self._memory[start : start + size].view(dtype).view(shape)
 
 

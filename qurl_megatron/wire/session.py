@@ -26,6 +26,7 @@ from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
 from qurl_megatron.wire.group import GroupReceiver, GroupSender
 from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, checksum, piece_of
+from qurl_megatron.wire.relay import RelayReceiver, RelaySender
 from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender
 from qurl_megatron.wire.transport import Receiver, Sender
 
@@ -46,6 +47,7 @@ TRANSPORTS = {
     "memory": Transport(MemorySender, MemoryReceiver),
     "files": Transport(FilesSender, FilesReceiver),
     "group": Transport(GroupSender, GroupReceiver),
+    "relay": Transport(RelaySender, RelayReceiver),
 }
 _NAMED = 3  # tensors named in one error; a shard that is missing lacks hundreds
 

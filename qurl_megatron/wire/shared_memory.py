@@ -68,8 +68,8 @@ class MemorySender(FolderSender):
         device = torch.device(device)
         if device.type == "cuda" and (setting := expandable_segments(os.environ)):
             raise ConfigError(
-                "sync.transport=memory shares GPU memory by CUDA IPC, which engines cannot open "
-                f"with {setting}; leave expandable_segments out, or set sync.transport=files"
+                f"sync.transport={self.kind} shares GPU memory by CUDA IPC, which engines cannot "
+                f"open with {setting}; leave expandable_segments out, or set sync.transport=files"
             )
         self._slots = [_Slot(self.folder / f"rank{rank}-{n}", device) for n in range(SLOTS)]
 

@@ -3,6 +3,7 @@
     files    files on a shared filesystem, there until all engines have the version
     memory   two buckets of memory that both processes map: one machine
     group    point to point over gloo or NCCL: several machines, nothing but the network
+    relay    between training ranks over gloo or NCCL, and memory on each of their machines
 
 Each is a module with both ends, and a row of ``wire.session.TRANSPORTS``: a sender lives in a
 training rank, a receiver in an engine rank. Neither knows Megatron or SGLang.
@@ -60,6 +61,9 @@ SLOWEST_POLL_S = 1.0
 Rank = tuple[int, int]
 """An engine's TP size and a rank in it. All engines of one size need the same cuts."""
 
+Place = Rank | str | None
+"""Engines that a blob is for: an engine rank (``Sender.cut``), those on a machine, or all."""
+
 Failures = dict[str, str]
 """Engine -> why it takes no part in this publication any more."""
 
@@ -76,6 +80,7 @@ class Site:
     run_dir: Path
     token: str  # prefix of names shared with the engines; unique to the run
     one_machine: bool  # all ranks, and engines that the run starts itself
+    hosts: Sequence[str]  # each rank's machine, as engines' addresses have it
     share: Callable[[Any], Any]
     """Return the leading rank's value on every rank; all call it together."""
 
@@ -138,6 +143,16 @@ class Sender:
             ConfigError: no room, or no right to write; names the path and the fix.
         """
         raise NotImplementedError
+
+    def put_everywhere(self, index: int, parts: Sequence[Shard]) -> Mapping[Place, Blob]:
+        """Put a bucket that is not ``cut``; return its blobs by the engines they are for.
+
+        All training ranks call it together, or ``miss``. Arguments and errors as of ``put``.
+        """
+        return {None: self.put(index, parts)}
+
+    def miss(self) -> None:
+        """Instead of ``put_everywhere``: this rank has no bucket, because making it failed."""
 
     def deliver(self, index: int) -> None:
         """Start sending the bucket ``index``; returns at once."""

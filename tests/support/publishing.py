@@ -17,11 +17,13 @@ from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.publish.update import Update
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.wire.files import FilesSender, leave
+from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.lease import Names
-from qurl_megatron.wire.message import Blob, Receipt, message_in
+from qurl_megatron.wire.message import Piece, Receipt, checksum, message_in, piece_of, raw
+from qurl_megatron.wire.session import open_receiver
+from qurl_megatron.wire.transport import Receiver
 from tests.support.fake_engine import FakeEngine, token_at
-from tests.support.versions import read_version
+from tests.support.versions import joined
 from tests.support.waiting import PATIENCE_S
 
 OF_FLEET = inspect.signature(Fleet).parameters.keys()
@@ -96,38 +98,44 @@ def publish_tensors(fleet: Fleet, version: int, tensors: Mapping[str, Tensor]) -
 
 
 class KeepsVersions:
-    """Stands for a fleet of one engine, which takes everything in and keeps versions that come as
-    files, each whole in a file of torch's."""
+    """Stands for a fleet of one engine on each host, which take everything in.
 
-    def __init__(self, folder: Path) -> None:
+    All must get the same. Versions in files, or in the CPU's memory, are kept as files of torch's.
+    """
+
+    def __init__(self, folder: Path, hosts: Sequence[str] = ("nowhere",)) -> None:
         self.folder, self.names, self.lock = folder, Names(""), threading.Lock()
-        self._engine = EngineRecord("engine-0", client=_Notes())
+        self._engines = [EngineRecord(f"on-{host}", client=_Notes(host)) for host in hosts]
 
     @contextmanager
     def publication(self) -> Iterator[list[EngineRecord]]:
-        yield [self._engine]
+        yield self._engines
 
     def each(self, act: Callable, purpose: str, engines: Iterable[EngineRecord]) -> dict:
         return {engine: act(engine) for engine in engines}
 
     def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
-        assert list(engines) == [self._engine]
-        if blobs := self._engine.client.take_blobs():
+        assert list(engines) == self._engines
+        first, *others = [engine.client.take_version() for engine in engines]
+        for other in others:
+            assert other.keys() == first.keys()
+            assert all(torch.equal(raw(other[name]), raw(first[name])) for name in other)
+        if first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save(read_version(blobs), self.folder / f"{version}.pt")
+            torch.save(first, self.folder / f"{version}.pt")
 
 
 class _Notes:
     """A client whose engine says yes to everything."""
 
-    url = "http://nowhere"
+    def __init__(self, host: str) -> None:
+        self.url, self.version = f"http://{host}", ""
+        self._pieces: list[tuple[Piece, Tensor]] = []
+        self._receiver: Receiver | None = None
 
-    def __init__(self) -> None:
-        self.version, self._blobs = "", []
-
-    def take_blobs(self) -> list[Blob]:
-        blobs, self._blobs = self._blobs, []
-        return blobs
+    def take_version(self) -> dict[str, Tensor]:
+        pieces, self._pieces = self._pieces, []
+        return joined(pieces)
 
     def __getattr__(self, name: str) -> Callable:
         assert name in ("pause", "begin_weight_update", "end_weight_update", "flush", "resume")
@@ -141,8 +149,15 @@ class _Notes:
 
     def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
         [message] = map(message_in, serialized)
-        if message.transport["kind"] == "files":
-            self._blobs += message.blobs
+        if self._receiver is None or not self._receiver.follow(message.transport):
+            self._receiver = open_receiver(message.transport, 0)
+        for blob in message.blobs:
+            if "cuda" in repr(blob.where):
+                continue  # a process cannot open handles of its own memory
+            data = self._receiver.fetch(blob)
+            for piece in blob.pieces:
+                value = piece_of(data, piece).clone()
+                assert checksum(value) == piece.checksum, f"{piece.name} is damaged"
+                self._pieces.append((piece, value))
         if message.action in ("check", "finish"):
-            whole = Receipt(message.session, 0, None, 0, 0.0)
-            leave(Path(message.transport["receipts"]), whole)
+            self._receiver.report(Receipt(message.session, 0, None, 0, 0.0))

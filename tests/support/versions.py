@@ -1,26 +1,13 @@
-"""Published versions read back whole, with every checksum verified."""
+"""Published versions read back whole."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from qurl_megatron.wire.files import FilesReceiver
-from qurl_megatron.wire.message import Blob, Piece, checksum, piece_of
+from qurl_megatron.wire.message import Piece
 
 Pieces = Iterable[tuple[Piece, Tensor]]
-
-
-def read_version(blobs: Iterable[Blob]) -> dict[str, Tensor]:
-    """Every tensor of a version in files."""
-    receiver = FilesReceiver({"receipts": ""}, 0)
-    pieces = []
-    for blob in blobs:
-        data = receiver.fetch(blob)
-        pieces += [(piece, piece_of(data, piece)) for piece in blob.pieces]
-    for piece, value in pieces:
-        assert checksum(value) == piece.checksum, f"{piece.name} is damaged"
-    return joined(pieces)
 
 
 def joined(pieces: Pieces) -> dict[str, Tensor]:

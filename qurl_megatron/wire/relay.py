@@ -1,0 +1,165 @@
+"""Buckets for engines on all of the trainer's machines: each byte comes to a machine once.
+
+Every machine has as many training ranks. The first rank of each machine is a *peer* of the other
+machines' first ranks, the second of their second ones, and so on. Of a bucket, peers give each
+other what they have quantized, codes and scales, and each lays all of it out in memory that the
+engines of its machine map (``shared_memory``), its own part first, so that it is made in place.
+Checksums stay those of the rank that quantized. Receipts come back through a store of the leading
+rank's.
+"""
+
+import secrets
+import shutil
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.slice import Shard
+from qurl_megatron.wire import SLOTS
+from qurl_megatron.wire.group import join_store, leave_in, store_of, take_from
+from qurl_megatron.wire.message import Blob, Receipt, aligned, fill, lay_out
+from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender, memory_folder
+from qurl_megatron.wire.transport import Place, Site
+
+
+class RelaySender(MemorySender):
+    kind = "relay"
+    one_machine = False
+
+    def __init__(self, site: Site, store: dist.TCPStore) -> None:
+        """All training ranks call it together.
+
+        Raises:
+            ConfigError: the machines have different numbers of ranks; or as ``MemorySender``.
+        """
+        peers_by_place = peers(site.hosts)
+        groups = [dist.new_group(p, timedelta(seconds=site.timeout_s)) for p in peers_by_place]
+        self._place = next(n for n, p in enumerate(peers_by_place) if site.rank in p)
+        self._peers = peers_by_place[self._place]
+        self._group = groups[self._place]
+        self._machine = self._peers.index(site.rank)
+        self._hosts = [site.hosts[rank] for rank in self._peers]
+        self._store, self._timeout_s, self._run = store, site.timeout_s, secrets.token_hex(4)
+        # Machines may share a folder where they are containers of one.
+        token = f"{site.token}-machine{self._machine}"
+        if self._place == 0:
+            shutil.rmtree(memory_folder(token), ignore_errors=True)  # files of a killed run
+        dist.barrier()
+        super().__init__(token, site.rank, leads=self._place == 0, device=site.device)
+
+    @classmethod
+    def open(cls, site: Site) -> "RelaySender":
+        return cls(site, store_of(site))
+
+    def describe(self, engine: str, ranks: int) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "host": self._store.host,
+            "port": self._store.port,
+            "run": self._run,
+            "timeout_s": self._timeout_s,
+            "facts": self._facts,
+        }
+
+    def put_everywhere(self, index: int, parts: Sequence[Shard]) -> dict[Place, Blob]:
+        planned, size = lay_out(parts)
+        sizes = self._gather(size)
+        if None in sizes:
+            return {}  # the peer that has none says why
+        starts, total = layout(sizes, self._machine)
+        slot, where, failure = self._slots[index % SLOTS], None, None
+        try:
+            memory = slot.of(total)
+            where = slot.where
+        except ConfigError as error:  # peers wait for this rank
+            failure = error
+        slots = self._gather(where)
+        if failure is not None:
+            raise failure
+        if None in slots:
+            return {}
+        pieces = fill(memory[:size], planned, [part.value for part in parts])
+        self._exchange(memory, starts, sizes)
+        blobs: dict[Place, Blob] = {}
+        for machine, host in enumerate(self._hosts):
+            start = layout(sizes, machine)[0][self._machine]
+            blobs[host] = Blob({"slot": slots[machine], "start": start}, size, pieces)
+        return blobs
+
+    def miss(self) -> None:
+        self._gather(None)
+
+    def take_receipt(self, name: str) -> bytes | None:
+        return take_from(self._store, name)
+
+    def _gather(self, value: Any) -> list:
+        values: list = [None] * len(self._peers)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _exchange(self, memory: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> None:
+        """Give peers the part of this rank, and take theirs."""
+        under_way = []
+        for peer, start, size in zip(self._peers, starts, sizes, strict=True):
+            if size:
+                part = memory[start : start + size]
+                under_way.append(dist.broadcast(part, peer, group=self._group, async_op=True))
+        for work in under_way:
+            work.wait()
+        if memory.is_cuda:
+            torch.cuda.current_stream(memory.device).synchronize()  # engines do not wait for it
+
+
+class RelayReceiver(MemoryReceiver):
+    def __init__(self, transport: dict[str, Any], rank: int) -> None:
+        super().__init__(transport, rank)
+        host, port, timeout_s = (transport[x] for x in ("host", "port", "timeout_s"))
+        try:
+            self._store = join_store(host, port, timeout_s)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the trainer's store at {host}:{port} is not there: {error}"
+            ) from None
+
+    def fetch(self, blob: Blob) -> Tensor:
+        start = blob.where["start"]
+        return super().fetch(Blob(blob.where["slot"], start + blob.bytes, ()))[start:]
+
+    def report(self, receipt: Receipt) -> None:
+        leave_in(self._store, receipt)
+
+
+def peers(hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks that are peers, one of each machine, place by place.
+
+    Args:
+        hosts: of each training rank.
+
+    Raises:
+        ConfigError: the machines have different numbers of ranks.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    counts = [f"{host} has {len(ranks)}" for host, ranks in by_host.items()]
+    if len({len(ranks) for ranks in by_host.values()}) > 1:
+        raise ConfigError(
+            "sync.transport=relay needs the same number of training ranks on each machine: "
+            f"{', '.join(counts)}; set sync.transport=files"
+        )
+    return [list(ranks) for ranks in zip(*by_host.values(), strict=True)]
+
+
+def layout(sizes: Sequence[int], machine: int) -> tuple[list[int], int]:
+    """Return where each machine's part begins in a slot of ``machine``, and the slot's bytes."""
+    starts, end = [0] * len(sizes), aligned(sizes[machine])
+    for other, size in enumerate(sizes):
+        if other != machine:
+            starts[other] = end
+            end += aligned(size)
+    return starts, end

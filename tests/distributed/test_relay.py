@@ -1,0 +1,142 @@
+"""A version that training ranks of several machines relay is whole on each of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qurl_megatron.actor.megatron import megatron_runtime
+from qurl_megatron.config import QuantConfig
+from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.wire.message import checksum, piece_of
+from qurl_megatron.wire.relay import RelaySender, layout, peers
+from qurl_megatron.wire.transport import Site
+from tests.support.models import tiny_checkpoint
+from tests.support.policies import build, recipe
+from tests.support.published import assert_published, assert_whole, publisher_of
+from tests.support.publishing import KeepsVersions
+from tests.support.ranks import run_on_ranks
+from tests.support.versions import joined
+
+
+def site_of(ranks, hosts, out: Path) -> Site:
+    """A training rank's facts, as if it was on the machine ``hosts[ranks.rank]``."""
+
+    def share(value):
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    places = {"run_dir": out, "shared": "", "host": "127.0.0.1", "name": "", "token": out.name}
+    size, device = ranks.world_size, ranks.device
+    own = {"rank": ranks.rank, "size": size, "leads": ranks.leads, "device": device}
+    return Site(**places, **own, one_machine=False, hosts=hosts, share=share, timeout_s=60.0)
+
+
+class Keeps(RelaySender):
+    """Notes the pieces that come into this rank's memory, its own and its peers'."""
+
+    def begin(self, version):
+        self.came = []
+
+    def put_everywhere(self, index, parts):
+        blobs = super().put_everywhere(index, parts)
+        memory, own = self.room(index), self._hosts[self._machine]
+        for peer in self._gather(blobs):
+            blob = peer[own]
+            start = blob.where["start"]
+            for piece in blob.pieces:
+                value = piece_of(memory[start : start + blob.bytes], piece).clone()
+                assert checksum(value) == piece.checksum, f"{piece.name} is damaged"
+                self.came.append((piece, value))
+        return blobs
+
+
+def relay(device, config, hosts, scheme, out):
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        quant = QuantConfig(scheme=scheme, uaq_scale=1.5)
+        sender = Keeps.open(site_of(ranks, hosts, out))
+        with publisher_of(policy, config, quant, out, sender=sender) as publisher:
+            if ranks.leads:
+                publisher.fleet = KeepsVersions(out, list(dict.fromkeys(hosts)))
+            for version in (0, 1):  # memory grows with the first
+                publisher.publish(version)
+        torch.save(sender.came, out / f"came-{ranks.rank}.pt")
+
+
+LAYOUTS = [
+    ("a a b b", dict(tensor=2, pipeline=2)),
+    ("a b a b", dict(tensor=2, data=2)),
+    ("a b c", dict(pipeline=3)),
+    ("a a", dict(tensor=2)),
+]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "none"])
+@pytest.mark.parametrize(("hosts", "parallel"), LAYOUTS)
+def test_each_machine_gets_the_whole_version_once(hosts, parallel, scheme, backend, tmp_path):
+    hosts = hosts.split()
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", vocab_size=131, num_hidden_layers=6)
+    config = recipe(folder, parallel, dtype="bfloat16")
+    run_on_ranks(relay, len(hosts), backend, tmp_path, config, hosts, scheme, tmp_path)
+
+    if backend == "gloo":  # what engines took in
+        assert_published(tmp_path / "1.pt", folder, scheme)
+    for machine in dict.fromkeys(hosts):
+        pieces: list = []
+        for rank, host in enumerate(hosts):
+            if host == machine:
+                file = tmp_path / f"came-{rank}.pt"
+                pieces += torch.load(file, weights_only=False, map_location="cpu")
+        assert_whole(joined(pieces), folder, scheme)  # joined only if each part came once
+
+
+def miss_one(device, config, out, broken):
+    """One rank's weights cannot be quantized, or find no room; the next version is whole."""
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        sender = Keeps.open(site_of(ranks, ["a", "b"], out))
+        quant = QuantConfig(scheme="int8", uaq_scale=1.5)
+        with publisher_of(policy, config, quant, out, sender=sender) as publisher:
+            if ranks.leads:
+                publisher.fleet = KeepsVersions(out, ["a", "b"])
+            make, slots = publisher._shards.quantized, sender._slots
+            if ranks.rank == 1 and broken == "weight":
+                publisher._shards.quantized = Refusing()
+            if ranks.rank == 1 and broken == "room":
+                sender._slots = [Refusing(), Refusing()]
+            with pytest.raises(ConfigError, match="^refused$"):
+                publisher.publish(0)
+            publisher._shards.quantized, sender._slots = make, slots
+            publisher.publish(1)
+
+
+class Refusing:
+    memory = None
+
+    def __call__(self, *_):
+        raise ConfigError("refused")
+
+    of = __call__
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("broken", ["weight", "room"])
+def test_a_rank_that_cannot_make_its_part_says_so_on_all_of_them(broken, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", vocab_size=131)
+    config = recipe(folder, dict(data=2), dtype="bfloat16")
+    run_on_ranks(miss_one, 2, "gloo", tmp_path, config, tmp_path, broken)
+    assert_published(tmp_path / "1.pt", folder, "int8")
+
+
+def test_peers_are_the_ranks_of_one_place_and_a_slot_begins_with_its_own_part():
+    assert peers(["a", "a", "b", "b"]) == [[0, 2], [1, 3]]
+    assert peers(["a", "b", "a", "b"]) == [[0, 1], [2, 3]]
+    assert layout([65, 0, 64], 0) == ([0, 128, 128], 192)
+    assert layout([65, 0, 64], 2) == ([64, 192, 0], 192)
+    with pytest.raises(ConfigError, match="a has 2, b has 1; set sync.transport=files"):
+        peers(["a", "b", "a"])
