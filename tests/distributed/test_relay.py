@@ -98,7 +98,7 @@ def miss_one(device, config, out, broken):
     """One rank's weights cannot be quantized, or find no room; the next version is whole."""
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
-        sender = Keeps.open(site_of(ranks, ["a", "b"], out))
+        sender = RelaySender.open(site_of(ranks, ["a", "b"], out))
         quant = QuantConfig(scheme="int8", uaq_scale=1.5)
         with publisher_of(policy, config, quant, out, sender=sender) as publisher:
             if ranks.leads:
