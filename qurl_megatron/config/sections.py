@@ -755,8 +755,8 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     sync.dir names no folder; else files."""
 
     bucket_mb: float = key(256.0, positive())
-    """Largest bucket of one training rank, in MiB of quantized bytes. Two of them are in memory at
-    a time."""
+    """Largest bucket of one training rank, in MiB of quantized bytes; with relay, of one rank on
+    each machine together. Two of them are in memory at a time."""
 
     pause: Literal["retract", "in_place"] = "retract"
     """Treatment of requests that an update interrupts. retract: recompute them with the new weights
@@ -765,8 +765,8 @@ class SyncConfig(Section, name="sync", on_resume="free"):
 
     host: str = ""
     """Address of the leading rank at which the transports group and relay meet engines; it must be
-    reachable from them, and from nowhere else. Empty: 127.0.0.1 on one machine, else
-    MASTER_ADDR."""
+    reachable from them, and from nowhere else. Empty: of group, 127.0.0.1 on one machine, else
+    MASTER_ADDR; of relay, the address at which that rank's own engines are reached."""
 
     dir: str = ""
     """Folder that trainer and engines share; versions go to a folder of the run's own in it. Empty:

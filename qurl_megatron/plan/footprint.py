@@ -5,7 +5,6 @@ A planner asks for hundreds of layouts, so nothing is built and torch is not imp
 the models' part to models that are really built.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -198,9 +197,10 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
     reference = 0
     if config.algo.kl_coef > 0 and config.algo.reference_memory == "device":
         reference = policy.parameters * passed.itemsize
-    slots = SLOTS
+    bucket = round(config.sync.bucket_mb * MIB)
     if config.transport == "relay":
-        slots *= math.ceil(parallel.world_size / NODE)  # each has the parts of all machines
+        # Embedding and output layer, each whole in another machine's part of one bucket.
+        bucket += 2 * itemsize * policy.largest
     return Stage(
         layers=layers,
         policy=policy,
@@ -212,9 +212,7 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
         # Made again, and its gradients; without recomputation these alone.
         working=(2 * one_layer if recompute else one_layer) + cast,
         logits=memory.logits(arch, passed) if index == parallel.pipeline - 1 else 0,
-        publishing=memory.publishing(
-            policy.largest, round(config.sync.bucket_mb * MIB), slots=slots
-        ),
+        publishing=memory.publishing(policy.largest, bucket, slots=SLOTS),
     )
 
 

@@ -153,7 +153,8 @@ class Publisher:
         self._update: Update  # of the leading rank
         self._loaded: dict[str, Metric] = {}  # there: how the engines took the version
         self._drift = Drift(quant)
-        self._shards = RankShards(policy, quant, quant.scheme, int(sync.bucket_mb * MIB), seed)
+        limit = int(sync.bucket_mb * MIB) // sender.machines
+        self._shards = RankShards(policy, quant, quant.scheme, limit, seed)
 
     def __enter__(self) -> "Publisher":
         return self

@@ -140,12 +140,13 @@ class FolderReceiver:
 
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
         self._transport = transport
+        self._receipts = Path(transport["receipts"])
 
     def follow(self, transport: dict[str, Any]) -> bool:
         return transport == self._transport
 
     def report(self, receipt: Receipt) -> None:
-        leave(Path(self._transport["receipts"]), receipt)
+        leave(self._receipts, receipt)
 
     def close(self) -> None:
         pass

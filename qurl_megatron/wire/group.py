@@ -103,14 +103,16 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def store_of(site: Site) -> dist.TCPStore:
+def store_of(site: Site, host: str) -> dist.TCPStore:
     """Return this rank's end of the store that the leading rank hosts; all ranks call it together.
+
+    Args:
+        host: the leading rank's address, where sync.host names none.
 
     Raises:
         ConfigError: as ``host_store``, on every rank.
     """
-    # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
-    host = site.host or ("127.0.0.1" if site.one_machine else os.environ["MASTER_ADDR"])
+    host = site.host or host
     store, failure = None, None
     if site.leads:
         try:
@@ -184,7 +186,9 @@ class GroupSender(Sender):
 
     @classmethod
     def open(cls, site: Site) -> "GroupSender":
-        store = store_of(site)
+        # Where torchrun or srun had the ranks meet, engines can reach the leading one too.
+        host = "127.0.0.1" if site.one_machine else os.environ["MASTER_ADDR"]
+        store = store_of(site, host)
         return cls(store, site.rank, site.size, device=site.device, timeout_s=site.timeout_s)
 
     def describe(self, engine: str, ranks: int) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class RelaySender(MemorySender):
         self._peers = peers_by_place[self._place]
         self._group = groups[self._place]
         self._machine = self._peers.index(site.rank)
+        self.machines = len(self._peers)
         self._hosts = [site.hosts[rank] for rank in self._peers]
         self._store, self._timeout_s, self._run = store, site.timeout_s, secrets.token_hex(4)
         # Machines may share a folder where they are containers of one.
@@ -54,17 +55,11 @@ class RelaySender(MemorySender):
 
     @classmethod
     def open(cls, site: Site) -> "RelaySender":
-        return cls(site, store_of(site))
+        return cls(site, store_of(site, site.hosts[0]))
 
     def describe(self, engine: str, ranks: int) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "host": self._store.host,
-            "port": self._store.port,
-            "run": self._run,
-            "timeout_s": self._timeout_s,
-            "facts": self._facts,
-        }
+        store = {"host": self._store.host, "port": self._store.port, "run": self._run}
+        return {**super().describe(engine, ranks), **store, "timeout_s": self._timeout_s}
 
     def put_everywhere(self, index: int, parts: Sequence[Shard]) -> dict[Place, Blob]:
         planned, size = lay_out(parts)

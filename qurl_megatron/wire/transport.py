@@ -101,6 +101,7 @@ class Sender:
     cut: ClassVar[bool] = False  # each engine rank gets blobs of its own, cut to its part
     lasting: ClassVar[bool] = False  # blobs stay until the version is finished
     one_machine: ClassVar[bool] = False  # it reaches no further
+    machines: int = 1  # whose parts of a bucket lie in one memory
     receipt_wait_s: ClassVar[float] = 2.0  # how long a receipt may take to be seen
 
     @classmethod

@@ -184,7 +184,7 @@ def test_engines_of_each_node_serve_what_those_of_one_machine_do(nodes, recipe):
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(where)}"]
         torchrun += [f"--nproc-per-node={2 // len(where)}", "--master-addr=train1"]
         options = [f"train.run_dir={run_dir}", "rollout.each_node=true", "rollout.engines=2"]
-        options += ["parallel.tensor=2", "train.steps=2", f"sync.dir={recipe.parent}"]
+        options += ["parallel.tensor=2", "train.steps=2"]
         train = ["-m", "qurl_megatron.cli", "train", recipe, *options]
         commands = [[*torchrun, f"--node-rank={rank}", *train] for rank, _ in enumerate(where)]
         on_each(where, commands, [{} for _ in where], recipe.parent)
@@ -195,6 +195,10 @@ def test_engines_of_each_node_serve_what_those_of_one_machine_do(nodes, recipe):
         return metrics(run_dir)
 
     two, one = run("two-nodes", nodes[:2]), run("one-node", nodes[:1])
+    for sizes in (*two.values(), *one.values()):
+        assert sizes.pop("sync/buffer_mb") > 0
+    for step in two:  # put on two machines instead of one
+        assert two[step].pop("sync/bytes") == 2 * one[step].pop("sync/bytes")
     assert [*two] == [1, 2] and two == one
 
 

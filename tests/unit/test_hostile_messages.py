@@ -45,15 +45,19 @@ HELLO = Hello("link", "refusal")
 def test_an_engine_rank_is_told_of_its_blobs_and_of_no_empty_ones():
     first, second, nothing = (Blob({"slot": i}, 96, (PIECE,) * (i < 2)) for i in range(3))
     whole = _blobs_for([{None: first}, {None: nothing}, {None: second}])
+    by_host = _blobs_for([{"a": first, "b": nothing}, {"a": second, "b": nothing}])
     by_rank = _blobs_for([{(1, 0): first, (2, 1): first, (2, 0): nothing}, {(2, 1): second}])
     for blobs_for, tp, rank, expected in [
         (whole, 1, 0, (first, second)),
         (whole, 2, 1, (first, second)),
+        (by_host, 1, 0, (first, second)),
         (by_rank, 1, 0, (first,)),
         (by_rank, 2, 0, ()),
         (by_rank, 2, 1, (first, second)),
     ]:
-        assert tuple(blobs_for(SimpleNamespace(tp=tp), rank)) == expected
+        assert tuple(blobs_for(SimpleNamespace(tp=tp, host="a"), rank)) == expected
+    with pytest.raises(EngineError, match="http://c:1 is on none of the trainer's machines"):
+        by_host(SimpleNamespace(tp=1, host="c", url="http://c:1"), 0)
 
 
 def one_line(error: Exception) -> None:
