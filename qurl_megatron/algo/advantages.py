@@ -15,8 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from qurl_megatron.algo.segments import padded, unpadded
+from torch.nn.utils.rnn import pad_sequence
 
 # Keeps the division defined; small against any spread of rewards that means something.
 STD_EPSILON = 1e-6
@@ -78,14 +77,13 @@ def at_last_token(rewards: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
     return values_N
 
 
-def discounted_returns(rewards: Tensor, lengths: Sequence[int] | Tensor, gamma: float) -> Tensor:
+def discounted_returns(rewards: Tensor, lengths: Sequence[int], gamma: float) -> Tensor:
     """sum over k of gamma^k times the reward k tokens later in the same response, [N] -> [N]."""
-    rewards_RL = padded(rewards.detach().double(), lengths)
-    return unpadded(_accumulated(rewards_RL, gamma), lengths).to(rewards.dtype)
+    return _accumulated(_columns(rewards, lengths), lengths, gamma).to(rewards.dtype)
 
 
 def gae(
-    rewards: Tensor, values: Tensor, lengths: Sequence[int] | Tensor, *, gamma: float, lam: float
+    rewards: Tensor, values: Tensor, lengths: Sequence[int], *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, Eq. 16).
 
@@ -100,11 +98,11 @@ def gae(
         [N] advantages, and [N] returns (advantage + value) for the critic to learn, detached. After
         the last token nothing is expected any more, also where the length limit cut it off.
     """
-    rewards_RL, values_RL = (padded(x.detach().double(), lengths) for x in (rewards, values))
-    next_RL = torch.zeros_like(values_RL)
-    next_RL[:, :-1] = values_RL[:, 1:]
-    errors_RL = rewards_RL + gamma * next_RL - values_RL
-    advantages = unpadded(_accumulated(errors_RL, gamma * lam), lengths)
+    rewards_LR, values_LR = _columns(rewards, lengths), _columns(values, lengths)
+    next_LR = torch.zeros_like(values_LR)
+    next_LR[:-1] = values_LR[1:]
+    errors_LR = rewards_LR + gamma * next_LR - values_LR
+    advantages = _accumulated(errors_LR, lengths, gamma * lam)
     returns = advantages + values.detach()
     return advantages.to(values.dtype), returns.to(values.dtype)
 
@@ -135,15 +133,20 @@ def value_loss(
     return 0.5 * torch.where(clipped, bounded, free), clipped
 
 
-def _accumulated(rows_RL: Tensor, factor: float) -> Tensor:
-    """Return each entry plus ``factor`` times the sum accumulated behind it.
+def _columns(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Lay out a column per response, filled up with zeros, [N] -> [L, R] float64, detached."""
+    return pad_sequence(values.detach().double().split(lengths))
 
-    Padding is behind the tokens and 0, so nothing flows from it.
+
+def _accumulated(columns_LR: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
+    """Return each token's entry plus ``factor`` times the sum accumulated behind it, [N].
+
+    Padding is behind the tokens and 0, so nothing flows from it. The columns are overwritten.
     """
-    columns_LR = rows_RL.T.contiguous()
     for t in range(len(columns_LR) - 2, -1, -1):
         columns_LR[t].add_(columns_LR[t + 1], alpha=factor)
-    return columns_LR.T
+    responses = zip(columns_LR.T, lengths, strict=True)
+    return torch.cat([column_L[:length] for column_L, length in responses])
 
 
 def whitened(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -193,8 +196,8 @@ class BatchFacts:
 
     def whitened_returns(self, rewards_R: Tensor) -> Tensor:
         """Rewards still to come of each token, whitened over the whole batch, [N]."""
-        to_come_N = discounted_returns(self.token_rewards(rewards_R), self.lengths_r, self.gamma)
-        return whitened(to_come_N, group=self.group)
+        rewards_N, lengths = self.token_rewards(rewards_R), self.lengths_r.tolist()
+        return whitened(discounted_returns(rewards_N, lengths, self.gamma), group=self.group)
 
 
 def over_group(kind: str, known: BatchFacts) -> tuple[Tensor, None]:
@@ -222,7 +225,7 @@ def against_critic(known: BatchFacts) -> tuple[Tensor, Tensor]:
     advantages_N, returns_N = gae(
         known.token_rewards(known.rewards_R),
         known.values_N,
-        known.lengths_r,
+        known.lengths_r.tolist(),
         gamma=known.gamma,
         lam=known.lam,
     )

@@ -3,7 +3,7 @@
 The response tokens of a batch lie in one flat tensor, one response after the other. Either
 ``owners`` says to which response each token belongs, or ``lengths`` how many tokens each has.
 
-Shapes: N = tokens, R = responses (some may be empty), L = tokens of the longest response.
+Shapes: N = tokens, R = responses (some may be empty).
 """
 
 from collections.abc import Sequence
@@ -31,24 +31,3 @@ def mean_per_response(values: Tensor, owners: Tensor, responses: int) -> Tensor:
     """Mean over the tokens of each response, [N] -> [R] float64; 0 for an empty one."""
     count_R = sum_per_response(torch.ones_like(values), owners, responses)
     return sum_per_response(values, owners, responses) / count_R.clamp(min=1)
-
-
-def padded(values: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
-    """One row per response, filled up with zeros, [N] -> [R, L]."""
-    mask_RL = _mask(lengths, values.device)
-    assert len(values) == mask_RL.sum(), f"{len(values)} tokens for lengths {lengths}"
-    rows_RL = values.new_zeros(mask_RL.shape)
-    rows_RL[mask_RL] = values
-    return rows_RL
-
-
-def unpadded(rows: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
-    """The reverse of ``padded``, [R, L] -> [N]."""
-    return rows[_mask(lengths, rows.device)]
-
-
-def _mask(lengths: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """Which places of the rows hold a token, [R, L]."""
-    lengths_R = torch.as_tensor(lengths, dtype=torch.int64, device=device)
-    longest = int(lengths_R.max()) if len(lengths_R) else 0
-    return torch.arange(longest, device=device) < lengths_R[:, None]

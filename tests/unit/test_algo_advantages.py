@@ -57,11 +57,10 @@ def test_gae_equals_a_loop_over_tokens(gamma, lam):
     torch.testing.assert_close(returns, advantages + values)
 
 
-def test_gae_of_nothing_and_of_empty_responses():
+def test_gae_of_empty_responses():
     nothing = torch.zeros(0)
-    for lengths in ([], [0, 0]):
-        advantages, returns = gae(nothing, nothing, lengths, gamma=1.0, lam=1.0)
-        assert advantages.shape == returns.shape == (0,)
+    advantages, returns = gae(nothing, nothing, [0, 0], gamma=1.0, lam=1.0)
+    assert advantages.shape == returns.shape == (0,)
 
 
 def test_advantages_are_not_differentiated():

@@ -8,13 +8,7 @@ import torch
 
 from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.algo.ratios import LEVELS, kept
-from qurl_megatron.algo.segments import (
-    mean_per_response,
-    owners_of,
-    padded,
-    sum_per_response,
-    unpadded,
-)
+from qurl_megatron.algo.segments import mean_per_response, owners_of, sum_per_response
 from tests.support.objectives import terms_of, written
 
 KINDS = sorted(OBJECTIVES)
@@ -61,14 +55,6 @@ def test_sums_and_means_per_response_by_hand():
 def test_sums_do_not_lose_small_terms_beside_large_ones():
     values = torch.tensor([1e8, 1.0, -1e8])  # float32: 1e8 + 1 is 1e8
     assert sum_per_response(values, torch.zeros(3, dtype=torch.int64), 1).tolist() == [1.0]
-
-
-def test_padding_is_undone():
-    rows = padded(torch.tensor([1.0, 2.0, 3.0]), [2, 0, 1])
-    assert rows.tolist() == [[1.0, 2.0], [0.0, 0.0], [3.0, 0.0]]
-    assert unpadded(rows, [2, 0, 1]).tolist() == [1.0, 2.0, 3.0]
-    assert padded(torch.zeros(0), [0, 0]).shape == (2, 0)
-    assert unpadded(padded(torch.zeros(0), []), []).shape == (0,)
 
 
 @pytest.mark.parametrize("first_update", [True, False])
