@@ -159,18 +159,9 @@ def _answer_cuda_type_names() -> None:
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     for cls in (optimizer.Float16OptimizerWithFloat16Params, distributed.DistributedOptimizer):
-        cls.__init__ = _with_cuda_type_names(cls.__init__)
-    clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+        cls.__init__ = _cuda_type_names()(cls.__init__)
+    clip = _cuda_type_names()(clip_grads.clip_grad_by_total_norm_fp32)
     clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
-
-
-def _with_cuda_type_names(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        with _cuda_type_names():
-            return function(*args, **kwargs)
-
-    return call
 
 
 @contextlib.contextmanager
