@@ -34,15 +34,12 @@ _SPELL_CUDA = (
 _FACTORIES = ("tensor", "zeros", "empty", "empty_like")
 
 
+@functools.cache
 def install() -> None:
     """Make ``megatron.core`` run on the CPU; call before any of it is used, again at no cost.
 
     GPUs that torch sees, and the ranks do not use, are hidden in this process from then on.
     """
-    if getattr(install, "done", False):
-        return
-    install.done = True
-
     if torch.cuda.is_available():
         # Megatron, and we, choose devices and kernels by these two.
         torch.cuda.is_available = lambda: False
