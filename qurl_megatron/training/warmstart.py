@@ -12,12 +12,13 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from qurl_megatron.config import DataConfig, WarmstartConfig
 from qurl_megatron.data.questions import held_out_questions, training_questions
@@ -278,11 +279,7 @@ def _pad(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
     """Return inputs and next-token targets, [B, S]; only answers are targets."""
     inputs, targets = [], []
     for prompt, answer in pairs:
-        inputs.append((prompt + answer)[:-1])
-        targets.append([IGNORED] * (len(prompt) - 1) + answer)
-    length = max(map(len, inputs))
-    return _rows(inputs, length, 0), _rows(targets, length, IGNORED)
-
-
-def _rows(rows: Iterable[list[int]], length: int, filler: int) -> Tensor:
-    return torch.tensor([row + [filler] * (length - len(row)) for row in rows])
+        inputs.append(torch.tensor((prompt + answer)[:-1]))
+        targets.append(torch.tensor([IGNORED] * (len(prompt) - 1) + answer))
+    inputs_BS = pad_sequence(inputs, batch_first=True)
+    return inputs_BS, pad_sequence(targets, batch_first=True, padding_value=IGNORED)
