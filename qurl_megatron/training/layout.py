@@ -29,7 +29,10 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
     All have one shape, unless ``train.max_tokens`` gives each its own.
     """
     summary, train = samples.summary, config.train
-    chunks, multiple = _multiples(ranks)
+    # Context parallelism cuts every sequence into so many chunks, and sequence parallelism then
+    # cuts each context rank's part.
+    chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
+    multiple = chunks * ranks.tensor.size
     weights = _weights(counted_tokens(summary, config), config, step)
     longest = max(summary.totals)
 
@@ -42,8 +45,17 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
         length = max(summary.totals[i] for i in microbatch) if train.max_tokens else longest
         return pad_samples(samples, microbatch, parts, length=round_up(length, multiple))
 
+    sequence_multiple = chunks if train.packed else multiple
+    dealt = deal(
+        _minibatches(len(summary), config, step),
+        [round_up(n, sequence_multiple) for n in summary.totals],
+        ranks.data.size,
+        train.micro_batch,
+        budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
+        packed=train.packed,
+    )
     minibatches = []
-    for minibatch in _dealt(ranks, summary, config, step):
+    for minibatch in dealt:
         own_microbatches = minibatch[ranks.data.rank]
         minibatches.append([laid_out(m).to(ranks.device) for m in own_microbatches])
     return minibatches
@@ -116,30 +128,6 @@ def _minibatches(count: int, config: RunConfig, step: int) -> list[list[int]]:
     seed = (config.train.seed * 1_000_003 + step) % 2**63
     group = config.rollout.samples_per_prompt if config.algo.deal == "groups" else 1
     return shuffled(count, config.algo.minibatches, seed, group)
-
-
-def _dealt(
-    ranks: Ranks, summary: Summary, config: RunConfig, step: int
-) -> list[list[list[list[int]]]]:
-    """Return ``[minibatch][data rank][microbatch][response]``."""
-    train, (chunks, multiple) = config.train, _multiples(ranks)
-    sequence_multiple = chunks if train.packed else multiple
-    return deal(
-        _minibatches(len(summary), config, step),
-        [round_up(n, sequence_multiple) for n in summary.totals],
-        ranks.data.size,
-        train.micro_batch,
-        budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
-        packed=train.packed,
-    )
-
-
-def _multiples(ranks: Ranks) -> tuple[int, int]:
-    """Return the multiples of lengths: of a sequence in a packed row, and of a row."""
-    # Context parallelism cuts every sequence into so many chunks, and sequence parallelism then
-    # cuts each context rank's part.
-    chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
-    return chunks, chunks * ranks.tensor.size
 
 
 def deliver(responses: Responses | None) -> Responses:
