@@ -126,23 +126,16 @@ def mismatch(
     """
     # On the host from the start: fetched one by one, each number would wait for the device.
     proximal, behaviour = (x.detach().double().cpu() for x in (proximal, behaviour))
-    return {
-        **of_tokens(proximal, behaviour, cap),
-        **of_responses(proximal, behaviour, owners.cpu(), responses),
-    }
-
-
-def batch_mismatch(batch: TokenBatch, cap: float) -> dict[str, Metric]:
-    """Return the metrics of a microbatch that has proximal log-probs."""
-    responses = len(batch.lengths)
-    return mismatch(batch.proximal, batch.behaviour, batch.owners, responses, cap=cap)
-
-
-def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metric]:
-    """Return metrics over tokens, whichever response they belong to."""
+    owners = owners.cpu()
     log_rho = proximal - behaviour
     rho = bounded_exp(log_rho)
     prob_diff = (proximal.exp() - behaviour.exp()).abs()
+    # Of responses that have tokens, each counting once, however long it is.
+    some = sum_per_response(torch.ones_like(proximal), owners, responses) > 0
+    log_product = sum_per_response(log_rho, owners, responses)[some]
+    log_ppl_proximal = -mean_per_response(proximal, owners, responses)[some]
+    log_ppl_behaviour = -mean_per_response(behaviour, owners, responses)[some]
+    geometric = bounded_exp(log_ppl_behaviour - log_ppl_proximal)
     return {
         "rollout/kl_k1": _mean(k1(behaviour, proximal)),
         "rollout/kl_k3": _mean(k3(behaviour, proximal)),
@@ -158,25 +151,18 @@ def of_tokens(proximal: Tensor, behaviour: Tensor, cap: float) -> dict[str, Metr
         "rollout/log_prob_diff_abs": _mean(log_rho.abs()),
         **_mean_and_max("rollout/prob_diff", prob_diff),
         "rollout/prob_diff_std": _std(prob_diff),
-    }
-
-
-def of_responses(
-    proximal: Tensor, behaviour: Tensor, owners: Tensor, responses: int
-) -> dict[str, Metric]:
-    """Return metrics over responses, each counting once, however long it is."""
-    some = sum_per_response(torch.ones_like(proximal), owners, responses) > 0
-    log_product = sum_per_response(proximal - behaviour, owners, responses)[some]
-    log_ppl_proximal = -mean_per_response(proximal, owners, responses)[some]
-    log_ppl_behaviour = -mean_per_response(behaviour, owners, responses)[some]
-    geometric = bounded_exp(log_ppl_behaviour - log_ppl_proximal)
-    return {
         **_mean_and_extremes("rollout/rho_sequence", bounded_exp(log_product)),
         **_mean_and_extremes("rollout/rho_geometric", geometric),
         # Perplexities are averaged after exp, as slime and verl do: of a response, not of a batch.
         "rollout/ppl_proximal": _mean(bounded_exp(log_ppl_proximal)),
         "rollout/ppl_behaviour": _mean(bounded_exp(log_ppl_behaviour)),
     }
+
+
+def batch_mismatch(batch: TokenBatch, cap: float) -> dict[str, Metric]:
+    """Return the metrics of a microbatch that has proximal log-probs."""
+    responses = len(batch.lengths)
+    return mismatch(batch.proximal, batch.behaviour, batch.owners, responses, cap=cap)
 
 
 def _mean(values: Tensor) -> Mean:
