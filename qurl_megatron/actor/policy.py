@@ -104,7 +104,7 @@ class Policy(Trained):
         waiting = None
         if reference and reference.path:
             other = open_checkpoint(reference.path)
-            check_same_shape(other, source, "algo.reference")
+            check_same_shape(other, source)
             load_weights(gpt, arch, ranks, other.reader, uaq_scale / other.uaq_scale)
             waiting = WaitingWeights(gpt.parameters(), reference.memory)
         fp32 = load_weights(gpt, arch, ranks, source.reader, fold)
@@ -235,17 +235,13 @@ class WaitingWeights:
             other.copy_(previous, non_blocking=True)
 
 
-def check_same_shape(reference: Checkpoint, actor: Checkpoint, key: str) -> None:
-    """Raise ``ConfigError`` unless one model can hold the weights of both, and means the same.
-
-    Args:
-        key: the user's name for the reference.
-    """
+def check_same_shape(reference: Checkpoint, actor: Checkpoint) -> None:
+    """Raise ``ConfigError`` unless one model can hold the weights of both, and means the same."""
     for field in fields(actor.arch):
         theirs, ours = getattr(reference.arch, field.name), getattr(actor.arch, field.name)
         if theirs != ours and field.name not in _NAMES:
             raise ConfigError(
-                f"{key}={reference.folder} has {field.name}={theirs} where the actor, "
+                f"algo.reference={reference.folder} has {field.name}={theirs} where the actor, "
                 f"{actor.folder}, has {ours}; name a checkpoint of the actor's shape"
             )
 
