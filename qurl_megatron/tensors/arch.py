@@ -229,7 +229,7 @@ def _arch(config: dict[str, Any]) -> Arch:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_position=_count(config, "max_position_embeddings", 2048),
-        tied=_switch(config, "tie_word_embeddings", False),
+        tied=_switch(config, "tie_word_embeddings"),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         experts=_experts(config) if family.routed else None,
@@ -299,8 +299,8 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
     return float(value)
 
 
-def _switch(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = _value(config, key, default)
+def _switch(config: Mapping[str, Any], key: str) -> bool:
+    value = _value(config, key, False)
     if type(value) is not bool:
         raise ConfigError(f"config.json: {key} must be true or false, got {value!r:.80}")
     return value
@@ -380,7 +380,7 @@ def _experts(config: dict[str, Any]) -> Experts:
         count=_count(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         top_k=_count(config, "num_experts_per_tok"),
         intermediate=_count(config, "moe_intermediate_size"),
-        norm_topk_prob=_switch(config, "norm_topk_prob", False),
+        norm_topk_prob=_switch(config, "norm_topk_prob"),
     )
 
 
