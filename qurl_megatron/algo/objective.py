@@ -79,13 +79,12 @@ def objective(
 class ObjectiveTerms:
     """The objective and its parts, per token; all but ``value`` are detached.
 
-    A token that is not kept counts as one without mismatch: ratio and rho 1, nothing clipped; its
-    weight is 0.
+    A token that is not kept counts as one without mismatch: ratio 1, nothing clipped; its weight
+    is 0.
     """
 
     value: Tensor  # J, differentiable
     ratio: Tensor  # current / the policy this kind compares with
-    rho: Tensor  # proximal / behaviour, of the weight
     weight: Tensor  # factor of the surrogate
     clipped: Tensor  # bool: the ratio is beyond a bound that counts; clip: no gradient
     dual_clipped: Tensor  # bool: the dual clip stops this token's gradient
@@ -161,7 +160,6 @@ def objective_terms(
     return ObjectiveTerms(
         value=weight * paid,
         ratio=quotient.detach(),
-        rho=rho,
         weight=weight,
         clipped=too_high | too_low,
         dual_clipped=dual_clipped,
