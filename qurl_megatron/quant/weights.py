@@ -87,7 +87,9 @@ def quantize(
     if out is None:
         out = torch.empty(weight.shape, dtype=rules.dtype, device=weight.device)
     scale = torch.ones(scale_grid(weight.shape, rules.block), device=weight.device)
-    scratch = _scratch(weight, rules.block)
+    height, width, across = _square(weight.shape, rules.block)
+    step = _rows_of_squares(weight, rules.block, on_cpu=_SCRATCH_CPU, on_gpu=_SCRATCH)
+    scratch = torch.empty(step, height, across, width, device=weight.device)
     round_ = _rounder(rounding, rules, scratch, weight.shape[1])
     for rows, squares, run in _runs(weight, rules.block):
         amax = _amax(run) if shared is None else shared[squares]
@@ -203,13 +205,6 @@ def scale_grid(shape: Sequence[int], block: int | None) -> tuple[int, int]:
     if block is None:
         return rows, 1
     return -(-rows // block), -(-columns // block)
-
-
-def _scratch(weight_OI: Tensor, block: int | None) -> Tensor:
-    """A float32 buffer for some rows of squares, [r, h, C, w]."""
-    height, width, across = _square(weight_OI.shape, block)
-    step = _rows_of_squares(weight_OI, block, on_cpu=_SCRATCH_CPU, on_gpu=_SCRATCH)
-    return torch.empty(step, height, across, width, device=weight_OI.device)
 
 
 def _square(shape: Sequence[int], block: int | None) -> tuple[int, int, int]:
