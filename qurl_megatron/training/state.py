@@ -232,7 +232,7 @@ def recipe_of(run_dir: Path) -> RunConfig:
 
 @dataclass(frozen=True)
 class Claim:
-    """A run directory that is this process' own until it is closed or the process ends."""
+    """A run directory that is this process' own until it is left or the process ends."""
 
     run_dir: Path
     config: RunConfig
@@ -265,14 +265,11 @@ class Claim:
                 "newest checkpoint"
             )
 
-    def close(self) -> None:
-        self.lock.close()
-
     def __enter__(self) -> "Claim":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self.lock.close()
 
 
 def claim(run_dir: Path, config: RunConfig) -> Claim:

@@ -38,7 +38,7 @@ def recipe(tmp_path):
 def source(tmp_path, recipe):
     """A run of three steps, with logs of a fourth that no checkpoint has."""
     run = tmp_path / "old"
-    claim(run, recipe(f"train.run_dir={run}")).close()
+    claim(run, recipe(f"train.run_dir={run}")).lock.close()
     folder = run / "checkpoints/step_000003"
     (folder / "inner").mkdir(parents=True)
     (folder / "inner/weights.distcp").write_bytes(b"weights")
@@ -115,7 +115,7 @@ def test_prompts_begin_anew_where_their_file_holds_others(source, recipe, tmp_pa
     replace(STATE, cursor={"epoch": 1, "files": files}).write(folder)
     (source / "config.toml").unlink()
     data = (f"data.path={path}", f"data.eval_path={held_out}", "data.task=")
-    claim(source, recipe(f"train.run_dir={source}", *data)).close()
+    claim(source, recipe(f"train.run_dir={source}", *data)).lock.close()
     path.write_text('{"prompt": "b", "answer": "2"}')
     fork(source, recipe(*data))
     state = TrainState.read(latest(tmp_path / "new"))

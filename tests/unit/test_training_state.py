@@ -64,7 +64,7 @@ def test_a_folder_that_is_read_only_is_one_sentence(config, tmp_path):
 
 def test_a_recipe_is_replaced_whole_or_stays_as_it_was(config, tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
-        claim(disk, config).close()
+        claim(disk, config).lock.close()
         before = (disk / RECIPE).read_text()
         fill(disk)
         with pytest.raises(ConfigError, match="config.toml cannot be written .No space left"):
@@ -101,7 +101,7 @@ def test_a_finished_run_tells_what_was_not_used(begun, tmp_path, capsys):
 @pytest.fixture
 def begun(config, tmp_path):
     """The recipe that a run of two steps keeps in its folder."""
-    claim(tmp_path / "run", config).close()
+    claim(tmp_path / "run", config).lock.close()
     checkpoint(tmp_path / "run", 2)
     return tmp_path / "run" / RECIPE
 
@@ -162,9 +162,9 @@ def test_a_resumed_run_needs_no_checkpoint_but_its_own_and_the_references(
 
 
 def test_a_run_that_failed_before_its_first_step_pins_nothing(config, tmp_path):
-    claim(tmp_path / "run", config).close()
+    claim(tmp_path / "run", config).lock.close()
     other = load(tmp_path / "recipe.toml", ["quant.scheme=fp8", "data.task_size=7"])
-    claim(tmp_path / "run", other).close()
+    claim(tmp_path / "run", other).lock.close()
     assert recipe_of(tmp_path / "run") == other
 
 
