@@ -139,10 +139,7 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
 
 
 def _meet(device: torch.device) -> None:
-    """
-    Raises:
-        ConfigError: rank 0 cannot listen where the ranks are to meet.
-    """
+    """Join the other ranks; raises ``ConfigError`` where rank 0 cannot listen for them."""
     try:
         dist.init_process_group(_backend(device), timeout=WAIT)
     except dist.DistNetworkError as error:

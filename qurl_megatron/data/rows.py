@@ -107,10 +107,7 @@ def _way_out(path: Path) -> str:
 
 
 def checksum_of(path: Path) -> str:
-    """
-    Raises:
-        ConfigError: the system cannot read the file.
-    """
+    """Return a file's checksum; raises ``ConfigError`` where the system cannot read it."""
     with reading(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 

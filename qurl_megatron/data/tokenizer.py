@@ -24,10 +24,7 @@ class Tokenizer:
     """A Hugging Face tokenizer; transformers is imported when the first text comes."""
 
     def __init__(self, path: str | Path) -> None:
-        """
-        Raises:
-            ConfigError: the folder holds no tokenizer.
-        """
+        """Raise ``ConfigError`` where the folder holds no tokenizer."""
         self.path = Path(path)
         if not any((self.path / name).is_file() for name in FILES):
             raise ConfigError(
@@ -80,10 +77,7 @@ class Tokenizer:
                     yield tuple(ids)
 
     def _check(self, question: Question, ids: Sequence[int]) -> None:
-        """
-        Raises:
-            ConfigError: the ids are no prompt for the model of the folder.
-        """
+        """Raise ``ConfigError`` where the ids are no prompt for the model of the folder."""
         place = question.place or "a question"
         if not ids:
             raise ConfigError(

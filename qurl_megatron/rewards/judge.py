@@ -36,10 +36,7 @@ class Judge:
     def __init__(
         self, config: RewardConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """
-        Raises:
-            ConfigError: the environment has not the key that the recipe names.
-        """
+        """Raise ``ConfigError`` where the environment lacks the key that the recipe names."""
         self.config, self._clock = config, clock
         headers = {"Content-Type": "application/json"}
         if config.key_env:

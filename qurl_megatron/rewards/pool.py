@@ -102,10 +102,7 @@ class RewardPool:
     """Use as a context manager; leaving it ends the workers."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """
-        Raises:
-            ConfigError: the environment has no key for the reward's server.
-        """
+        """Raise ``ConfigError`` where the environment has no key for the reward's server."""
         self.config = config
         self.workers: WorkerPool | None = None
         self.judge = Judge(config) if config.url else None
@@ -243,10 +240,7 @@ def refuse_none_scored(tally: Tally, scorer: str) -> None:
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """
-    Raises:
-        ConfigError: the recipe's function cannot be used, or there is no key for its server.
-    """
+    """Raise ``ConfigError`` where the recipe's function cannot be used, or a server has no key."""
     pool = RewardPool(config)
     if pool.workers and config.function:
         pool.workers.check()

@@ -88,10 +88,7 @@ def own_reward(setting: str) -> Answer:
 
 
 def environment(setting: str) -> Answer:
-    """
-    Raises:
-        ConfigError: there is no class of that name, it cannot be made, or has no ``step`` to call.
-    """
+    """Make an environment; raises ``ConfigError`` where that fails, or it has no ``step``."""
     own_class, class_name = find_named(setting, "class"), setting.rpartition(":")[2]
     try:
         made = own_class()

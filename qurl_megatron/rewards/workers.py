@@ -289,10 +289,7 @@ class EnvironmentPool(WorkerPool):
 
 
 def check_environment(config: RolloutConfig) -> None:
-    """
-    Raises:
-        ConfigError: the recipe has an environment that cannot be used.
-    """
+    """Raise ``ConfigError`` where the recipe has an environment that cannot be used."""
     if config.environment:
         EnvironmentPool(config).check()
 

@@ -250,10 +250,7 @@ class Claim:
             write_whole(recipe, f"# The run's recipe.\n\n{to_toml(self.config)}")
 
     def refuse_another_folder(self) -> None:
-        """
-        Raises:
-            ConfigError: the directory is no longer the one that was claimed.
-        """
+        """Raise ``ConfigError`` where the directory is no longer the one that was claimed."""
         try:
             same = os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.lock.name))
         except OSError:
