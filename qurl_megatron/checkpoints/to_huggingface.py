@@ -84,8 +84,7 @@ def to_quantized(
         file_bytes: where a file is full.
 
     Raises:
-        ConfigError: the scheme is unknown, or the backend does not make it, or the checkpoint
-            contradicts its config.
+        ConfigError: the backend does not make the scheme, or the checkpoint contradicts its config.
     """
     unquantized = ["lm_head"]  # linear modules that stay in high precision
     if source.arch.experts:
