@@ -81,7 +81,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[HfTensor, Op | None]]:
         unread.discard(HEAD)  # the embedding once more
     for name in sorted(unread):
         if not name.endswith(".inv_freq"):
-            yield HfTensor(name, reader.stored()[name][1], quantized=is_quantized(name)), None
+            yield HfTensor(name, reader.stored[name].shape, quantized=is_quantized(name)), None
 
 
 def _read(checkpoint: Checkpoint, tensor: HfTensor, op: Op | None) -> Tensor | QuantizedWeight:

@@ -65,7 +65,7 @@ class HfReader:
                 ``DTYPES``.
         """
         self.folder = Path(folder)
-        self._stored: dict[str, Stored] = {}
+        self.stored: dict[str, Stored] = {}
         for file in safetensors_files(self.folder):
             reader = opened(file)
             for name in reader.keys():  # noqa: SIM118  a reader is no dict: only keys() lists it
@@ -76,22 +76,18 @@ class HfReader:
                         f"tensor {name} in {file} is stored as {part.get_dtype()}; "
                         f"known are {', '.join(DTYPES)}"
                     )
-                if name in self._stored:
+                if name in self.stored:
                     raise ConfigError(
-                        f"tensor {name} is in {self._stored[name].file} and in {file}; remove one"
+                        f"tensor {name} is in {self.stored[name].file} and in {file}; remove one"
                     )
-                self._stored[name] = Stored(file, tuple(part.get_shape()), dtype)
+                self.stored[name] = Stored(file, tuple(part.get_shape()), dtype)
 
     def names(self) -> set[str]:
-        return set(self._stored)
-
-    def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return format and shape of every stored tensor."""
-        return {name: (stored.dtype, stored.shape) for name, stored in self._stored.items()}
+        return set(self.stored)
 
     def dtype(self, op: Op) -> torch.dtype:
         """Return the format of an op's tensors; FP32 where they differ."""
-        dtypes = {self._stored[tensor.name].dtype for tensor in op.hf}
+        dtypes = {self.stored[tensor.name].dtype for tensor in op.hf}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     widest = dtype
@@ -105,7 +101,7 @@ class HfReader:
                 output layer is not its twin.
         """
         shapes = hf_shapes(arch)
-        missing = sorted(shapes.keys() - self._stored.keys())
+        missing = sorted(shapes.keys() - self.stored.keys())
         if missing:
             raise ConfigError(
                 f"tensor {missing[0]} is not in {self.folder}"
@@ -113,7 +109,7 @@ class HfReader:
             )
         extra = sorted(
             name
-            for name in self._stored.keys() - shapes.keys()
+            for name in self.stored.keys() - shapes.keys()
             if not name.endswith(".inv_freq") and not (arch.tied and name == HEAD)
         )
         if extra:
@@ -122,7 +118,7 @@ class HfReader:
                 f"{arch.family}{_and_more(extra)}; it would be lost"
             )
         for name, shape in shapes.items():
-            stored = self._stored[name]
+            stored = self.stored[name]
             if stored.shape != shape:
                 raise ConfigError(
                     f"tensor {name} in {stored.file} has shape {list(stored.shape)}, "
@@ -133,7 +129,7 @@ class HfReader:
                     f"tensor {name} in {stored.file} is stored as {stored.dtype}, which is not "
                     "high precision; give the checkpoint it was made from"
                 )
-        tied_head = arch.tied and HEAD in self._stored
+        tied_head = arch.tied and HEAD in self.stored
         if tied_head and not torch.equal(self.whole(EMBEDDING), self.whole(HEAD)):
             raise ConfigError(
                 f"tensor {HEAD} in {self.folder} is not {EMBEDDING}, but config.json says "
@@ -176,10 +172,10 @@ class HfReader:
         return self._slice(name)[...]
 
     def _slice(self, name: str):
-        if name not in self._stored:
+        if name not in self.stored:
             raise ConfigError(f"tensor {name} is not in the checkpoint {self.folder}")
         # Opened anew for each tensor: bytes that are read stay mapped until the file is closed.
-        return opened(self._stored[name].file).get_slice(name)
+        return opened(self.stored[name].file).get_slice(name)
 
 
 def _and_more(names: list[str]) -> str:

@@ -51,10 +51,10 @@ def _model(arch: Arch) -> str:
 def _weights(checkpoint: Checkpoint) -> str:
     """Return the formats that the model runs in; masters and a critic are named apart."""
     reader = checkpoint.reader
-    stored = reader.stored()
+    stored = reader.stored
     formats = Counter(
-        str(dtype).removeprefix("torch.")
-        for name, (dtype, _) in stored.items()
+        str(tensor.dtype).removeprefix("torch.")
+        for name, tensor in stored.items()
         if not name.startswith(("optimizer.", CRITIC))
     )
     text = ", ".join(f"{name} ({count} tensors)" for name, count in formats.most_common())

@@ -56,11 +56,12 @@ class MegatronReader:
         self.folder = Path(folder)
         self.arch = arch
         self.table = TorchDistReader(self.folder)
+        self.stored = self.table.tensors
         # Names on disk follow from the Hugging Face names: a model without Transformer Engine has
         # other names for its norms, and a tied output layer is the embedding.
         self._on_disk = {op.hf[0].name: op.megatron for op in ops_on_disk(arch)}
         embedding = "embedding.word_embeddings.weight"
-        self.masters = next((p for p in _MASTERS if f"{p}{embedding}" in self.table.tensors), "")
+        self.masters = next((p for p in _MASTERS if f"{p}{embedding}" in self.stored), "")
         """Prefix of the FP32 masters that the model is read from; empty: there are none."""
 
     def shards(
@@ -79,20 +80,16 @@ class MegatronReader:
 
     def widest(self, op: Op) -> torch.dtype:
         """Return the format of ``shards``: the master's where there is one."""
-        return self.table.tensors[self._place(op)[0]].dtype
+        return self.stored[self._place(op)[0]].dtype
 
     def dtype(self, op: Op) -> torch.dtype:
         """Return the model's own format of a parameter; its master is FP32 all the same."""
         key, _ = self._place(op)
-        return self.table.tensors[key.removeprefix(self.masters)].dtype
+        return self.stored[key.removeprefix(self.masters)].dtype
 
     def holds(self, op: Op) -> bool:
         """True where the checkpoint has the parameter at all."""
         return self._found(op) is not None
-
-    def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return format and shape of every stored tensor."""
-        return {key: (tensor.dtype, tensor.shape) for key, tensor in self.table.tensors.items()}
 
     def check(self, arch: Arch) -> None:
         """Hold every tensor's name, shape and format against the config, from headers alone.
@@ -105,7 +102,7 @@ class MegatronReader:
             key, index = self._place(op)
             expected.add(key.removeprefix(self.masters))
             whole = arch.stacked[: len(index)] + op.shape
-            stored = self.table.tensors[key]
+            stored = self.stored[key]
             actual, rows = stored.shape, len(index)
             padding = actual[rows] - whole[rows] if len(actual) == len(whole) else -1
             padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING
@@ -120,7 +117,7 @@ class MegatronReader:
                     f"tensor {key} in {self.folder} is stored as {stored.dtype}, which is not high "
                     "precision"
                 )
-        for key in self.table.tensors:
+        for key in self.stored:
             if key not in expected and not key.startswith(_BESIDE):
                 raise ConfigError(
                     f"tensor {key} in {self.folder} is not part of a model of type "
@@ -129,7 +126,7 @@ class MegatronReader:
 
     def _parameter(self, op: Op, rank: int, size: int) -> Tensor:
         key, index = self._place(op)
-        shape = list(self.table.tensors[key].shape[len(index) :])
+        shape = list(self.stored[key].shape[len(index) :])
         split_dim, parts = op.hf[0].split_dim, stacked_parts(op)
         if split_dim is None:
             return self._read(key, index, [0] * len(shape), shape)
@@ -146,7 +143,7 @@ class MegatronReader:
 
     def _vocabulary(self, op: Op, start: int, rows: int) -> Tensor:
         key, index = self._place(op)
-        tensor = self.table.tensors[key]
+        tensor = self.stored[key]
         width, stop = tensor.shape[-1], min(start + rows, self.arch.vocab)
         if stop <= start:
             return torch.zeros(rows, width, dtype=tensor.dtype)
@@ -171,6 +168,6 @@ class MegatronReader:
         name = self._on_disk[op.hf[0].name]
         # Megatron writes layers that differ from each other under keys of their own.
         for key, index in (disk_key(name), (name, ())):
-            if f"{self.masters}{key}" in self.table.tensors:
+            if f"{self.masters}{key}" in self.stored:
                 return f"{self.masters}{key}", index
         return None
