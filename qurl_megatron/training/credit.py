@@ -32,6 +32,7 @@ from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Summary
 from qurl_megatron.observe.metrics import Mean, Metric
 from qurl_megatron.rewards import overlong_penalty
+from qurl_megatron.training.losses import with_scores
 
 
 def attach_correction(
@@ -121,16 +122,11 @@ def attach_advantages(
     metrics["advantage/abs_mean"] = Mean(
         advantages_n.double().abs().sum().item(), float(len(advantages_n))
     )
-    with_advantages = []
-    begin = 0
-    for batch in batches:
-        end = begin + len(batch.owners)
-        batch = replace(batch, advantages=advantages_n[begin:end])
-        if returns_n is not None:
-            batch = replace(batch, returns=returns_n[begin:end])
-        with_advantages.append(batch)
-        begin = end
-    return with_advantages, metrics
+    sizes = [len(batch.owners) for batch in batches]
+    scored = with_scores(batches, "advantages", advantages_n.split(sizes))
+    if returns_n is not None:
+        scored = with_scores(scored, "returns", returns_n.split(sizes))
+    return scored, metrics
 
 
 def shaped_rewards(summary: Summary, config: RunConfig) -> Tensor:
