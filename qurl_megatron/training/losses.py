@@ -32,14 +32,12 @@ from qurl_megatron.training.inputs import find_loss
 from qurl_megatron.training.mismatch import batch_mismatch
 
 
+@dataclass(frozen=True)
 class Scorer:
     """Log-probs of response tokens under one policy, at one sampling temperature."""
 
-    def __init__(self, policy: Policy, temperature: float) -> None:
-        self.group = policy.ranks.tensor.group if policy.ranks.tensor.size > 1 else None
-        self.context = policy.ranks.context
-        self.vocab = policy.arch.vocab
-        self.temperature = temperature
+    policy: Policy
+    temperature: float
 
     def __call__(self, logits: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of the response tokens, [N] each, from [B, s, v] logits.
@@ -47,13 +45,14 @@ class Scorer:
         All context-parallel ranks get the scores of the whole sequences. The backward pass writes
         the gradient over the logits.
         """
-        part = ContextPart.of(self.context, batch)
+        ranks = self.policy.ranks
+        part = ContextPart.of(ranks.context, batch)
         log_probs, entropy = token_log_probs(
             logits.flatten(0, 1),
             part.cut(batch.targets).flatten(),
-            group=self.group,
+            group=ranks.tensor.group,
             temperature=self.temperature,
-            vocab_size=self.vocab,
+            vocab_size=self.policy.arch.vocab,
         )
         rows = logits.shape[:2]
         log_probs = part.join(log_probs.unflatten(0, rows))[batch.mask]
