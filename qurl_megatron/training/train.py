@@ -25,7 +25,6 @@ from qurl_megatron.actor.policy import Policy, Reference
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.errors import ConfigError, Interrupted
@@ -258,7 +257,21 @@ def leading(
         else:
             engines = how_many(rollout.engines, f"{rollout.backend} engine")
             print(f"starting {engines}; logs are in {claimed.run_dir / 'logs'}", flush=True)
-        fleet = stack.enter_context(_fleet(config, claimed.run_dir, stop, prompts.tokenizer))
+        described = description_of(config.model.path)
+        fleet = Fleet(
+            rollout,
+            model_dir=Path(config.model.path),
+            scheme=config.quant.scheme,
+            dtype=config.model.dtype,
+            log_dir=claimed.run_dir / "logs",
+            vocabulary=arch_of(described).vocab,
+            facts=facts_of(described),
+            stops=read_stop_ids(described, prompts.tokenizer.stop_ids()),
+            owner=Owner.of(claimed.run_dir),
+            trainer_ranks=ranks_here(os.environ),
+            stop=lambda: bool(stop),
+        )
+        stack.enter_context(fleet)
         rewards = stack.enter_context(RewardPool(config.reward))
         turns = None
         if config.rollout.environment:
@@ -268,20 +281,3 @@ def leading(
         yield stack.enter_context(
             Lead(config, state, prompts, fleet, rewards, journal, turns, stop=lambda: bool(stop))
         )
-
-
-def _fleet(config: RunConfig, run_dir: Path, stop: StopRequest, tokenizer: Tokenizer) -> Fleet:
-    described = description_of(config.model.path)
-    return Fleet(
-        config.rollout,
-        model_dir=Path(config.model.path),
-        scheme=config.quant.scheme,
-        dtype=config.model.dtype,
-        log_dir=run_dir / "logs",
-        vocabulary=arch_of(described).vocab,
-        facts=facts_of(described),
-        stops=read_stop_ids(described, tokenizer.stop_ids()),
-        owner=Owner.of(run_dir),
-        trainer_ranks=ranks_here(os.environ),
-        stop=lambda: bool(stop),
-    )
