@@ -72,7 +72,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[HfTensor, Op | None]]:
     if isinstance(reader, MegatronReader):
         yield from ((tensor, op) for tensor, op in ops if reader.holds(op))
         return
-    unread = reader.names()
+    unread = set(reader.stored)
     for tensor, op in ops:
         if tensor.name in unread:
             unread -= {tensor.name, f"{tensor.name}_scale"}
@@ -91,7 +91,7 @@ def _read(checkpoint: Checkpoint, tensor: HfTensor, op: Op | None) -> Tensor | Q
         return reader.shards(op)[tensor.name]
     if not checkpoint.scheme or not tensor.quantized:
         return reader.whole(tensor.name)
-    names = {tensor.name, scale_name(tensor.name)} & reader.names()
+    names = {tensor.name, scale_name(tensor.name)} & reader.stored.keys()
     parts = {name: reader.whole(name) for name in names}
     return loaded(tensor.name, parts, checkpoint.scheme)
 

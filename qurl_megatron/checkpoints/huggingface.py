@@ -82,9 +82,6 @@ class HfReader:
                     )
                 self.stored[name] = Stored(file, tuple(part.get_shape()), dtype)
 
-    def names(self) -> set[str]:
-        return set(self.stored)
-
     def dtype(self, op: Op) -> torch.dtype:
         """Return the format of an op's tensors; FP32 where they differ."""
         dtypes = {self.stored[tensor.name].dtype for tensor in op.hf}

@@ -161,7 +161,7 @@ def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
     assert "a critic, which no conversion takes along" in described
     job.run(to_huggingface(open_checkpoint(run), tmp_path / "hf"))
     masters, converted = torch.load(run / "saved.pt"), HfReader(tmp_path / "hf")
-    assert converted.names() == masters.keys()
+    assert converted.stored.keys() == masters.keys()
     (file,) = latest(run).glob("__0_0.distcp")
     flip(file)
     with pytest.raises(ConfigError, match=f"{file} has changed since .*; copy the checkpoint"):

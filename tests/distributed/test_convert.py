@@ -54,7 +54,7 @@ def test_a_trained_checkpoint_converts_from_its_fp32_masters(family, layout, bac
     assert trained.folder == latest(tmp_path / "run") and trained.uaq_scale == 1.5
     run(to_huggingface(trained, tmp_path / "folded"))
     folded = HfReader(tmp_path / "folded")
-    assert folded.names() == masters.keys()
+    assert folded.stored.keys() == masters.keys()
     for name, value in masters.items():
         assert torch.equal(folded.whole(name), value), name
     assert read_config(tmp_path / "folded")["qurl"]["uaq_scale"] == 1.5

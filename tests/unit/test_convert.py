@@ -30,7 +30,7 @@ SMALL = 20_000  # bytes to a file, so that even a tiny model has many
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     reader = HfReader(folder)
-    return {name: reader.whole(name).clone() for name in reader.names()}
+    return {name: reader.whole(name).clone() for name in reader.stored}
 
 
 def there_and_back(hf: Path, out: Path, *, scale: float, tensor=2, **back) -> Path:

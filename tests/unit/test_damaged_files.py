@@ -100,7 +100,7 @@ def read_questions(path: Path) -> None:
 
 def read_weights(path: Path) -> None:
     reader = HfReader(path.parent)
-    for name in reader.names():
+    for name in reader.stored:
         reader.whole(name)
 
 

@@ -34,7 +34,7 @@ def read_weights(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
             stored |= checkpoint.reader.shards(op)
     else:
         reader = HfReader(folder)
-        for name in sorted(reader.names()):
+        for name in sorted(reader.stored):
             stored[name] = reader.whole(name)
     return _from_hugging_face(stored, decoder)
 
