@@ -47,28 +47,28 @@ class ContextPart:
         """This rank's positions, in order."""
         return zigzag(self.starts, self.axis.rank, self.axis.size)
 
-    def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
+    def cut(self, whole: Tensor) -> Tensor:
         """[B, S, ...] -> this rank's [B, s, ...]."""
         if self.axis.size == 1:
             return whole
         by_rank, _ = _places(self.starts, self.axis.size, whole.device)
-        return whole.index_select(dim, by_rank[self.axis.rank])
+        return whole.index_select(1, by_rank[self.axis.rank])
 
-    def join(self, part: Tensor, dim: int = 1) -> Tensor:
+    def join(self, part: Tensor) -> Tensor:
         """Every rank's [B, s, ...] -> [B, S, ...], for a loss that all ranks compute alike.
 
         Such a loss has the same gradient everywhere, and each rank takes its own part of it. So
         each adds the gradient of its positions to the weights, and the sum that Megatron makes of
         the ranks' gradients is that of the one loss: it must not be divided by their number.
         """
-        return part if self.axis.size == 1 else _Join.apply(part, self, dim, False)
+        return part if self.axis.size == 1 else _Join.apply(part, self, False)
 
-    def gather(self, part: Tensor, dim: int = 1) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         """Join parts that each rank uses differently, as attention uses keys and values.
 
         The gradient is the sum of the ranks' gradients.
         """
-        return part if self.axis.size == 1 else _Join.apply(part, self, dim, True)
+        return part if self.axis.size == 1 else _Join.apply(part, self, True)
 
 
 def zigzag(starts: tuple[int, ...], rank: int, size: int) -> list[Run]:
@@ -101,17 +101,17 @@ def _places(
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part: Tensor, place: ContextPart, dim: int, add_gradients: bool) -> Tensor:
-        ctx.place, ctx.dim, ctx.add_gradients = place, dim, add_gradients
+    def forward(ctx, part: Tensor, place: ContextPart, add_gradients: bool) -> Tensor:
+        ctx.place, ctx.add_gradients = place, add_gradients
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(place.axis.size)]
         dist.all_gather(parts, part, group=place.axis.group)
         _, order = _places(place.starts, place.axis.size, part.device)
-        return torch.cat(parts, dim).index_select(dim, order)
+        return torch.cat(parts, 1).index_select(1, order)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.add_gradients:
             grad = grad.clone(memory_format=torch.contiguous_format)  # others may read it as well
             dist.all_reduce(grad, group=ctx.place.axis.group)
-        return ctx.place.cut(grad, ctx.dim), None, None, None
+        return ctx.place.cut(grad), None, None

@@ -150,7 +150,7 @@ class CausalAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         part = ContextPart(self.context, starts)
         if self.context.size > 1:  # together: one collective, not two
-            key, value = part.gather(torch.stack((key, value)), dim=1)
+            key, value = part.gather(torch.stack((key, value)))
         outs, done = [], 0
         for run in part.runs:
             count = run.stop - run.first
