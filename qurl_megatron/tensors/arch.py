@@ -336,10 +336,7 @@ class StopIds:
 
 
 def read_stop_ids(folder: str | Path, of_tokenizer: Iterable[int] = ()) -> StopIds:
-    """
-    Args:
-        of_tokenizer: those that the model's tokenizer names.
-    """
+    """Return a model's end tokens; ``of_tokenizer`` are those that its tokenizer names."""
     always = frozenset(read_eos(folder))
     return StopIds(always, always.union(_eos_ids(Path(folder) / "config.json"), of_tokenizer))
 

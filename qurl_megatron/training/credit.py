@@ -38,11 +38,7 @@ from qurl_megatron.training.losses import with_scores
 def attach_correction(
     ranks: Ranks, batches: Sequence[TokenBatch], correction: CorrectionConfig
 ) -> tuple[list[TokenBatch], dict[str, Metric]]:
-    """Mark the tokens of rejected responses.
-
-    Returns:
-        The microbatches, marked; metrics.
-    """
+    """Return the microbatches, with the tokens of rejected responses marked; and metrics."""
     if not (ranks.last_stage and correction.rejects):
         return list(batches), {}
     marked = []

@@ -87,11 +87,7 @@ def check_gradient(model: "Trained", norm: float) -> None:
 
 
 def check_losses(metrics: dict[str, float]) -> None:
-    """Raise ``NotFinite`` where a loss is not finite.
-
-    Args:
-        metrics: merged over all ranks.
-    """
+    """Raise ``NotFinite`` where a loss, merged over all ranks, is not finite."""
     for name, value in metrics.items():
         if name.endswith("/loss") and not math.isfinite(value):
             raise NotFinite(f"{name} is {value}")
@@ -145,10 +141,7 @@ class Guard:
     """Counts the steps in a row at which each threshold was crossed."""
 
     def __init__(self, config: GuardConfig, counts: Mapping[str, int]) -> None:
-        """
-        Args:
-            counts: of the last ``Verdict``; empty for a fresh run.
-        """
+        """Go on from the counts of the last ``Verdict``, which are empty for a fresh run."""
         self.config = config
         # 0 is not watched; a threshold that is new, or was left alone meanwhile, begins at 0.
         self.watched = [t for t in THRESHOLDS if getattr(config, t.key)]

@@ -177,10 +177,7 @@ class _Summed:
     """Computes the checksum of a file that torch writes: items, one behind the other."""
 
     def __init__(self, transforms: Any) -> None:
-        """
-        Args:
-            transforms: torch's own, which encode an item on its way to the file.
-        """
+        """Sum up what torch's own transforms make of an item on its way to the file."""
         self._transforms = transforms
         self._digest, self._bytes = xxhash.xxh3_128(), 0
 

@@ -93,11 +93,7 @@ def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
 
 
 def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:
-    """Return the folder that a path leads to, and its record.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
+    """Return the folder that a path leads to, and its record; raises ``ConfigError`` if wrong."""
     folder = find_torch_dist(path) or path
     record = read_record(folder) or {}
     if wrong := wrong_size(folder, record):

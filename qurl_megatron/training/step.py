@@ -99,11 +99,7 @@ def attach_scores(
     begin: int = 0,
     with_reference: bool,
 ) -> list[TokenBatch]:
-    """Return the microbatches with reference log-probs, [N], and from ``begin`` on proximal ones.
-
-    Args:
-        with_reference: False leaves the reference out.
-    """
+    """Return the microbatches with reference log-probs, and from ``begin`` on proximal ones."""
 
     def log_probs(logits: Tensor, batch: TokenBatch) -> Tensor:
         return score(logits, batch)[0]
