@@ -148,12 +148,12 @@ def quantize_row(
 @triton.jit
 def amax_row(weight, amax, columns, row_step, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    highest = tl.zeros([BLOCK], tl.float32)
+    bits = tl.zeros([BLOCK], tl.int32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(weight + row * row_step + column, mask=column < columns, other=0.0)
-        highest = _higher(highest, x.to(tl.float32))
-    tl.store(amax + row, _largest_magnitude(highest))
+        bits = tl.maximum(bits, _magnitude_bits(x.to(tl.float32)))
+    tl.store(amax + row, tl.max(bits, axis=0).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=COUNTER)
@@ -197,11 +197,6 @@ def _magnitude_bits(x):
 @triton.jit
 def _largest_magnitude(x):
     return tl.max(_magnitude_bits(x), axis=0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _higher(x, y):
-    return tl.maximum(_magnitude_bits(x), _magnitude_bits(y)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
