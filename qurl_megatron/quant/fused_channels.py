@@ -184,7 +184,8 @@ def round_row(
 @triton.jit
 def _coded(x, largest, start, column, second, E4M3: tl.constexpr, DRAWN: tl.constexpr):
     if DRAWN:
-        return _codes_by_chance(x, _draw(start, column, second), largest, E4M3)
+        drawn = _draw(start, column, second)
+        return _e4m3_by_chance(x, drawn) if E4M3 else _codes(x + drawn, largest, E4M3)
     else:
         return _codes(x, largest, E4M3)
 
@@ -240,11 +241,6 @@ def _draw(start, column, second):
     # Put behind the point of a 1, and the middle taken off: a conversion's product would be fused.
     bits = (((half | 1) ^ 0x8000) << 7) | 0x3F800000
     return bits.to(tl.float32, bitcast=True) - 1.5
-
-
-@triton.jit
-def _codes_by_chance(x, drawn, largest, E4M3: tl.constexpr):
-    return _e4m3_by_chance(x, drawn) if E4M3 else _codes(x + drawn, largest, E4M3)
 
 
 @triton.jit
