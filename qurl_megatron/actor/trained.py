@@ -252,10 +252,18 @@ def _make_state(optimizer: Any) -> None:
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.init_state_fn(part.optimizer, part.config)
-        # torch's own counts steps per parameter; the fused ones per group, from their first step.
+    for state in torch_adam_states(optimizer):
+        state["step"] = torch.tensor(0.0)
+
+
+def torch_adam_states(optimizer: Any) -> Iterator[dict[str, Any]]:
+    """Yield the states of torch's Adam, where TE and apex bring no fused one.
+
+    It counts steps per parameter; the fused ones count per group, from their first step.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for state in part.optimizer.state.values():
-                state["step"] = torch.tensor(0.0)
+            yield from part.optimizer.state.values()
 
 
 def schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:

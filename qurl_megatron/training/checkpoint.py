@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from qurl_megatron.actor.critic import Critic
 from qurl_megatron.actor.megatron import everywhere, on_lead, together
 from qurl_megatron.actor.policy import Policy
-from qurl_megatron.actor.trained import Trained
+from qurl_megatron.actor.trained import Trained, torch_adam_states
 from qurl_megatron.checkpoints.integrity import RECORD, FileSum, read_record, to_disk, write_record
 from qurl_megatron.checkpoints.megatron_reader import CRITIC
 from qurl_megatron.checkpoints.places import DESCRIPTION
@@ -290,7 +290,10 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     for saved in _parameter_groups(loaded["optimizer"]):
         saved.update(restored)
     trained.optimizer.load_state_dict(loaded["optimizer"])
-    _unshare_adam_step(trained.optimizer)
+    # Megatron loads one step count into all states: each parameter's update would advance it for
+    # all, and the bias correction would be wrong without any error.
+    for adam_state in torch_adam_states(trained.optimizer):
+        adam_state["step"] = adam_state["step"].clone()
     trained.scheduler.num_steps = 0  # the loaded count is added to it
     trained.scheduler.load_state_dict(loaded["scheduler"])
     trained.weights_changed()
@@ -310,15 +313,3 @@ def _reason(error: BaseException) -> str:
     for failure, _ in getattr(error, "failures", {}).values():
         error = failure
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _unshare_adam_step(optimizer: Any) -> None:
-    """Give every state of torch's Adam its own ``step``: Megatron loads one tensor into all.
-
-    Each parameter's update would advance it for all, and the bias correction would be wrong
-    without any error. Megatron uses torch's Adam where TE and apex bring no fused one.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for state in part.optimizer.state.values():
-                state["step"] = state["step"].clone()
