@@ -59,12 +59,10 @@ def find_named(setting: str, kind: Literal["function", "class"]) -> Callable[...
 def check_call(
     function: Callable[..., Any], named: str, call: str, parameters: Sequence[str]
 ) -> None:
-    """
+    """Raise ``ConfigError`` where a function cannot be called with these parameters by name.
+
     Args:
         call: name of the function in messages.
-
-    Raises:
-        ConfigError: it cannot be called with these parameters by name.
     """
     try:
         inspect.signature(function).bind(**dict.fromkeys(parameters))

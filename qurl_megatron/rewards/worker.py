@@ -75,9 +75,7 @@ def serve(make: Callable[[], Answer], memory_gb: float) -> None:
 
 
 def own_reward(setting: str) -> Answer:
-    """
-    Args:
-        setting: key, of the recipe or the option, and name of the function, as key=name.
+    """Make a user's reward; ``setting`` is its key, of the recipe or the option, as key=name.
 
     Raises:
         ConfigError: there is none, or it cannot be called as rewards are.
