@@ -132,18 +132,7 @@ def serve(arguments: argparse.Namespace) -> int:
             f"--host {arguments.host} without a key: whoever reaches it could load weights into "
             f"this engine; set {API_KEY} here and where requests come from, or leave --host out"
         )
-    run(
-        arguments.model_dir,
-        scheme=arguments.scheme,
-        dtype=arguments.dtype,
-        host=arguments.host,
-        port=port,
-        port_file=arguments.port_file,
-        threads=arguments.threads,
-        cache_gb=arguments.cache_gb,
-        exit_with_stdin=arguments.exit_with_stdin,
-        api_key=api_key,
-    )
+    run(arguments, port, api_key)
     # Who ends an engine waits for it, and taking torch apart takes half a second.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,6 +6,7 @@ itself. Every message of a weight update is handled there too, between two decod
 from the network is unpickled.
 """
 
+import argparse
 import asyncio
 import contextlib
 import hmac
@@ -49,36 +50,24 @@ log = logging.getLogger(__name__)
 PAUSE_MODES = ("retract", "in_place")
 
 
-def serve(
-    model_dir: Path,
-    *,
-    scheme: str,
-    dtype: str,
-    host: str,
-    port: int,
-    port_file: Path | None,
-    threads: int,
-    cache_gb: float,
-    exit_with_stdin: bool,
-    api_key: str | None,
-) -> None:
+def serve(options: argparse.Namespace, port: int, api_key: str | None) -> None:
     """Serve one model until SIGTERM, SIGINT or, if asked, the end of standard input.
 
     Args:
-        model_dir: quantized on load unless it is quantized already.
-        scheme: format of the block's linear layers.
-        dtype: format of everything else, and of the activations between layers.
+        options: of ``qurl serve``.
         port: 0 takes a free one.
-        exit_with_stdin: so that a dead parent leaves no orphan.
         api_key: required as ``Authorization: Bearer`` on everything but /health.
 
     Raises:
         ConfigError: the address is not one of this machine, or the port is taken.
     """
+    model_dir, threads = options.model_dir, options.threads
     if threads:
         torch.set_num_threads(threads)
-    with bound(host, port) as listener:
-        engine = load_engine(Path(model_dir), scheme=scheme, dtype=dtype, cache_gb=cache_gb)
+    with bound(options.host, port) as listener:
+        engine = load_engine(
+            model_dir, scheme=options.scheme, dtype=options.dtype, cache_gb=options.cache_gb
+        )
         worker = EngineThread(engine, threads)
         config = uvicorn.Config(
             build_app(worker, str(model_dir), api_key=api_key),
@@ -86,8 +75,8 @@ def serve(
             lifespan="off",
             timeout_graceful_shutdown=5,
         )
-        server = _Server(config, worker, port_file)
-        if exit_with_stdin:
+        server = _Server(config, worker, options.port_file)
+        if options.exit_with_stdin:  # a dead parent leaves no orphan
             threading.Thread(target=server.leave_with_stdin, daemon=True).start()
         server.run(sockets=[listener])
     if worker.failure is not None:
@@ -99,6 +88,10 @@ def load_engine(
     model_dir: Path, *, scheme: str, dtype: str, cache_gb: float, device: str = "auto"
 ) -> Engine:
     """Return an engine with the weights of a Hugging Face folder or a Megatron checkpoint.
+
+    Args:
+        scheme: format of the block's linear layers, quantized on load unless they are already.
+        dtype: format of everything else, and of the activations between layers.
 
     Raises:
         ConfigError: the weights are not of a model, a kind or a scheme that the engine computes, or
