@@ -24,21 +24,14 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 class _Loop(asyncio.SelectorEventLoop):
     async def getaddrinfo(
-        self,
-        host: str | bytes | None,
-        port: str | bytes | int | None,
-        *,
-        family: int = 0,
-        type: int = 0,
-        proto: int = 0,
-        flags: int = 0,
+        self, host: str | bytes | None, port: str | bytes | int | None, **hints: int
     ) -> list[tuple]:
         addresses: Future[list[tuple]] = Future()
         addresses.set_running_or_notify_cancel()  # who gives up waits no more, and cancels nothing
 
         def look_up() -> None:
             try:
-                addresses.set_result(socket.getaddrinfo(host, port, family, type, proto, flags))
+                addresses.set_result(socket.getaddrinfo(host, port, **hints))
             except Exception as error:  # for whoever waits
                 addresses.set_exception(error)
 
