@@ -1,6 +1,7 @@
 """The time of day for measurements: it goes on evenly, whoever sets the clock."""
 
 import time
+import timeit
 from collections.abc import Callable
 
 _EPOCH = time.time() - time.monotonic()
@@ -14,9 +15,4 @@ def now() -> float:
 def shortest_ms(body: Callable[[], None], repeats: int) -> float:
     """Time the fastest of some calls: others may use the device, and a GPU's first is slow."""
     body()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        body()
-        times.append(time.perf_counter() - began)
-    return 1e3 * min(times)
+    return 1e3 * min(timeit.repeat(body, repeat=repeats, number=1))
