@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from pkgutil import resolve_name
 
 ACTIONS = {
     "render": "Print the job script of a recipe or a command, and check nothing else.",
@@ -14,47 +15,28 @@ ACTIONS = {
     "task": "In a job: run one training rank (called by attempt).",
     "offer": "In a job: run the engines of one rollout node (called by attempt).",
 }
+FUNCTIONS = {
+    "render": "submit:show_script",
+    "submit": "submit:submit",
+    "cancel": "submit:cancel",
+    "status": "status:status",
+    "logs": "logs:logs",
+    "attempt": "attempt:attempt",
+    "examine": "examination:measure_node",
+    "task": "tasks:task",
+    "offer": "tasks:offer",
+}
+"""The module and the function of each action."""
 
 
 def slurm(arguments: argparse.Namespace) -> int:
     """Turn a recipe into a batch job, and look after it."""
-    match arguments.action:
-        case "render":
-            from qurl_megatron.cluster.submit import show_script
-
-            return show_script(arguments)
-        case "submit":
-            from qurl_megatron.cluster.submit import submit
-
-            return submit(arguments)
-        case "cancel":
-            from qurl_megatron.cluster.submit import cancel
-
-            return cancel(arguments.run_dir)
-        case "status":
-            from qurl_megatron.cluster.status import status
-
-            return status(arguments.run_dir)
-        case "logs":
-            from qurl_megatron.cluster.logs import logs
-
-            return logs(arguments.run_dir, arguments.attempt)
-        case "attempt":
-            from qurl_megatron.cluster.attempt import attempt
-
-            return attempt(arguments.run_dir)
-        case "examine":
-            from qurl_megatron.cluster.examination import measure_node
-
-            return measure_node(arguments.run_dir)
-        case "task":
-            from qurl_megatron.cluster.tasks import task
-
-            return task(arguments.run_dir)
-        case _:
-            from qurl_megatron.cluster.tasks import offer
-
-            return offer(arguments.run_dir)
+    act = resolve_name(f"qurl_megatron.cluster.{FUNCTIONS[arguments.action]}")
+    if arguments.action in ("render", "submit"):
+        return act(arguments)
+    if arguments.action == "logs":
+        return act(arguments.run_dir, arguments.attempt)
+    return act(arguments.run_dir)
 
 
 def add_actions(command: argparse.ArgumentParser) -> None:
