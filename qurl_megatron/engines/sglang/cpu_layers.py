@@ -83,7 +83,7 @@ def register() -> None:
 
     # SGLang empties the device's cache with every flush: here a walk over all of Python's objects,
     # a third of a second on each rank, that finds nothing.
-    cpu_platform.CpuDeviceMixin.empty_cache = _nothing_cached
+    cpu_platform.CpuDeviceMixin.empty_cache = lambda self: None
     scheduler = sys.modules.get("sglang.srt.managers.scheduler")
     if scheduler is not None:  # in the processes that have one
         record = scheduler.Scheduler._record_scheduler_state_for_paused_engine
@@ -93,8 +93,9 @@ def register() -> None:
     config = compressed_tensors.CompressedTensorsConfig
     config._check_scheme_supported = _up_to_hopper
     # FP32 activations make exact comparisons possible.
+    dtypes = [torch.float16, torch.bfloat16, torch.float32]
     for each in (config, w8a8_int8.W8A8Int8Config, w8a8_fp8.W8A8Fp8Config):
-        each.get_supported_act_dtypes = classmethod(_activation_dtypes)
+        each.get_supported_act_dtypes = classmethod(lambda cls: dtypes)
 
 
 def _define_operators() -> None:
@@ -139,10 +140,6 @@ def _apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return y_TO.view(*x.shape[:-1], len(weight_OI))
 
 
-def _nothing_cached(self) -> None:
-    pass
-
-
 def _then_sleep(record: Callable[[Any], None]) -> Callable[[Any], None]:
     """SGLang's loop spins while it is paused, on the cores that the trainer quantizes with. It
     sleeps until the next request instead, as it does when idle; its other ranks wait for it.
@@ -164,7 +161,3 @@ def _as_on_gpus(model_config: object, load_config: object, tp_size: int) -> obje
 def _up_to_hopper(self, min_capability: int, error: bool = True, **_: object) -> bool:
     """SGLang asks a GPU for its compute capability, and chooses the scheme by it."""
     return min_capability <= 90
-
-
-def _activation_dtypes(cls) -> list[torch.dtype]:
-    return [torch.float16, torch.bfloat16, torch.float32]
