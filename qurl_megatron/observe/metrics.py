@@ -10,10 +10,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from operator import add
 from typing import TYPE_CHECKING, Self
 
+import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 if TYPE_CHECKING:
     from qurl_megatron.observe.sinks import Record
@@ -22,18 +24,15 @@ Series = tuple[np.ndarray, np.ndarray]
 """Steps and values, equally long and not empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(msgspec.Struct, frozen=True):
     """A metric that is computed from sums over the samples."""
 
     def merged(self, other: Self) -> Self:
         """Return the metric of both parts together."""
-        names = [field.name for field in fields(self)]
-        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+        return type(self)(*map(add, astuple(self), astuple(other)))
 
 
-@dataclass(frozen=True, slots=True)
-class Sum(Sums):
+class Sum(Sums, frozen=True):
     """A total, e.g. tokens generated."""
 
     total: float
@@ -43,8 +42,7 @@ class Sum(Sums):
         return self.total
 
 
-@dataclass(frozen=True, slots=True)
-class Mean(Sums):
+class Mean(Sums, frozen=True):
     """A weighted average as its parts: for a mean over tokens, their sum and their number."""
 
     total: float
@@ -58,8 +56,7 @@ class Mean(Sums):
         return self.total / self.weight
 
 
-@dataclass(frozen=True, slots=True)
-class Max:
+class Max(msgspec.Struct, frozen=True):
     """The largest value; a NaN anywhere stays visible."""
 
     value: float
@@ -68,8 +65,7 @@ class Max:
         return Max(float(np.maximum(self.value, other.value)))  # max() would lose a NaN, or not
 
 
-@dataclass(frozen=True, slots=True)
-class Min:
+class Min(msgspec.Struct, frozen=True):
     """The smallest value; a NaN anywhere stays visible."""
 
     value: float
@@ -78,8 +74,7 @@ class Min:
         return Min(float(np.minimum(self.value, other.value)))
 
 
-@dataclass(frozen=True, slots=True)
-class EffectiveSampleSize(Sums):
+class EffectiveSampleSize(Sums, frozen=True):
     """Share of the samples that importance weights leave effective: (sum w)^2 / (n sum w^2).
 
     1 where all weights are equal, 1/n where one sample has all the weight.
@@ -94,8 +89,7 @@ class EffectiveSampleSize(Sums):
         return self.total**2 / (self.squares * self.count) if self.squares else math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class StdDev(Sums):
+class StdDev(Sums, frozen=True):
     """Sample deviation (n - 1) as its sums; NaN below two samples."""
 
     total: float
@@ -109,8 +103,7 @@ class StdDev(Sums):
         return math.sqrt(max(self.squares - self.total**2 / self.count, 0.0) / (self.count - 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Cosine(Sums):
+class Cosine(Sums, frozen=True):
     """Cosine of the angle between two vectors, as the sums of their products and their squares.
 
     0 where one of them is zero: it goes nowhere.
@@ -126,8 +119,7 @@ class Cosine(Sums):
         return min(max(self.together / lengths, -1.0), 1.0) if lengths else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainedVariance(Sums):
+class ExplainedVariance(Sums, frozen=True):
     """How much of a target's variance a prediction explains: 1 - Var(target - prediction) /
     Var(target), as its sums.
 
