@@ -4,8 +4,8 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -52,13 +52,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} exists already; remove it or name another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    aside.mkdir(parents=True)
     try:
         yield aside
-        mask = os.umask(0)
-        os.umask(mask)
-        aside.chmod(0o777 & ~mask)  # mkdtemp makes it private
         os.rename(aside, path)  # an empty folder at ``path`` is replaced
     finally:
         shutil.rmtree(aside, ignore_errors=True)
