@@ -33,21 +33,16 @@ _ends: "WeakKeyDictionary[nn.Module, UpdateEnd]" = WeakKeyDictionary()
 
 
 class SGLangWeights:
-    """The parameters of one rank of an SGLang model."""
+    """The parameters of one rank of an SGLang model (``wire.session.LiveWeights``)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def tensor_rank(self) -> int:
-        """This process's rank among the engine's tensor-parallel ranks.
-
-        Raises:
-            ConfigError: layers disagree, as with attention that is data-parallel.
-        """
         ranks_and_sizes = {
             _rank_and_size(module) for module in self._model.modules() if _kind(module) in _SPLIT
         }
-        if len(ranks_and_sizes) != 1:
+        if len(ranks_and_sizes) != 1:  # as with attention that is data-parallel
             raise ConfigError(
                 "the engine's layers are split over different groups of ranks; "
                 "start it with tensor parallelism alone"
@@ -55,14 +50,6 @@ class SGLangWeights:
         return ranks_and_sizes.pop()[0]
 
     def targets(self) -> dict[str, Shard]:
-        """Return this rank's part of every tensor that an update must bring, by Hugging Face name.
-
-        Values are views into the live parameters.
-
-        Raises:
-            ConfigError: the model, its quantization, or one of its parameters is not understood
-                here.
-        """
         _refuse_model(self._model)
         shards: dict[str, Shard] = {}
         claimed: Counter[int] = Counter()  # elements, by the id of the parameter
