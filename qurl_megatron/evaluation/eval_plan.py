@@ -210,10 +210,7 @@ def make_plans(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
-    """
-    Raises:
-        ConfigError: options are impossible, or do not go together.
-    """
+    """Raise ``ConfigError`` where options are impossible, or do not go together."""
     model, run_dir, step = arguments.model, arguments.run_dir, arguments.step
     if not run_dir and (arguments.before or step is not None):
         option = "--before" if arguments.before else "--step"

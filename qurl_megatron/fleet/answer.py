@@ -126,10 +126,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def parsed(content: bytes) -> Any:
-    """
-    Raises:
-        Malformed: it is not JSON.
-    """
+    """Return what JSON holds; raise ``Malformed`` where it is none."""
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:

@@ -53,10 +53,7 @@ class Offering:
     """Context manager: inside, this machine's engines run and are offered; leaving ends them."""
 
     def __init__(self, start: Start, rendezvous: Path) -> None:
-        """
-        Raises:
-            ConfigError: the engines cannot be started here.
-        """
+        """Raise ``ConfigError`` where the engines cannot be started here."""
         self._may_start = True
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None

@@ -51,10 +51,7 @@ class EngineProcess:
         self.popen: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """
-        Raises:
-            ConfigError: the command cannot be run.
-        """
+        """Start it; raise ``ConfigError`` where the command cannot be run."""
         self._port_file.unlink(missing_ok=True)
         self._forget()
         try:

@@ -39,10 +39,7 @@ class Member(msgspec.Struct, frozen=True):
     api_key_file: str | None = None
 
     def api_key(self, rendezvous: Path) -> str | None:
-        """
-        Raises:
-            ConfigError: the key file cannot be read.
-        """
+        """Return the engine's key; raise ``ConfigError`` where its file cannot be read."""
         if self.api_key_file is None:
             return None
         try:

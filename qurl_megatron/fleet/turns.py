@@ -126,10 +126,7 @@ class Response:
             self.turns += 1
 
     def failed(self, reason: str) -> None:
-        """
-        Raises:
-            EngineError: it has failed too often to be the engines' fault.
-        """
+        """Note a failure; raise ``EngineError`` where so many cannot be the engines' fault."""
         self.failures.append(reason)
         if len(self.failures) >= ATTEMPTS:
             reasons = "; ".join(dict.fromkeys(self.failures))

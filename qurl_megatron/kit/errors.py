@@ -116,10 +116,7 @@ class Unreadable(ConfigError):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """
-    Raises:
-        Unreadable: the system cannot read the file; one that is missing is left to the caller.
-    """
+    """Raise ``Unreadable`` where the system cannot read a file; a missing one is the caller's."""
     try:
         yield
     except FileNotFoundError:

@@ -106,10 +106,7 @@ def compiler_fault(config: RolloutConfig) -> str | None:
 
 
 def refuse_not_installed(config: RolloutConfig) -> None:
-    """
-    Raises:
-        ConfigError: no Python with SGLang is there.
-    """
+    """Raise ``ConfigError`` where no Python with SGLang is there."""
     sglang_python(config.sglang_python)
 
 
