@@ -140,13 +140,9 @@ def main(owner: int, lifelines: list[int]) -> None:
     if os.getppid() == owner:
         os.kill(owner, signal.SIGKILL)
     groups = [leftover for leftover in leftovers if isinstance(leftover, int)]
+    names = [leftover for leftover in leftovers if isinstance(leftover, str)]
     # Groups that are gone tell nothing, and not every process has been reported.
-    files = {
-        leftover
-        for leftover in leftovers
-        if isinstance(leftover, str) and leftover.startswith(SGLANGS)
-    }
-    files |= shared_by(groups)
+    files = shared_by(groups) | {name for name in names if name.startswith(SGLANGS)}
     _end(groups)
     for file in files:
         _unlink(file)
