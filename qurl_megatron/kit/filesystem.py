@@ -73,7 +73,9 @@ def _homeless(error: OSError, path: Path) -> bool:
 
 def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) -> ConfigError:
     room = f"{free(path) / 1e6:.1f} MB are free; "
-    if error.errno == errno.ENOSPC and not _has_inodes(path):
+    usage = os.statvfs(_folder_above(path))
+    # Some file systems do not count inodes.
+    if error.errno == errno.ENOSPC and usage.f_files > 0 and usage.f_favail == 0:
         room = "its file system has no room for another file, however small (inodes, df -i); "
     elif size is not None:
         room = f"{size / 1e6:.1f} MB are needed, {room}"
@@ -88,11 +90,6 @@ def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) ->
 def free(path: Path) -> int:
     """Bytes that fit where a path lies, which need not be there yet."""
     return shutil.disk_usage(_folder_above(path)).free
-
-
-def _has_inodes(path: Path) -> bool:
-    usage = os.statvfs(_folder_above(path))
-    return usage.f_files == 0 or usage.f_favail > 0  # some file systems do not count them
 
 
 def _folder_above(path: Path) -> Path:
