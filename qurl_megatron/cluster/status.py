@@ -16,7 +16,7 @@ from qurl_megatron.cluster.verdict import GOES_ON, Decision
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import ConfigError, printable
-from qurl_megatron.observe.sinks import Record, read_metrics
+from qurl_megatron.observe.sinks import METRICS_FILE, JsonlSink, Record
 from qurl_megatron.observe.text import duration
 from qurl_megatron.training.state import latest
 
@@ -49,9 +49,7 @@ def status(run_dir: Path) -> int:
         queued = commands.queued(job)
     except ConfigError as error:  # the folder tells the rest
         queue_error = str(error)
-    metrics, checkpoint = run_dir / "metrics.jsonl", None
-    # A file that has only been begun holds no line, which is no mistake here.
-    has_lines = metrics.is_file() and b"\n" in metrics.read_bytes()
+    checkpoint = None
     if newest := latest(run_dir):
         checkpoint = int(newest.name.removeprefix("step_")), newest.stat().st_mtime
     facts = Facts(
@@ -61,7 +59,7 @@ def status(run_dir: Path) -> int:
         queued,
         queue_error,
         folder.attempts(run_dir),
-        read_metrics(metrics) if has_lines else [],
+        JsonlSink.read(run_dir / METRICS_FILE),  # none yet is no mistake here
         checkpoint,
     )
     print(printable(render(facts, now())))
@@ -76,31 +74,28 @@ def render(facts: Facts, at: float) -> str:
     """
     sentence, what_next = _state(facts, at)
     running = facts.queued is not None and facts.queued.state != "PENDING"
-    lines = [f"{facts.run_dir}: {sentence}"]
+    rows = []
     steps = [record for record in facts.records if "time/step" in record.metrics]
     progress = f"of {facts.config.train.steps}"
     if not steps:
-        lines.append(_row("progress", f"step 0 {progress}"))
+        rows.append(("progress", f"step 0 {progress}"))
     else:
         if running:
             progress += f", the last {duration(at - steps[-1].time)} ago"
         progress += f", reward {steps[-1].metrics['reward/mean']:.3f}"
-        lines.append(_row("progress", f"step {steps[-1].step} {progress}"))
+        rows.append(("progress", f"step {steps[-1].step} {progress}"))
         usual_s = median(record.metrics["time/step"] for record in steps[-RECENT:])
-        lines.append(_row("a step", f"{duration(usual_s)} (median)"))
+        rows.append(("a step", f"{duration(usual_s)} (median)"))
     if running and facts.queued and facts.queued.ends:
         left_s = max(facts.queued.ends - at, 0.0)
-        lines.append(_row("this job", f"{duration(left_s)} left"))
+        rows.append(("this job", f"{duration(left_s)} left"))
     if facts.checkpoint:
         step, written_at = facts.checkpoint
         age = duration(max(at - written_at, 0.0))
-        lines.append(_row("checkpoint", f"of step {step}, {age} old"))
-    lines.append(_row("next", what_next))
-    return "\n".join(lines)
-
-
-def _row(name: str, text: str) -> str:
-    return f"  {name:<11} {text}"
+        rows.append(("checkpoint", f"of step {step}, {age} old"))
+    rows.append(("next", what_next))
+    lines = [f"  {name:<11} {text}" for name, text in rows]
+    return "\n".join([f"{facts.run_dir}: {sentence}", *lines])
 
 
 def _state(facts: Facts, at: float) -> tuple[str, str]:
