@@ -55,9 +55,6 @@ CPUS_SLOWER = 20.0
 ADAPTERS, VERBS = Path("/sys/class/infiniband"), "libibverbs.so.1"
 
 
-# ---- a node by itself
-
-
 @dataclass(frozen=True)
 class Report:
     """The findings of one node."""
@@ -220,9 +217,6 @@ def _reduce_ms(devices: list) -> float | None:
         return float("inf")
 
 
-# ---- beside the others
-
-
 def examine(
     run_dir: Path,
     layout: Allocation,
@@ -321,9 +315,6 @@ def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Itera
         yield f"{name} fails, or does not end"
     elif ms > factor * usual_ms:
         yield f"{name} takes {ms:.3g} ms, {usual_ms:.3g} on the job's others"
-
-
-# ---- exclusion
 
 
 def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:

@@ -114,9 +114,6 @@ def saved_step(run_dir: Path) -> int:
     return TrainState.read(newest).step if newest else 0
 
 
-# ---- attempts
-
-
 def open_attempt(run_dir: Path, *, job: int, step: int = 0) -> Attempt:
     """Make the folder of the next attempt, and have ``latest`` lead there.
 

@@ -140,9 +140,6 @@ def _with_own_engines(training: Component, rollout: RolloutConfig, node: NodeCon
     return Component(training.nodes, training.tasks, max(training.gpus, last))
 
 
-# ---- command lines
-
-
 def step(
     name: str,
     component: Component,

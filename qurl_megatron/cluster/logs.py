@@ -303,8 +303,6 @@ def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
-# ---- tracebacks in logs
-
 HEAD = re.compile(r"Traceback \(most recent call last\):")
 RAISED = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 LEAVING = ("KeyboardInterrupt", "SystemExit", "CancelledError")
@@ -332,9 +330,6 @@ def tracebacks(log: str) -> list[tuple[str, str]]:
         if not message.rpartition(".")[2].startswith(LEAVING):
             logged.append((message, "\n".join(lines[begin:at])))
     return logged
-
-
-# ---- the command
 
 
 def logs(run_dir: Path, number: int | None) -> int:

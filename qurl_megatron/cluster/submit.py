@@ -115,9 +115,6 @@ def _options(job: Script, cluster: ClusterConfig) -> list[str]:
     return [*options, *site.extra]
 
 
-# ---- into the queue
-
-
 def show_script(arguments: argparse.Namespace) -> int:
     """Print the job script of a recipe or a command, and check nothing else."""
     cluster, words = load_cluster(arguments.cluster), arguments.words

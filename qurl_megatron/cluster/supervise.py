@@ -64,9 +64,6 @@ class Received:
         self.newest = signal.Signals(number).name.removeprefix("SIG")
 
 
-# ---- a step of the job
-
-
 class SrunStep:
     """A running ``srun``; its messages go on to the log and are read for exit codes."""
 
@@ -149,9 +146,6 @@ def beside(argv: list[str]) -> Iterator[None]:
         step.signal(signal.SIGUSR1)
         if step.wait(ENGINES_S) is None:
             step.end_within(KILL_S)
-
-
-# ---- when to end
 
 
 class StepSupervisor:
@@ -269,9 +263,6 @@ def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
         ]
     time.sleep(POLL_S)  # the last one may be in the middle of it
     return silent
-
-
-# ---- facts of the job
 
 
 def end_of(facts: Mapping[str, str]) -> float | None:
