@@ -80,7 +80,7 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
             tell = partial(tell_done, run_dir, newest[1], config)
             on_lead(lambda: tell(held(claimed).changes), ranks, waiting_for="its last words")
             return True
-        if config.sync.transport != "files" and (host := config.sync.host):
+        if config.transport in ("group", "relay") and (host := config.sync.host):
             on_lead(lambda: check_host(host), ranks, waiting_for="looking at sync.host")
 
         refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
