@@ -49,10 +49,6 @@ class Cache:
         self._reached = 0
         self.cut(ROUND, live_rows=0)
 
-    @property
-    def rows(self) -> int:
-        return self.rows_at(self.length)
-
     def rows_at(self, length: int) -> int:
         return min(self.max_rows, self.capacity // _rounded(length))
 
@@ -62,7 +58,7 @@ class Cache:
         kept = min(self.length, _rounded(length))
         live = [grid[:live_rows, ..., :kept].clone() for grid in self._grids()] if live_rows else []
         self.length = _rounded(length)
-        rows, heads, dim = self.rows, self._kv_heads, self._dim
+        rows, heads, dim = self.rows_at(self.length), self._kv_heads, self._dim
 
         def view(flat: Tensor, *shape: int) -> Tensor:
             return flat[: math.prod(shape)].view(shape)
