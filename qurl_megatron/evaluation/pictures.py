@@ -13,7 +13,6 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -115,7 +114,6 @@ def _png(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
     width, height = 6.2 * COLUMNS, 3.4 * rows
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor=COLORS["paper"])
-        FigureCanvasAgg(figure)
         # Margins in inches; a layout that is computed takes as long again as the drawing.
         figure.subplots_adjust(
             left=0.75 / width,
