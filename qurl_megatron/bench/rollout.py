@@ -84,7 +84,6 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def _measured(subjects: Sequence[Subject], options: argparse.Namespace) -> list[Case]:
-    """Measure engines side by side."""
     configs = {subject: engine_config(subject, options) for subject in subjects}
     vocab = read_arch(config_of(options.model)).vocab
     lengths = {

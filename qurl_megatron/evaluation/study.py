@@ -253,7 +253,6 @@ class _Runner:
         print(f"{cell.name}: {outcome}", flush=True)
 
     def _delete_checkpoints(self, cell: Cell) -> None:
-        """Delete the checkpoints of a finished run, if the study says so."""
         if not self.study.settings.keep_checkpoints:
             shutil.rmtree(run_dir(self.out, cell) / "checkpoints", ignore_errors=True)
 
