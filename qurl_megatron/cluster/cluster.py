@@ -172,11 +172,7 @@ class ClusterConfig:
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """
-    Raises:
-        ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or
-            range; names the file.
-    """
+    """Read a cluster file; raise ``ConfigError``, which names it, where it is missing or wrong."""
     path = shipped(path, "slurm/clusters")
     tables = read_tables(path, "cluster file", f"these ship: {shipped_names('slurm/clusters')}")
     try:

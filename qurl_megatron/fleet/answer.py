@@ -167,13 +167,7 @@ def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[P
 
 
 def read_answer(answer: Any, asked: Asked, rules: Rules) -> Part:
-    """
-    Args:
-        answer: parsed, or ``msgspec.Raw``.
-
-    Raises:
-        Malformed: it cannot be trained on.
-    """
+    """Read an answer, parsed or ``msgspec.Raw``; raise ``Malformed`` if it cannot be trained on."""
     try:
         if isinstance(answer, msgspec.Raw):
             answer = decode(_Answer, bytes(answer))
