@@ -20,8 +20,6 @@ from typing import Any
 
 from qurl_megatron.kit.undertaker import bury
 
-Context = SpawnContext | ForkServerContext
-
 GRACE_S = 15.0
 """Seconds the other ranks get to end by themselves after one has failed."""
 LOST_S = 2.0
@@ -56,7 +54,7 @@ def launch(
     # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     # CUDA must not be touched before a fork, and importing Megatron may touch it: spawn there.
-    context: Context
+    context: SpawnContext | ForkServerContext
     if glob.glob("/dev/nvidia[0-9]*"):
         context = multiprocessing.get_context("spawn")
     else:
