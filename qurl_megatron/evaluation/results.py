@@ -38,14 +38,14 @@ def resampled_means(mean_P: np.ndarray, seed: Sequence[int], draws: int = DRAWS)
     return mean_P[indices].mean(axis=1)
 
 
-def interval(resampled_D: np.ndarray, level: float = LEVEL) -> tuple[float, float] | None:
+def interval(resampled_D: np.ndarray) -> tuple[float, float] | None:
     """The percentile interval of resampled means; None where they do not vary.
 
     If all problems are alike, e.g. none right, a bootstrap has nothing to say.
     """
     if np.ptp(resampled_D) == 0:
         return None
-    tail = 100 * (1 - level) / 2
+    tail = 100 * (1 - LEVEL) / 2
     low, high = np.percentile(resampled_D, [tail, 100 - tail])
     return float(low), float(high)
 

@@ -84,14 +84,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def lock(file: IO, how: int = fcntl.LOCK_EX) -> bool:
+def lock(file: IO) -> bool:
     """Lock an open file until it is closed; False where another process holds it.
 
     Raises:
         OSError: its file system has no locks.
     """
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

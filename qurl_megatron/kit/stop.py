@@ -48,12 +48,12 @@ class StopRequest:
         self.signal, self._since = number, time.monotonic()
 
 
-def stop_comes(stop: Callable[[], bool], within_s: float = FOLLOWS_S) -> bool:
+def stop_comes(stop: Callable[[], bool]) -> bool:
     """Return whether a stop is requested now or in a moment.
 
     To be asked where engines have gone: a signal to all processes of a run may reach them first.
     """
-    end = time.monotonic() + within_s
+    end = time.monotonic() + FOLLOWS_S
     while not stop() and time.monotonic() < end:
         time.sleep(0.05)
     return stop()
