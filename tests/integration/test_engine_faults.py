@@ -110,8 +110,7 @@ def test_a_run_does_not_get_the_engine_of_another_and_leaves_it_in_peace(tiny):
         with first.process() as process:
             first.wait(lambda: first.step() >= 2)
             second = Run(tiny, "two", urls(engine), "train.steps=2", "train.seed=5", *SMALL)
-            with second.process():
-                assert second.ended() == 2
+            second.finish(2)
             assert re.fullmatch(
                 rf"qurl: {engine} belongs to a run that is at work \({first.dir} on \S+\); give "
                 r"this run engines of its own, stop that one, or set rollout.take_over=true\n",
@@ -132,8 +131,7 @@ def test_a_log_prob_that_is_wrong_but_could_be_true_is_told_of(tiny):
     with serving(tiny, 1) as (engine,), Proxy(engine) as liar:
         run = Run(tiny, "could-be", urls(liar.url), "train.steps=3", *SMALL)
         liar.play(["log-prob -90"])
-        with run.process():
-            assert run.ended(120) == 0, run.stderr()
+        run.finish()
     [said] = [line for line in run.stdout().splitlines() if line.startswith("*** rollout, step")]
     assert said.startswith("*** rollout, step 1: ")
     assert re.search(COULD_BE_TRUE["log-prob -90"].says, said)
@@ -145,8 +143,6 @@ def test_a_run_whose_engines_all_refuse_its_key_ends_with_the_users_mistake(tiny
     with serving(tiny, 1) as (engine,), Proxy(engine) as liar:
         run = Run(tiny, "refused", urls(liar.url), "train.steps=5", *SMALL)
         liar.play(["401"])
-        with run.process():
-            assert run.ended(120) == 2
-            assert not run.left()
+        run.finish(2)
     assert re.search(r"^qurl: .*answered 401.*QURL_API_KEY", run.stderr())
     assert run.stderr().count("\n") == 1

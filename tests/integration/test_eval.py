@@ -6,14 +6,14 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.support.leftovers import Footprint
 from tests.support.models import tiny_checkpoint
-from tests.support.runs import QURL, Run, living, make_recipe, qurl
+from tests.support.runs import QURL, Run, make_recipe, qurl
 from tests.support.waiting import PATIENCE_S
 
 PROBLEMS, K, NEW = 16, 64, 32  # sampled in four batches of the embedded engine
@@ -69,25 +69,24 @@ def responses(out: Path) -> list[dict]:
 def interrupted(arguments: list[str], out: Path, number: int, *, after: int) -> int:
     """The exit code of an evaluation that got a signal when it had so many responses."""
     with (out.parent / "log").open("a") as log:
+        footprint = Footprint()
         process = subprocess.Popen(
-            [*QURL, *arguments], stdout=log, stderr=log, start_new_session=True
+            [*QURL, *arguments], stdout=log, stderr=log, env=footprint.env, start_new_session=True
         )
     end = time.monotonic() + 240
     while len(responses(out)) < after:
         assert process.poll() is None and time.monotonic() < end, (out.parent / "log").read_text()
         time.sleep(0.05)
-    engines = psutil.Process(process.pid).children(recursive=True)
+    assert len(footprint.look()) > 1  # engines too
     process.send_signal(number)
     code = process.wait(PATIENCE_S)
-    _, alive = psutil.wait_procs(engines, timeout=PATIENCE_S)
-    assert not alive and not living(process.pid)
+    assert footprint.left() == []
     return code
 
 
 def test_killed_twice_an_evaluation_ends_in_the_same_bits(model, bench, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "out"
     done = qurl(*command(bench, model, whole))
-    assert done.returncode == 0, done.stderr
     results = json.loads((whole / "results.json").read_text())
     numbers = results["benchmarks"]["numbers"]
     assert numbers["greedy"]["accuracy"] == 0.5
@@ -102,7 +101,6 @@ def test_killed_twice_an_evaluation_ends_in_the_same_bits(model, bench, tmp_path
     assert interrupted(arguments, out, signal.SIGKILL, after=len(first) + 4 * K) == -signal.SIGKILL
     assert len(first) < len(responses(out)) < len(responses(whole))
     done = qurl(*arguments)
-    assert done.returncode == 0, done.stderr
     assert responses(out) == responses(whole)
     again = json.loads((out / "results.json").read_text())["benchmarks"]["numbers"]
     assert again | {"tokens_per_s": 0} == numbers | {"tokens_per_s": 0}
@@ -112,14 +110,12 @@ def test_a_run_is_evaluated_by_its_own_recipe_before_and_after_and_sglang_wants_
     tmp_path,
 ):
     run = Run(make_recipe(tmp_path), "run", "train.steps=1", "rollout.engines=1")
-    with run.process():
-        assert run.ended() == 0, run.stderr()
+    run.finish()
     path = tmp_path / "sums.jsonl"
     text = "State the final answer to the following arithmetic problem: 12 + 3 ="
     path.write_text(json.dumps({"prompt": text, "answer": "15"}) + "\n")
     arguments = ["eval", path, "--run", run.dir, "--k", "2"]
     done = qurl(*arguments, "--before", "--step", "1")
-    assert done.returncode == 0, done.stderr
 
     def read(name: str) -> dict:
         return json.loads((run.dir / "eval" / name).read_text())
@@ -139,7 +135,6 @@ def test_a_run_is_evaluated_by_its_own_recipe_before_and_after_and_sglang_wants_
     assert sums["change"] == pytest.approx(sums["after"]["accuracy"] - sums["before"]["accuracy"])
     assert (run.dir / "eval/start_to_step_000001.md").read_text() in done.stdout
 
-    done = qurl(*arguments, "rollout.backend=sglang")
-    assert done.returncode == 2
+    done = qurl(*arguments, "rollout.backend=sglang", code=2)
     assert "SGLang cannot load the Megatron checkpoint" in done.stderr
     assert "qurl quantize --scheme int8 --model" in done.stderr

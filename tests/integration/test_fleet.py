@@ -57,8 +57,7 @@ def test_a_run_goes_on_while_any_engine_can_come_back_and_then_saves_itself(tiny
     assert saved == run.step()
 
     again = Run(tiny, "healing", "rollout.max_restarts=1", f"train.steps={saved + 2}")
-    with again.process():
-        assert again.ended() == 0, again.stderr()
+    again.finish()
     assert f"resuming {run.dir} after step {saved}" in again.stdout()
     for step in range(1, saved + 3):
         samples = run.samples(step)
@@ -70,17 +69,21 @@ def test_a_run_goes_on_while_any_engine_can_come_back_and_then_saves_itself(tiny
         assert event in report, event
 
 
+def fill_until_it_ends(run: Run, disk: Path) -> None:
+    with run.process() as process:
+        run.wait(lambda: run.step() >= 2)
+        while process.poll() is None:
+            fill(disk)
+            time.sleep(0.01)
+        assert run.ended() == 2
+        assert not run.left()
+
+
 def test_a_run_whose_disk_fills_up_saves_itself_and_goes_on_when_there_is_room(tiny, tmp_path):
     with small_disk(tmp_path / "disk", "8m") as disk:
         options = ("rollout.engines=1", "sync.transport=files", f"sync.dir={disk}")
         run = Run(tiny, "full", *options)
-        with run.process() as process:
-            run.wait(lambda: run.step() >= 2)
-            while process.poll() is None:  # old versions are deleted meanwhile
-                fill(disk)
-                time.sleep(0.01)
-            assert run.ended() == 2
-            assert not run.left()
+        fill_until_it_ends(run, disk)  # old versions are deleted meanwhile
         assert re.search(
             # A bucket, or where the last one did fit, an engine's receipt. What is free is what the
             # file that was half written has given back.
@@ -95,8 +98,7 @@ def test_a_run_whose_disk_fills_up_saves_itself_and_goes_on_when_there_is_room(t
 
         (disk / "filler").unlink()
         again = Run(tiny, "full", *options, f"train.steps={saved + 2}")
-        with again.process():
-            assert again.ended() == 0, again.stderr()
+        again.finish()
         assert run.step() == saved + 2
 
 
@@ -107,13 +109,7 @@ def test_a_run_that_can_log_no_more_saves_itself_and_says_what_is_missing(tiny, 
         (disk / "checkpoints").symlink_to(checkpoints)
         options = ("rollout.engines=1", f"sync.dir={versions}", "train.save_rollouts=false")
         run = Run(tiny, "unlogged", *options)
-        with run.process() as process:
-            run.wait(lambda: run.step() >= 2)
-            while process.poll() is None:  # the page that a log ends in has room for a while
-                fill(disk)
-                time.sleep(0.01)
-            assert run.ended() == 2
-            assert not run.left()
+        fill_until_it_ends(run, disk)  # the page that a log ends in has room for a while
         assert re.fullmatch(
             rf"qurl: {disk}/\w+\.jsonl cannot be written \(No space left on device\): "
             r"\d\.\d MB are free; free some, or set train\.run_dir to a folder with more; "
@@ -123,8 +119,7 @@ def test_a_run_that_can_log_no_more_saves_itself_and_says_what_is_missing(tiny, 
         (saved,) = run.saved()
         (disk / "filler").unlink()
         again = Run(tiny, "unlogged", *options, f"train.steps={saved + 2}")
-        with again.process():
-            assert again.ended() == 0, again.stderr()
+        again.finish()
         assert f"resuming {run.dir} after step {saved}" in again.stdout()
         assert run.step() == saved + 2
 

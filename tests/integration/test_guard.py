@@ -23,12 +23,10 @@ def test_refills_and_a_guard_interrupted_and_resumed_equal_an_uninterrupted_run(
     options = ("train.save_rollouts=true", "quant.rounding=stochastic")
     saves = ("checkpoint.every=1", "checkpoint.keep=3")
     done = qurl("train", recipe, *options, *saves, f"train.run_dir={whole}")
-    assert done.returncode == 0, done.stderr
     seen = metrics(whole)
     assert list(seen) == [1, 2, 3]
     again = as_if_killed_after(1, whole)  # in the middle of the guard's patience
     done = qurl("train", recipe, *options, f"train.run_dir={again}")
-    assert done.returncode == 0, done.stderr
     assert f"resuming {again} after step 1" in done.stdout
     assert metrics(again) == seen
     assert [seen[step]["guard/tripped"] for step in (1, 2, 3)] == [0, 1, 1]
@@ -51,8 +49,7 @@ def test_refills_and_a_guard_interrupted_and_resumed_equal_an_uninterrupted_run(
 
 def test_a_halted_run_saves_itself_and_goes_on_when_it_is_started_again(recipe):
     run_dir = recipe.parent / "halted"
-    done = qurl("train", recipe, "guard.action=halt", f"train.run_dir={run_dir}")
-    assert done.returncode == 3
+    done = qurl("train", recipe, "guard.action=halt", f"train.run_dir={run_dir}", code=3)
     assert re.fullmatch(
         r"qurl: the guard halted the run: rollout/rho_max = 1\.\d* is above guard\.rho_above = "
         r"0\.5, 2 steps in a row up to step 2; step 2 is saved, start again to go on from it\n",
@@ -64,8 +61,7 @@ def test_a_halted_run_saves_itself_and_goes_on_when_it_is_started_again(recipe):
     assert state.step == 2
     assert "Halted at step 2.</strong>" in (run_dir / "report.html").read_text()
 
-    again = qurl("train", recipe, "guard.action=warn", f"train.run_dir={run_dir}")
-    assert again.returncode == 0, again.stderr
+    qurl("train", recipe, "guard.action=warn", f"train.run_dir={run_dir}")
     assert list(metrics(run_dir)) == [1, 2, 3]
     assert "Halted at step 2, and started again" in (run_dir / "report.html").read_text()
     events = [span for span in Timeline.read(run_dir / "timeline.jsonl") if span.lane == "guard"]

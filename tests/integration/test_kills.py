@@ -30,9 +30,7 @@ def records(path: Path) -> list[dict]:
 
 
 def finished(run: Run) -> dict[int, dict[str, float]]:
-    with run.process():
-        assert run.ended() == 0, run.stderr()
-        assert run.left() == []
+    run.finish()
     return run.metrics()
 
 
@@ -145,8 +143,7 @@ def test_a_run_that_is_killed_goes_on_the_same_at_every_layout(tiny, layout):
 @pytest.mark.thorough
 def test_a_run_that_is_stopped_before_its_first_step_keeps_what_it_went_on_from(tiny):
     first = Run(tiny, "early", "train.eval_prompts=0", "train.steps=1")
-    with first.process():
-        assert first.ended() == 0, first.stderr()
+    first.finish()
     run = Run(tiny, "early", "train.eval_prompts=0")
     for _ in range(2):
         begun = time.time()
@@ -173,8 +170,7 @@ def test_checkpoints_that_become_read_only_end_the_run_in_a_sentence(tiny):
         kept = max(run.saved())
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         again = Run(tiny, "read-only", "rollout.engines=1", f"train.steps={kept + 1}")
-        with again.process():
-            assert again.ended() == 0, again.stderr()
+        again.finish()
         assert f"after step {kept}" in again.stdout()
 
 

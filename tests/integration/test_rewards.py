@@ -37,9 +37,7 @@ def tiny(tmp_path_factory) -> Path:
 def trained(tiny) -> Run:
     """One step, with an evaluation before and after it."""
     run = Run(tiny, "own", *OPTIONS, "train.steps=1")
-    with run.process():
-        assert run.ended() == 0, run.stderr()
-    assert run.left() == []
+    run.finish()
     return run
 
 
@@ -89,8 +87,7 @@ def test_a_reward_that_fails_on_every_response_ends_the_run(tiny, trained):
     (tiny.parent / "all.py").write_text("def score(**given):\n    return given['unit']\n")
     options = ("rollout.engines=1", "reward.kind=", "reward.function=all.py:score")
     run = Run(tiny, "none", *options, "train.eval_prompts=0", "train.steps=3")
-    with run.process():
-        assert run.ended() == 2, run.stderr()
+    run.finish(2)
     assert run.stderr() == (
         f"qurl: reward.function={tiny.parent}/all.py:score scored none of 64 responses: 64 raised "
         "(KeyError: 'unit' (all.py, line 2)); fix it, and call it on one response first, as "
@@ -124,8 +121,7 @@ def test_a_stop_is_heard_while_a_server_scores_an_evaluation_which_is_made_up_fo
         state = run.dir / "checkpoints/step_000001/state.json"
         assert json.loads(state.read_text())["unevaluated"]
         again = Run(tiny, "slow", *command)
-        with again.process():
-            assert again.ended() == 0, again.stderr()
+        again.finish()
     lines = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
     assert [one["step"] for one in lines if "eval/reward" in one["metrics"]] == [0, 1]
     assert not json.loads(state.read_text())["unevaluated"]
@@ -137,9 +133,7 @@ def test_a_run_stops_where_it_is_told_to_and_saves_what_it_has(tiny, trained):
     shutil.copytree(trained.dir, tiny.parent / "stops")
     (tiny.parent / "own.py").write_text(f"# edited\n{REWARD}")
     run = Run(tiny, "stops", *OPTIONS, "train.steps=2", "reward.on_failure=stop")
-    with run.process():
-        assert run.ended() == 2, run.stderr()
-    assert run.left() == []
+    run.finish(2)
     assert "of 64 responses could not be scored: " in run.stderr()
     assert "fix the reward, or set reward.on_failure=score" in run.stderr()
     assert run.stderr().count("\n") == 1 and "Traceback" not in run.stderr()

@@ -40,7 +40,6 @@ def recipe(tmp_path_factory) -> Path:
 def train(recipe: Path, name: str, *options: str):
     common = ("train.steps=3", "train.save_rollouts=true", "train.eval_prompts=8")
     done = qurl("train", recipe, *common, f"train.run_dir={recipe.parent / name}", *options)
-    assert done.returncode == 0, done.stderr
     return done
 
 

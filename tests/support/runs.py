@@ -134,20 +134,21 @@ def make_recipe(root: Path) -> Path:
     return path
 
 
-def qurl(*arguments: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
-    """Run a command to its end.
+def qurl(*arguments: object, code: int = 0, **env: str) -> subprocess.CompletedProcess:
+    """Run a command to its end, with this exit code.
 
     Args:
         env: added to the environment.
     """
-    return subprocess.run(
+    done = subprocess.run(
         [*QURL, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=NEVER_S,
-        cwd=cwd,
         env=os.environ | env,
     )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -216,6 +217,12 @@ class Run:
                     process.kill()
             self.popen.wait()
 
+    def finish(self, code: int = 0) -> None:
+        """It ends by itself, with this code, and leaves nothing."""
+        with self.process():
+            assert self.ended() == code, self.stderr()
+            assert self.left() == []
+
     def wait(self, condition: Callable[[], bool], seconds: float = 300.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
@@ -278,13 +285,3 @@ class Run:
     def left(self) -> list[str]:
         """What a run that has ended leaves behind, a moment later."""
         return self.footprint.left(self.dir)
-
-
-def living(session: int) -> list[psutil.Process]:
-    """The processes of one session."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
