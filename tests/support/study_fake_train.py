@@ -17,13 +17,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.waiting import wait_until
 
 ACCURACY = {"bf16": 0.75, "acr": 0.5}
 MAKING_S = 0.3
 MOMENT_S = 0.5
-PATIENCE_S = 120.0
 
 
 def main() -> int:
@@ -71,7 +71,7 @@ def train() -> int:
     with calls.open("a") as file:
         file.write(json.dumps(call) + "\n")
     if "meet" in orders:
-        wait_for(lambda: len(calls.read_text().splitlines()) >= orders["meet"])
+        wait_until(lambda: len(calls.read_text().splitlines()) >= orders["meet"])
         time.sleep(MOMENT_S)
     steps = int(given["train.steps"])
     for step in range(first, steps + 1):
@@ -94,7 +94,7 @@ def train() -> int:
         with metrics.open("a") as file:
             file.write(json.dumps({"step": step, "time": 1.0, "metrics": measured}) + "\n")
         if step == orders.get("hold_at"):
-            wait_for(lambda: bool(stop))
+            wait_until(lambda: bool(stop))
         if stop:
             time.sleep(MOMENT_S)
             print("saved" if len(stop) == 1 else "killed")
@@ -106,13 +106,6 @@ def train() -> int:
         (newest / "hf").mkdir(exist_ok=True)
         (newest / "weights").write_text("large")
     return 0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from qurl_megatron.fleet.offered import PAUSE_S, Offered, Offering, prepare
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import wait_until
 
 
 def test_where_engines_are_met_only_the_user_can_read_and_a_new_attempt_keeps_the_key(tmp_path):
@@ -49,11 +49,7 @@ def offered(process: EngineProcess, folder: Path, *, restarts: int = 3) -> Offer
 
 
 def look_until(one: Offered, condition) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        one.look(time.monotonic())
-        time.sleep(0.01)
+    wait_until(lambda: one.look(time.monotonic()) or condition())
 
 
 def test_an_engine_is_offered_with_its_key_once_it_listens(engine, tmp_path):

@@ -37,7 +37,7 @@ from qurl_megatron.observe.metrics import History
 from qurl_megatron.observe.sinks import Record
 from tests.support.waiting import PATIENCE_S, wait_until
 
-FAKE = (sys.executable, str(Path(__file__).parents[1] / "support/study_fake_train.py"))
+FAKE = (sys.executable, "-m", "tests.support.study_fake_train")
 SHIPPED = sorted((Path(__file__).parents[2] / "launch/studies").glob("*.toml"))
 
 RECIPE = """
