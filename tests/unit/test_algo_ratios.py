@@ -18,10 +18,6 @@ BOUND = {"token": "token", "sequence": "geometric"}
 LENGTHS = (4, 1, 0, 7, 2, 5, 3, 6, 1, 2) * 6
 
 
-def logs(*ratios):
-    return torch.tensor(ratios, dtype=torch.float64).log()
-
-
 def random_responses(spread=0.5, drift=0.3, lengths=LENGTHS):
     """Log-probs of three policies, an advantage per response, and owners."""
     generator = torch.Generator().manual_seed(0)
