@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import pickletools
+import ssl
 import sys
 import threading
 import time
@@ -36,15 +37,35 @@ class QuietServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class QuietHandler(BaseHTTPRequestHandler):
+    server: QuietServer
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+
 class Served:
     """Answers in a thread until closed."""
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler], host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        handler: type[BaseHTTPRequestHandler],
+        host: str = "127.0.0.1",
+        tls: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            tls: folder of cert.pem and key.pem; None speaks plain HTTP.
+        """
         self.closing = threading.Event()
         self._server = QuietServer((host, 0), handler)
         self._server.engine = self
+        if tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]
-        self.url = f"http://{host}:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
         serve = {"target": self._server.serve_forever, "kwargs": {"poll_interval": 0.02}}
         threading.Thread(**serve, daemon=True).start()
 
@@ -283,12 +304,7 @@ def _leave_receipt(serialized: str, rank: int) -> None:
     aside.rename(path)
 
 
-class _EngineHandler(BaseHTTPRequestHandler):
-    server: QuietServer
-
-    def log_message(self, *arguments) -> None:
-        pass
-
+class _EngineHandler(QuietHandler):
     def do_GET(self) -> None:
         self._respond(self.server.engine.get)
 

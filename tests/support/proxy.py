@@ -12,12 +12,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal
 
 import httpx
 
-from tests.support.fake_engine import QuietServer, Served
+from tests.support.fake_engine import QuietHandler, Served
 
 HUGE = 64 << 20  # bytes
 DRIP_S = 0.1
@@ -243,12 +242,7 @@ class Proxy(Served):
         return (FAULTS | COULD_BE_TRUE)[name].spoil(answer.json())
 
 
-class _ProxyHandler(BaseHTTPRequestHandler):
-    server: QuietServer
-
-    def log_message(self, *arguments) -> None:
-        pass
-
+class _ProxyHandler(QuietHandler):
     def do_GET(self) -> None:
         self._answer(b"")
 

@@ -2,16 +2,14 @@
 
 import contextlib
 import json
-import ssl
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from qurl_megatron.kit.errors import Unscored
 from qurl_megatron.rewards import Item
 from qurl_megatron.rewards.verifiers import Score
+from tests.support.fake_engine import QuietHandler, Served
 
 MISBEHAVE = '''
 import asyncio, functools, os, subprocess, sys, time
@@ -120,7 +118,7 @@ def reward_server(
     """
     server = Server(list(answers))
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.headers.append(dict(self.headers))
@@ -133,27 +131,6 @@ def reward_server(
                 self.end_headers()
                 self.wfile.write(content)
 
-        def log_message(self, *words: object) -> None:
-            pass
-
-    with serving(Handler, tls) as url:
-        server.url = f"{url}/score"
+    with Served(Handler, tls=tls) as served:
+        server.url = f"{served.url}/score"
         yield server
-
-
-@contextlib.contextmanager
-def serving(handler: type[BaseHTTPRequestHandler], tls: Path | None = None) -> Iterator[str]:
-    """The URL of a server of requests, on a port of its own."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
-        listening.daemon_threads = True
-        if tls:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
-            listening.socket = context.wrap_socket(listening.socket, server_side=True)
-        thread = threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield f"{'https' if tls else 'http'}://127.0.0.1:{listening.server_address[1]}"
-        finally:
-            listening.shutdown()
-            thread.join()

@@ -11,7 +11,7 @@ import pytest
 from qurl_megatron.config import RewardConfig, load
 from qurl_megatron.kit.errors import CAUSES
 from qurl_megatron.rewards import Item, RewardPool, check_rewards
-from tests.support.rewards import serving
+from tests.support.fake_engine import Served
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 REWARDS, JUDGE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -55,8 +55,8 @@ def test_the_judge_scores_for_those_who_bring_its_key(tmp_path, monkeypatch):
     exec(JUDGE, space)
     space["Judge"].log_message = lambda *words: None
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
-    with serving(space["Judge"]) as url:
-        config = section(tmp_path, HTTP.replace("http://127.0.0.1:8100", url))
+    with Served(space["Judge"]) as served:
+        config = section(tmp_path, HTTP.replace("http://127.0.0.1:8100", served.url))
         check_rewards(config)
         with RewardPool(dataclasses.replace(config, workers=1)) as pool:
             assert pool.grade(ITEMS) == [0.0, 1.0, 0.0, 0.0]
