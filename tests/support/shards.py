@@ -50,4 +50,6 @@ def check_nan(device):
 
 
 def same(a, b):
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    """In type and bytes."""
+    a, b = a.contiguous(), b.contiguous()
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

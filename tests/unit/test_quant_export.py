@@ -23,6 +23,7 @@ from qurl_megatron.quant.export import (
 from qurl_megatron.schemes import EXPORTED
 from qurl_megatron.tensors.table import is_quantized
 from tests.support.engine_models import write_model
+from tests.support.shards import same
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 SCALE = "model.layers.0.mlp.down_proj.weight_scale"
@@ -34,10 +35,6 @@ def weight(rows=256, columns=384, dtype=torch.float32):
     w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02
     w[3] = 0.0
     return w.to(dtype)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("scheme", EXPORTED)
