@@ -37,11 +37,6 @@ SLOW_S = 0.01  # a token, where more has to happen before the last one
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
-def outputs(live) -> list:
-    answer = live.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": GREEDY}).json()
-    return answer["output_ids"]
-
-
 def test_with_its_lease_an_engine_says_what_its_model_computes(live, folder):
     body = {"run": "aa", "label": "this test", "seconds": 0, "take_over": False}
     assert live.post(ENDPOINT, body).json()["computes"] == facts_of(folder)
@@ -124,7 +119,8 @@ def test_a_bad_request_is_refused_with_a_sentence(live, body, message):
 
 
 def test_stop_ids_end_a_response_unless_ignored(live):
-    token = outputs(live)[2]
+    answer = live.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": GREEDY}).json()
+    token = answer["output_ids"][2]
     params = {**GREEDY, "stop_token_ids": [token]}
     answer = live.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": params}).json()
     assert answer["output_ids"][-1] == token and len(answer["output_ids"]) <= 3
