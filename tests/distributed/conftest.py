@@ -15,6 +15,14 @@ def backend(request) -> str:
     return request.param
 
 
+@pytest.fixture
+def qwen2(tmp_path) -> Path:
+    """A tiny checkpoint of this family."""
+    from tests.support.models import tiny_checkpoint
+
+    return tiny_checkpoint(tmp_path / "model", "qwen2")
+
+
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory, backend) -> Callable[..., tuple[Path, dict]]:
     """(family, algo...) -> a checkpoint, and what ``train_twice`` finds without any split;

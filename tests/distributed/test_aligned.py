@@ -95,9 +95,10 @@ def whole_of(policy, held: dict) -> dict[str, torch.Tensor]:
 @pytest.mark.crossed
 @pytest.mark.parametrize("layout", ["alone", "TP2", "PP2", "TP2 x DP2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_hold_the_published_codes_and_scales_bit_for_bit(layout, dtype, backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = aligned_recipe(folder, LAYOUTS[layout], "full", dtype=dtype)
+def test_layers_hold_the_published_codes_and_scales_bit_for_bit(
+    layout, dtype, backend, qwen2, tmp_path
+):
+    config = aligned_recipe(qwen2, LAYOUTS[layout], "full", dtype=dtype)
     run_on_ranks(
         check_codes, config.parallel.world_size, backend, tmp_path, config, random_samples(16)
     )
@@ -196,11 +197,10 @@ def assert_gradients(backend, tmp_path, folder, config, *, rounding: float) -> N
 )
 @pytest.mark.parametrize("layout", all_but(LAYOUTS, "TP2 x DP2", "PP2"))
 def test_gradients_equal_a_dense_straight_through_reference(
-    layout, align, rounding, backend, tmp_path
+    layout, align, rounding, backend, qwen2, tmp_path
 ):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = aligned_recipe(folder, LAYOUTS[layout], align, "int4")
-    assert_gradients(backend, tmp_path, folder, config, rounding=rounding)
+    config = aligned_recipe(qwen2, LAYOUTS[layout], align, "int4")
+    assert_gradients(backend, tmp_path, qwen2, config, rounding=rounding)
 
 
 class Halves(Matrix):
@@ -279,11 +279,10 @@ def mismatch(backend, tmp_path, folder, samples, align, scheme, layout=None, tra
 
 
 @pytest.mark.parametrize("scheme", all_but(["int8", "int5", "int4", "fp8"], "int5"))
-def test_an_aligned_policy_has_the_log_probs_of_the_engine(scheme, backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    samples = generated(folder, scheme)
+def test_an_aligned_policy_has_the_log_probs_of_the_engine(scheme, backend, qwen2, tmp_path):
+    samples = generated(qwen2, scheme)
     none, weights, full = (
-        mismatch(backend, tmp_path, folder, samples, align, scheme)
+        mismatch(backend, tmp_path, qwen2, samples, align, scheme)
         for align in ("none", "weights", "full")
     )
     kl = "rollout/kl_k3"
@@ -315,17 +314,16 @@ def measure_each(device, configs, samples, folder) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_trainer_ranks_have_the_log_probs_of_an_engine_of_one_rank_and_of_two(
-    size, backend, tmp_path
+    size, backend, qwen2, tmp_path
 ):
     """With its ``rollout.engine_tensor``; with the other one as little as with ``weights``."""
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     with decoding_by("torch"):  # the native step knows no halves
-        samples = generated(folder, "int8", tensor=size)
+        samples = generated(qwen2, "int8", tensor=size)
     aligned = {"full": ("full", size), "other": ("full", 3 - size)}
     aligned |= {align: (align, size) for align in ("weights", "none")}
     configs = {}
     for name, (align, engine_tensor) in aligned.items():
-        config = aligned_recipe(folder, dict(tensor=2), align)
+        config = aligned_recipe(qwen2, dict(tensor=2), align)
         engines = dict(backend="sglang", engine_tensor=engine_tensor, temperature=1.0)
         configs[name] = replace(config, rollout=replace(config.rollout, **engines))
     run_on_ranks(measure_each, 2, backend, tmp_path, configs, samples, tmp_path)
@@ -352,9 +350,8 @@ def check_the_others(device, config) -> None:
         assert not aligned_layers(critic.gpt)
 
 
-def test_reference_and_critic_compute_in_full_precision(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = aligned_recipe(folder, dict(tensor=2), "full", "int4")
+def test_reference_and_critic_compute_in_full_precision(backend, qwen2, tmp_path):
+    config = aligned_recipe(qwen2, dict(tensor=2), "full", "int4")
     run_on_ranks(check_the_others, 2, backend, tmp_path, config)
 
 
@@ -372,18 +369,16 @@ def score_then_load_and_go_on(device, config, run_dir, out) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = aligned_recipe(folder, dict(tensor=2, data=2), "full", dtype=dtype)
+def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, qwen2, tmp_path):
+    config = aligned_recipe(qwen2, dict(tensor=2, data=2), "full", dtype=dtype)
     run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
     run_on_ranks(save_then_go_on, 4, backend, tmp_path, config, run, a)
     run_on_ranks(score_then_load_and_go_on, 4, backend, tmp_path, config, run, b)
     assert_same_weights(b, a)
 
 
-def test_recomputed_activations_are_rounded_as_they_were(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = aligned_recipe(folder, dict(tensor=2), "full")
+def test_recomputed_activations_are_rounded_as_they_were(backend, qwen2, tmp_path):
+    config = aligned_recipe(qwen2, dict(tensor=2), "full")
     again = replace(config, model=replace(config.model, recompute=True))
     kept, recomputed = (
         found_gradients(run_on_ranks, backend, tmp_path, one) for one in (config, again)

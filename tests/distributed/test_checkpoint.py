@@ -45,9 +45,10 @@ from tests.support.ranks import run_on_ranks, run_with_stand_in
         (dict(context=2), {}, False),
     ],
 )
-def test_a_loaded_policy_takes_the_same_next_step(dtype, before, after, exact, backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    saving, loading = (recipe(folder, layout, dtype=dtype) for layout in (before, after))
+def test_a_loaded_policy_takes_the_same_next_step(
+    dtype, before, after, exact, backend, qwen2, tmp_path
+):
+    saving, loading = (recipe(qwen2, layout, dtype=dtype) for layout in (before, after))
     run = tmp_path / "run"
     a, b = tmp_path / "a.pt", tmp_path / "b.pt"
     run_on_ranks(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a)
@@ -70,11 +71,10 @@ def load_with_another_optimizer(device, config, run_dir):
         assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(5e-4 * 5 / 8)
 
 
-def test_a_schedule_goes_on_bit_by_bit_and_a_changed_optimizer_takes_effect(tmp_path):
+def test_a_schedule_goes_on_bit_by_bit_and_a_changed_optimizer_takes_effect(qwen2, tmp_path):
     """Not what the optimizer saved of itself."""
     cosine = OptimizerConfig(lr=1e-3, warmup_steps=1, schedule="cosine", decay_steps=8)
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = replace(recipe(folder, {}, dtype="bfloat16"), optimizer=cosine)
+    config = replace(recipe(qwen2, {}, dtype="bfloat16"), optimizer=cosine)
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
     run_on_ranks(save_then_go_on, 1, "gloo", tmp_path, config, run, a)
     run_on_ranks(load_and_go_on, 1, "gloo", tmp_path, config, run, b)
@@ -382,11 +382,10 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_told_on_every_rank_and_the_old_o
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("run_ranks", [run_on_ranks, run_with_stand_in])
 def test_every_adam_goes_on_from_a_checkpoint_before_its_first_step_and_after(
-    run_ranks, step, tmp_path
+    run_ranks, step, qwen2, tmp_path
 ):
     """Transformer Engine's makes its state in its first step."""
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = recipe(folder, dict(data=2), dtype="bfloat16")
+    config = recipe(qwen2, dict(data=2), dtype="bfloat16")
     run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
     save = functools.partial(save_then_go_on, step=step)
     load = functools.partial(load_and_go_on, step=step, used=True)

@@ -58,9 +58,8 @@ def break_one_weight(device, config):
     [(dict(tensor=2, data=2), "bfloat16"), (dict(pipeline=2, data=2), "float32")],
     ids=str,
 )
-def test_weights_that_are_not_finite_are_named_on_every_rank(layout, dtype, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = recipe(folder, layout, dtype=dtype)
+def test_weights_that_are_not_finite_are_named_on_every_rank(layout, dtype, qwen2, tmp_path):
+    config = recipe(qwen2, layout, dtype=dtype)
     run_on_ranks(break_one_weight, 4, "gloo", tmp_path, config)
 
 

@@ -131,11 +131,10 @@ def test_stages_of_different_size_choose_one_transport(tmp_path):
 @pytest.mark.parametrize(
     "layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2), dict(data=2), dict(context=2)]
 )
-def test_drift_metrics_do_not_depend_on_the_layout(layout, backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+def test_drift_metrics_do_not_depend_on_the_layout(layout, backend, qwen2, tmp_path):
     seen = []
     for name, parallel in {"alone": {}, "split": layout}.items():
-        config, out = recipe(folder, parallel), tmp_path / name
+        config, out = recipe(qwen2, parallel), tmp_path / name
         arguments = (config, "int8", out, 1)
         run_on_ranks(publish, config.parallel.world_size, backend, tmp_path, *arguments)
         seen.append(torch.load(out / "metrics-1.pt"))
@@ -162,8 +161,7 @@ def publish_nan(device, config, out):
             dist.barrier()  # all are still in step
 
 
-def test_weights_of_one_rank_that_cannot_be_quantized_are_named_on_all(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    config = recipe(folder, dict(tensor=2, data=2))
+def test_weights_of_one_rank_that_cannot_be_quantized_are_named_on_all(backend, qwen2, tmp_path):
+    config = recipe(qwen2, dict(tensor=2, data=2))
     run_on_ranks(publish_nan, 4, backend, tmp_path, config, tmp_path / "out")
     assert not list((tmp_path / "out").glob("[0-9]*"))  # nothing was published

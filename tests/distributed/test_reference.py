@@ -1,7 +1,5 @@
 """The reference policy scores with its own weights, wherever these wait, and leaves no trace."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from qurl_megatron.actor.policy import Reference
 from qurl_megatron.algo.kl import k3
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.training.state import TrainState, latest
 from tests.support.models import tiny_checkpoint
 from tests.support.policies import SAMPLES, build, hf_scores, improve_at, recipe, scores, whole
@@ -20,16 +19,12 @@ def moved_away(folder, by: float):
     """A copy of a checkpoint with other weights."""
     from safetensors.torch import load_file, save_file
 
-    other = tiny_checkpoint(folder.with_name("other"), json_of(folder)["model_type"])
+    other = tiny_checkpoint(folder.with_name("other"), read_config(folder)["model_type"])
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
     noise = {n: by * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
     save_file({n: w + noise[n] for n, w in weights.items()}, other / "model.safetensors")
     return other
-
-
-def json_of(folder) -> dict:
-    return json.loads((folder / "config.json").read_text())
 
 
 def check_same_weights(device, config, reference) -> None:
@@ -43,18 +38,17 @@ def check_same_weights(device, config, reference) -> None:
 
 @pytest.mark.parametrize("where", ["where the actor came from", "a conversion of it"])
 def test_before_any_update_the_divergence_from_the_same_weights_is_exactly_zero(
-    where, backend, tmp_path
+    where, backend, qwen2, tmp_path
 ):
     from qurl_megatron.checkpoints.job import run
     from qurl_megatron.checkpoints.source import open_checkpoint
     from qurl_megatron.checkpoints.to_megatron import to_megatron
 
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
     path = ""
     if where == "a conversion of it":
         path = str(tmp_path / "megatron")
-        run(to_megatron(open_checkpoint(folder), tmp_path / "megatron", uaq_scale=1.5))
-    config = recipe(folder, dict(tensor=2), dtype="bfloat16")
+        run(to_megatron(open_checkpoint(qwen2), tmp_path / "megatron", uaq_scale=1.5))
+    config = recipe(qwen2, dict(tensor=2), dtype="bfloat16")
     run_on_ranks(check_same_weights, 2, backend, tmp_path, config, Reference(path))
 
 
@@ -121,10 +115,9 @@ def check_memories(device, config, path) -> None:
             assert torch.equal(log_probs, seen[1][i])
 
 
-def test_weights_that_wait_on_the_host_score_bit_for_bit_the_same(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    other = moved_away(folder, by=0.02)
-    config = recipe(folder, dict(tensor=2), dtype="bfloat16")
+def test_weights_that_wait_on_the_host_score_bit_for_bit_the_same(backend, qwen2, tmp_path):
+    other = moved_away(qwen2, by=0.02)
+    config = recipe(qwen2, dict(tensor=2), dtype="bfloat16")
     run_on_ranks(check_memories, 2, backend, tmp_path, config, str(other))
 
 
@@ -160,8 +153,7 @@ def check_refused(device, config, cases) -> None:
                 build(config, ranks, reference=Reference(path))
 
 
-def test_a_reference_of_another_shape_is_refused_by_name(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+def test_a_reference_of_another_shape_is_refused_by_name(backend, qwen2, tmp_path):
     more = tiny_checkpoint(tmp_path / "more", "qwen2", vocab_size=160)
     deep = tiny_checkpoint(tmp_path / "deep", "qwen2", num_hidden_layers=2)
     tied = tiny_checkpoint(tmp_path / "tied", "qwen2", tie_word_embeddings=True)
@@ -171,4 +163,4 @@ def test_a_reference_of_another_shape_is_refused_by_name(backend, tmp_path):
         (str(tied), "algo.reference=.*tied has tied=True where the actor, .*model, has False"),
         (str(tmp_path / "none"), "none is not a folder; name a checkpoint"),
     ]
-    run_on_ranks(check_refused, 1, backend, tmp_path, recipe(folder, {}), cases)
+    run_on_ranks(check_refused, 1, backend, tmp_path, recipe(qwen2, {}), cases)

@@ -46,15 +46,13 @@ def check_options(device, folder) -> None:
 
 
 @pytest.mark.thorough("nccl")
-def test_rotary_embeddings_and_sums_of_weight_gradients_are_fused(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    run_with_stand_in(check_options, 1, backend, tmp_path, folder)
+def test_rotary_embeddings_and_sums_of_weight_gradients_are_fused(backend, qwen2, tmp_path):
+    run_with_stand_in(check_options, 1, backend, tmp_path, qwen2)
 
 
 @pytest.mark.thorough("nccl")
-def test_folding_uaq_leaves_the_function_as_it_was(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    assert_logits(folder, dict(tensor=2), backend, tmp_path, uaq_scale=1.5, run=run_with_stand_in)
+def test_folding_uaq_leaves_the_function_as_it_was(backend, qwen2, tmp_path):
+    assert_logits(qwen2, dict(tensor=2), backend, tmp_path, uaq_scale=1.5, run=run_with_stand_in)
 
 
 def train(backend, tmp_path, config) -> dict:
@@ -91,11 +89,10 @@ def test_sequences_that_lie_end_to_end_train_as_padded_ones_do(
 
 
 @pytest.mark.thorough("nccl")
-def test_a_critic_has_the_values_of_the_whole_model(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
-    values, gradients, _ = critics.expected_of(folder)
+def test_a_critic_has_the_values_of_the_whole_model(backend, qwen2, tmp_path):
+    values, gradients, _ = critics.expected_of(qwen2)
     out = tmp_path / "critic.pt"
-    config = recipe(folder, dict(context=2))
+    config = recipe(qwen2, dict(context=2))
     run_with_stand_in(critics.observe, 2, backend, tmp_path, config, out)
     found = torch.load(out, weights_only=True)
     critics.assert_as_by_autograd(found, values, gradients, close=1e-4)
