@@ -5,6 +5,7 @@ A planner asks for hundreds of layouts, so nothing is built and torch is not imp
 the models' part to models that are really built.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -199,8 +200,13 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
         reference = policy.parameters * passed.itemsize
     bucket = round(config.sync.bucket_mb * MIB)
     if config.transport == "relay":
-        # Embedding and output layer, each whole in another machine's part of one bucket.
-        bucket += 2 * itemsize * policy.largest
+        # A matrix is never divided, so that each machine's part has one; of embedding and output
+        # layer one part each.
+        machines = math.ceil(parallel.world_size / NODE)
+        matrix = 2 * arch.hidden * arch.intermediate // parallel.tensor
+        if config.quant.scheme == "none":
+            matrix *= itemsize
+        bucket = max(bucket, machines * matrix) + 2 * itemsize * policy.largest
     return Stage(
         layers=layers,
         policy=policy,

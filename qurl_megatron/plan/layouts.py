@@ -115,8 +115,8 @@ def scaled(own: Choice, gpus: int) -> Choice | None:
 def applied(config: RunConfig, choice: Choice, *, node: int, static: float | None) -> RunConfig:
     """The recipe in that layout; its own stays as it is.
 
-    Versions go by the memory of one machine where there is but one, else point to point, or as
-    files to engines that share the trainer's GPUs.
+    Versions go by the memory of one machine where there is but one, else point to point, or by
+    relay to engines that share the trainer's GPUs.
 
     Args:
         static: SGLang's --mem-fraction-static; None keeps the recipe's.

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
         run_dir.mkdir(parents=True, exist_ok=True)
         token = Owner.of(run_dir).token
     # Stages differ in size: one rank's answer holds for all.
-    kind = choose(sync, one_machine=one_machine, room=shared(room), each_node=rollout.each_node)
+    even = rollout.each_node and len(set(Counter(hosts).values())) == 1
+    kind = choose(sync, one_machine=one_machine, room=shared(room), relayed=even)
     return TRANSPORTS[kind].sender.open(
         Site(
             rank=ranks.rank,
@@ -81,22 +83,20 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     )
 
 
-def choose(
-    sync: SyncConfig, *, one_machine: bool, room: bool = True, each_node: bool = False
-) -> str:
+def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True, relayed: bool = False) -> str:
     """Return the name of the transport for engines here, or elsewhere.
 
     Args:
         room: the machine's shared memory has room for the buckets of all ranks.
-        each_node: ``rollout.each_node``.
+        relayed: engines are on all of the trainer's machines, which have as many ranks each.
 
     Raises:
         ConfigError: the requested one cannot reach them.
     """
     if sync.transport == "auto":
-        if not room or not (one_machine or each_node):
+        if not room or not (one_machine or relayed):
             return "files"
-        return sync.chosen(each_node=each_node)
+        return sync.chosen(each_node=relayed)
     if TRANSPORTS[sync.transport].sender.one_machine and not one_machine:
         raise ConfigError(
             f"sync.transport={sync.transport} needs trainer and engines on one machine, and "

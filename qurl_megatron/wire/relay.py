@@ -11,7 +11,6 @@ rank's.
 import secrets
 import shutil
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.group import join_store, leave_in, store_of, take_from
+from qurl_megatron.wire.group import CONNECT_S, join_store, leave_in, store_of, take_from
 from qurl_megatron.wire.message import Blob, Receipt, aligned, fill, lay_out
 from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender, memory_folder
 from qurl_megatron.wire.transport import Place, Site
@@ -38,14 +37,14 @@ class RelaySender(MemorySender):
             ConfigError: the machines have different numbers of ranks; or as ``MemorySender``.
         """
         peers_by_place = peers(site.hosts)
-        groups = [dist.new_group(p, timedelta(seconds=site.timeout_s)) for p in peers_by_place]
+        groups = [dist.new_group(ranks) for ranks in peers_by_place]
         self._place = next(n for n, p in enumerate(peers_by_place) if site.rank in p)
         self._peers = peers_by_place[self._place]
         self._group = groups[self._place]
         self._machine = self._peers.index(site.rank)
         self.machines = len(self._peers)
         self._hosts = [site.hosts[rank] for rank in self._peers]
-        self._store, self._timeout_s, self._run = store, site.timeout_s, secrets.token_hex(4)
+        self._store, self._run = store, secrets.token_hex(4)
         # Machines may share a folder where they are containers of one.
         token = f"{site.token}-machine{self._machine}"
         if self._place == 0:
@@ -59,7 +58,7 @@ class RelaySender(MemorySender):
 
     def describe(self, engine: str, ranks: int) -> dict[str, Any]:
         store = {"host": self._store.host, "port": self._store.port, "run": self._run}
-        return {**super().describe(engine, ranks), **store, "timeout_s": self._timeout_s}
+        return {**super().describe(engine, ranks), **store}
 
     def put_everywhere(self, index: int, parts: Sequence[Shard]) -> dict[Place, Blob]:
         planned, size = lay_out(parts)
@@ -113,9 +112,9 @@ class RelaySender(MemorySender):
 class RelayReceiver(MemoryReceiver):
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
         super().__init__(transport, rank)
-        host, port, timeout_s = (transport[x] for x in ("host", "port", "timeout_s"))
+        host, port = transport["host"], transport["port"]
         try:
-            self._store = join_store(host, port, timeout_s)
+            self._store = join_store(host, port, CONNECT_S["cpu"])
         except RuntimeError as error:
             raise ConfigError(
                 f"the trainer's store at {host}:{port} is not there: {error}"

@@ -1,5 +1,6 @@
 """A version that training ranks of several machines relay is whole on each of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.config import QuantConfig
+from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.publish import publisher
 from qurl_megatron.wire.message import checksum, piece_of
 from qurl_megatron.wire.relay import RelaySender, layout, peers
 from qurl_megatron.wire.transport import Site
@@ -59,11 +61,11 @@ def relay(device, config, hosts, scheme, out):
         policy = build(config, ranks, uaq_scale=1.5)
         quant = QuantConfig(scheme=scheme, uaq_scale=1.5)
         sender = Keeps.open(site_of(ranks, hosts, out))
-        with publisher_of(policy, config, quant, out, sender=sender) as publisher:
+        with publisher_of(policy, config, quant, out, sender=sender) as publishing:
             if ranks.leads:
-                publisher.fleet = KeepsVersions(out, list(dict.fromkeys(hosts)))
+                publishing.fleet = KeepsVersions(out, list(dict.fromkeys(hosts)))
             for version in (0, 1):  # memory grows with the first
-                publisher.publish(version)
+                publishing.publish(version)
         torch.save(sender.came, out / f"came-{ranks.rank}.pt")
 
 
@@ -75,6 +77,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("scheme", ["int8", "none"])
 @pytest.mark.parametrize(("hosts", "parallel"), LAYOUTS)
 def test_each_machine_gets_the_whole_version_once(hosts, parallel, scheme, backend, tmp_path):
@@ -100,10 +103,10 @@ def miss_one(device, config, out, broken):
         policy = build(config, ranks, uaq_scale=1.5)
         sender = RelaySender.open(site_of(ranks, ["a", "b"], out))
         quant = QuantConfig(scheme="int8", uaq_scale=1.5)
-        with publisher_of(policy, config, quant, out, sender=sender) as publisher:
+        with publisher_of(policy, config, quant, out, sender=sender) as publishing:
             if ranks.leads:
-                publisher.fleet = KeepsVersions(out, ["a", "b"])
-            make, slots = publisher._shards.quantized, sender._slots
+                publishing.fleet = KeepsVersions(out, ["a", "b"])
+            make, slots = publishing._shards.quantized, sender._slots
 
             def refuse(*args):
                 if args:
@@ -111,13 +114,13 @@ def miss_one(device, config, out, broken):
                 raise ConfigError("refused")
 
             if ranks.rank == 1 and broken == "weight":
-                publisher._shards.quantized = refuse
+                publishing._shards.quantized = refuse
             if ranks.rank == 1 and broken == "room":
                 sender._slots = [SimpleNamespace(memory=None, of=lambda _: refuse())] * 2
             with pytest.raises(ConfigError, match="^refused$"):
-                publisher.publish(0)
-            publisher._shards.quantized, sender._slots = make, slots
-            publisher.publish(1)
+                publishing.publish(0)
+            publishing._shards.quantized, sender._slots = make, slots
+            publishing.publish(1)
 
 
 @pytest.mark.parametrize("broken", ["weight", "room"])
@@ -135,3 +138,21 @@ def test_peers_are_the_ranks_of_one_place_and_a_slot_begins_with_its_own_part():
     assert layout([65, 0, 64], 2) == ([64, 192, 0], 192)
     with pytest.raises(ConfigError, match="a has 2, b has 1; set sync.transport=files"):
         peers(["a", "b", "a"])
+
+
+def choose(device, config, hosts, out):
+    with megatron_runtime(config.parallel) as ranks:
+        publisher.address_for_others = lambda one_node: hosts[ranks.rank]
+        policy, sync = build(config, ranks), SyncConfig(host="127.0.0.1")
+        sender = publisher.make_sender(sync, config.rollout, policy, out / "run")
+        assert sender.kind == ("files" if hosts.count("a") > 1 else "relay")
+        dist.barrier()
+        sender.close()
+
+
+@pytest.mark.parametrize("hosts", [["a", "b", "c"], ["a", "a", "b"]])
+def test_machines_with_different_numbers_of_ranks_are_sent_files(hosts, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=3)
+    config = recipe(folder, dict(pipeline=3))
+    rollout = replace(config.rollout, each_node=True, rendezvous=str(tmp_path))
+    run_on_ranks(choose, 3, "gloo", tmp_path, replace(config, rollout=rollout), hosts, tmp_path)

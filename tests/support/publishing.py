@@ -152,7 +152,8 @@ class _Notes:
         if self._receiver is None or not self._receiver.follow(message.transport):
             self._receiver = open_receiver(message.transport, 0)
         for blob in message.blobs:
-            if "cuda" in repr(blob.where):
+            slot = blob.where.get("slot")
+            if "cuda" in blob.where or (isinstance(slot, dict) and "cuda" in slot):
                 continue  # a process cannot open handles of its own memory
             data = self._receiver.fetch(blob)
             for piece in blob.pieces:
