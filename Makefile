@@ -5,6 +5,9 @@ VENV := .venv$(OTHER)
 TRITON := .triton$(OTHER)
 BIN := $(VENV)/bin
 
+# Where it is set, each of a run's processes compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-emulated test-nodes test-image test-slurm test-slurm-slice
 .PHONY: test-triton test-sglang test-sglang-slice contracts test-gpu gpu-hour unchanged pictures lint
 

@@ -20,6 +20,7 @@ from qurl_megatron.kit.errors import ConfigError
 
 FUSED = ("transformer_engine", "apex", "amp_C")
 """Packages that Megatron prefers to torch's own kernels; none runs on a CPU."""
+BOARD = "torch.utils.tensorboard"
 DECORATOR = "megatron.core.jit"
 """Where Megatron has ``torch.compile`` from, under a name of its own."""
 
@@ -156,10 +157,14 @@ def keep_out_without_gpu() -> None:
     # Megatron has torch look for CUDA's compiler, which may be there although no GPU is.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     compiled, torch.compile = torch.compile, as_it_is.jit_fuser  # 0.19 has a router compiled
+    # Its timers bring TensorBoard, 0.2 s, and do without where there is none.
+    sys.modules.setdefault(BOARD, None)  # type: ignore[arg-type]
     try:
         importlib.import_module("megatron.core")
     finally:
         torch.compile = compiled
+        if sys.modules[BOARD] is None:
+            del sys.modules[BOARD]
 
 
 def use_transformer_engine() -> bool:

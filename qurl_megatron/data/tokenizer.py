@@ -35,13 +35,16 @@ class Tokenizer:
 
     @cached_property
     def _wrapped(self) -> Any:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        import transformers
 
         # tokenizer.json says everything. For some families AutoTokenizer takes the family's own
         # splitting rules instead, wrong where the checkpoint was made with another tokenizer.
-        load: Any = AutoTokenizer
+        # What is not used of transformers is not imported.
+        load: Any
         if (self.path / "tokenizer.json").is_file():
-            load = PreTrainedTokenizerFast
+            load = transformers.PreTrainedTokenizerFast
+        else:
+            load = transformers.AutoTokenizer
         try:
             return load.from_pretrained(self.path)
         except Exception as error:  # of any kind: damaged files lead the libraries anywhere

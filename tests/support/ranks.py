@@ -29,7 +29,7 @@ BACKENDS = ["gloo"] + (["nccl"] if torch.cuda.device_count() else [])
 
 # Imported once by the server that forks the ranks; importing Megatron again takes 6 s a rank. Ours
 # comes first: it keeps from Megatron what only GPUs can run.
-PRELOAD = ("torch.distributed", "qurl_megatron.actor", "qurl_megatron.training.step")
+PRELOAD = ("torch.distributed", "qurl_megatron.actor", "qurl_megatron.training.train")
 
 ENVIRONMENT = {
     "gloo": {"CUDA_VISIBLE_DEVICES": ""},
@@ -179,9 +179,8 @@ def run_with_stand_in(
     body: Callable[..., None], world_size: int, backend: str, tmp_path: Path, *args
 ) -> None:
     """Call ``body`` on ranks whose Transformer Engine is the stand-in of the tests."""
-    # Nothing of ours that holds on to Megatron may be there before the stand-in.
-    bare = ("torch.distributed", "megatron.core")
-    run_on_ranks(with_stand_in, world_size, backend, tmp_path, body, *args, preload=bare)
+    with_it = ("torch.distributed", "tests.support.transformer_engine.preloaded")
+    run_on_ranks(with_stand_in, world_size, backend, tmp_path, body, *args, preload=with_it)
 
 
 def with_stand_in(device, body: Callable[..., None], *args) -> None:
