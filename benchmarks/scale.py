@@ -47,7 +47,7 @@ from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
 from qurl_megatron.wire.lease import ENDPOINT, Lease
-from qurl_megatron.wire.message import LOADER, Blob, Piece, Receipt, aligned, message_in
+from qurl_megatron.wire.message import LOADER, Blob, Piece, Receipt, aligned, encoded, message_in
 
 TP = 8  # GPUs of an engine; tensor ranks of the trainer
 GROUP = 16  # responses of a prompt
@@ -180,7 +180,8 @@ def publish(fleet: Fleet, version: list[list[Blob]], sender: FilesSender) -> Non
         update = Update(fleet, engines, 1, SyncConfig(), sender.describe)
         with update:
             for blobs in version:
-                update.bucket(lambda _engine, _rank, blobs=blobs: blobs)
+                once = encoded(blobs)
+                update.bucket(lambda _engine, _rank, once=once: once)
             update.commit(sender.receipts)
 
 

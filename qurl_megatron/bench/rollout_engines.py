@@ -38,6 +38,7 @@ from qurl_megatron.quant.weights import QuantizedWeight
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.slice import Shard, buckets
 from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.wire.message import encoded
 from qurl_megatron.wire.shared_memory import MemorySender
 
 BUCKET = 256 << 20  # bytes
@@ -165,8 +166,8 @@ class Version:
         ):
             sizes = [shard.value.nbytes for shard in self.shards]
             for index, parts in enumerate(buckets(self.shards, sizes, BUCKET)):
-                blob = self.sender.put(index, parts)
-                update.bucket(lambda engine, rank, blob=blob: (blob,))  # type: ignore[misc]
+                blobs = encoded([self.sender.put(index, parts)])
+                update.bucket(lambda engine, rank, blobs=blobs: blobs)  # type: ignore[misc]
             return update.commit(self.sender.receipts)["sync/paused_s"].value
 
 

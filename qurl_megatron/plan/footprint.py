@@ -51,17 +51,17 @@ class Stage:
         """Of each model that trains."""
         return [model for model in (self.policy, self.critic) if model]
 
-    @property
+    @cached_property
     def at_rest(self) -> int:
         """Memory in use between two passes, and while engines generate."""
         models = sum(held.total for held in self.held)
         return models + self.reference + self.codes
 
-    @property
+    @cached_property
     def total(self) -> int:
         return self.at_rest + self.activations + self.working + self.logits
 
-    @property
+    @cached_property
     def loading(self) -> int:
         return sum(held.loading for held in self.held)
 
@@ -138,12 +138,19 @@ class Footprint:
         return notes
 
 
-def footprint(config: RunConfig, models: Models | None = None, *, gpu_gib: float = 80) -> Footprint:
+def footprint(
+    config: RunConfig,
+    models: Models | None = None,
+    *,
+    gpu_gib: float = 80,
+    stages: list[Stage] | None = None,
+) -> Footprint:
     """Add up the memory in use on the GPUs of trainer and engines.
 
     Args:
         models: None takes those of the recipe.
         gpu_gib: memory of a GPU, in GiB.
+        stages: of a recipe with an equal trainer and transport.
 
     Raises:
         ConfigError: no model is found, or it does not divide over the ranks or engines.
@@ -151,7 +158,9 @@ def footprint(config: RunConfig, models: Models | None = None, *, gpu_gib: float
     models = models or find_models(config)
     check_division(config, models.policy)
     passed = _pass(config)
-    stages = [_stage(config, models, passed, index) for index in range(config.parallel.pipeline)]
+    stages = stages or [
+        _stage(config, models, passed, index) for index in range(config.parallel.pipeline)
+    ]
     gpu = int(gpu_gib * GIB)
     engine = None
     if config.rollout.kind.takes_gpus:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from qurl_megatron.config import RunConfig
+from qurl_megatron.config import ParallelConfig, RunConfig
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.plan.footprint import GIB, STATIC, Footprint, footprint
+from qurl_megatron.plan.footprint import GIB, STATIC, Footprint, Stage, footprint
 from qurl_megatron.plan.layouts import Choice, applied, choices, own_choice, scaled
 from qurl_megatron.plan.seconds import (
     Engine,
@@ -75,6 +75,8 @@ class Planner:
     """Of the layouts that did not fit, the one that came nearest: bytes, which, phase."""
     fits: dict[Choice, tuple[RunConfig, Footprint] | None] = field(default_factory=dict)
     """Each layout that was asked for, in its memory; another ``roof`` of these GPUs shares it."""
+    stages: dict[tuple[ParallelConfig, bool, str], list[Stage]] = field(default_factory=dict)
+    """The trainer's, by its layout, ``model.recompute`` and the transport."""
 
     def plan(self, gpus: int) -> list[Prediction]:
         """Every layout of ``gpus`` GPUs that fits, fastest first; ConfigError where none does."""
@@ -149,7 +151,10 @@ class Planner:
         for static in self._fractions(choice, own=own):
             try:
                 config = applied(self.config, choice, node=self.roof.node, static=static)
-                memory = footprint(config, self.models, gpu_gib=gib)
+                trainer = (choice.parallel, choice.recompute, config.transport)
+                stages = self.stages.get(trainer)
+                memory = footprint(config, self.models, gpu_gib=gib, stages=stages)
+                self.stages[trainer] = memory.stages
             except ConfigError:  # it does not divide
                 return None
             _, phase, size = memory.fullest

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from qurl_megatron.actor.aligned import Align
@@ -33,7 +34,7 @@ from qurl_megatron.publish.shards import RankShards
 from qurl_megatron.publish.update import BlobsFor, Update
 from qurl_megatron.wire import SLOTS
 from qurl_megatron.wire.lease import Owner
-from qurl_megatron.wire.message import Blob
+from qurl_megatron.wire.message import Blob, encoded
 from qurl_megatron.wire.session import TRANSPORTS
 from qurl_megatron.wire.transport import Failures, Place, Sender, Site
 
@@ -318,10 +319,12 @@ def _blobs_for(parts: Sequence[Blobs]) -> BlobsFor:
             if blob.pieces:
                 of_place.append(blob)
 
-    def blobs_for(engine: EngineRecord, rank: int) -> Sequence[Blob]:
+    encodings = {to: encoded(blobs) for to, blobs in by_place.items()}
+
+    def blobs_for(engine: EngineRecord, rank: int) -> msgspec.Raw:
         for place in (None, engine.host, (engine.tp, rank)):
-            if place in by_place:
-                return by_place[place]
+            if place in encodings:
+                return encodings[place]
         raise EngineError(f"{engine.url} is on none of the trainer's machines")
 
     return blobs_for

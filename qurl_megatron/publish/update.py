@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
+
 from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.observe.metrics import Max, Metric, Sum
-from qurl_megatron.wire.message import LOADER, Action, Blob, Message, Receipt, payload
+from qurl_megatron.wire.message import LOADER, Action, Message, Receipt, payload
 from qurl_megatron.wire.transport import Failures
 
-BlobsFor = Callable[[EngineRecord, int], Sequence[Blob]]
-"""(engine, its rank) -> the training ranks' blobs for it in one bucket."""
+BlobsFor = Callable[[EngineRecord, int], msgspec.Raw]
+"""(engine, its rank) -> the training ranks' blobs for it in one bucket, ``encoded``."""
 
 
 class Update:
@@ -100,7 +102,6 @@ class Update:
             self._staged.append(blobs)
             return
         self.wait()
-        self._begin_once()
         index, self._buckets = self._buckets, self._buckets + 1
         self._start(lambda engine: self._call(engine, "bucket", index, blobs), "loading")
 
@@ -167,7 +168,11 @@ class Update:
         }
 
     def _start(self, act: Callable[[EngineRecord], object], doing: str) -> None:
-        self._loading = self._background.submit(self._each, act, doing)
+        def begin_and_act() -> None:
+            self._begin_once()
+            self._each(act, doing)
+
+        self._loading = self._background.submit(begin_and_act)
 
     def _begin_once(self) -> None:
         if self._begun is None:
@@ -183,11 +188,14 @@ class Update:
         self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
+        message = Message(action, session, self.version, index, transport)
+        texts: dict[int, str] = {}  # ranks that get the same blobs share one
         payloads = []
         for rank in range(engine.tp):
-            mine = tuple(blobs(engine, rank)) if blobs else ()
-            message = Message(action, session, self.version, index, transport, mine)
-            payloads.append(payload(message))
+            mine = blobs(engine, rank) if blobs else None
+            if id(mine) not in texts:
+                texts[id(mine)] = payload(message, mine)
+            payloads.append(texts[id(mine)])
         engine.api.update_weights_from_tensor(payloads, LOADER)
 
     def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:

@@ -237,12 +237,22 @@ class _Inline:
         return torch.ByteTensor, ([0],)
 
 
-def payload(message: Message) -> str:
+def encoded(blobs: Iterable[Blob]) -> msgspec.Raw:
+    """Return a message's blobs as they travel, once for all engine ranks that get them."""
+    return msgspec.Raw(msgspec.json.encode(tuple(blobs)))
+
+
+def payload(message: Message, blobs: msgspec.Raw | None = None) -> str:
     """Return one rank's entry of ``serialized_named_tensors``, as SGLang takes it.
 
     SGLang wants a pickled list of (name, tensor): the name is our message, and the tensor means
     nothing.
+
+    Args:
+        blobs: ``encoded``, in place of the message's own.
     """
+    if blobs is not None:
+        message = msgspec.structs.replace(message, blobs=blobs)
     return base64.b64encode(pickle.dumps([(message.to_json(), _Inline())])).decode()
 
 
