@@ -31,7 +31,8 @@ def site_of(ranks, hosts, out: Path) -> Site:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    places = {"run_dir": out, "shared": "", "host": "127.0.0.1", "name": "", "token": out.name}
+    token = "-".join(out.parts[-3:])  # of no other process that tests
+    places = {"run_dir": out, "shared": "", "host": "127.0.0.1", "name": "", "token": token}
     size, device = ranks.world_size, ranks.device
     own = {"rank": ranks.rank, "size": size, "leads": ranks.leads, "device": device}
     return Site(**places, **own, one_machine=False, hosts=hosts, share=share, timeout_s=60.0)
