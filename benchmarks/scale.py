@@ -18,6 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -37,7 +39,7 @@ from qurl_megatron.bench.rollout_engines import config_of
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.fleet.collect import collect
-from qurl_megatron.fleet.fleet import Fleet
+from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.plan.constants import Constants, gpu_of
 from qurl_megatron.plan.seconds import Engine, Roofline, Workload, rollout_time
 from qurl_megatron.publish.update import Update
@@ -45,6 +47,7 @@ from qurl_megatron.tensors.arch import Arch, read_arch
 from qurl_megatron.tensors.slice import buckets
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from qurl_megatron.types import Prompt
+from qurl_megatron.wire import packed
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
 from qurl_megatron.wire.lease import ENDPOINT, Lease
 from qurl_megatron.wire.message import LOADER, Blob, Piece, Receipt, aligned, encoded, message_in
@@ -54,6 +57,7 @@ GROUP = 16  # responses of a prompt
 PROMPT_TOKENS = 256
 BUCKET = 256 << 20  # bytes
 SHARE = 0.05  # of a step that the leading rank may take
+ANSWERS = ("packed", "JSON")  # of our SGLang server, and of SGLang's own
 SMALL = 1 << 15  # characters of a message that brings no weights
 
 
@@ -63,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add("--engines", type=count, nargs="+", default=[4, 16, 64], metavar="N", help="4 16 64")
     add("--responses", type=count, default=256, metavar="N", help="of an engine; default 256")
     add("--tokens", type=count, default=4096, metavar="N", help="of a response; default 4096")
+    add("--answers", nargs="+", choices=ANSWERS, default=list(ANSWERS), help="of ours, SGLang's")
     add("--serve", type=Path, help=argparse.SUPPRESS)
     return options
 
@@ -72,7 +77,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     arch = read_arch(config_of(options.model))
     version = version_of(arch)
     cases = []
-    for engines in options.engines:
+    for engines, answers in product(options.engines, options.answers):
         work = Workload(
             prompts=engines * options.responses // GROUP,
             samples=GROUP,
@@ -88,25 +93,28 @@ def run(options: argparse.Namespace) -> list[Case]:
         rollout = rollout_time(
             roof, engine, work, engines=engines, room=room, requests=options.responses
         )
-        steps = [measured(options, engines, work, arch, version) for _ in range(options.repeats)]
+        steps = []
+        for _ in range(options.repeats):
+            with answering(options, engines, answers) as urls:
+                steps.append(measured(options, urls, work, arch, version))
         figures = []
         for name in steps[0]:
             figures.append(
                 Figure(
                     name=name,
-                    unit="MB" if name == "messages" else "CPU s",
+                    unit="CPU s",
                     better="lower",
                     repeats=[step[name] for step in steps],
                     limit=SHARE * rollout.seconds if name == "step" else None,
                     limit_of=f"{SHARE:.0%} of a step" if name == "step" else "",
                 )
             )
-        keys = {"model": options.model, "engines": engines, "tokens": options.tokens}
+        keys = {"engines": engines, "answers": answers, "tokens": options.tokens}
         case = Case(
-            name=f"{engines} engines, {work.responses} responses",
-            keys=keys,
+            name=f"{engines} engines, {answers} answers",
+            keys={"model": options.model, **keys},
             figures=figures,
-            notes={"step_s": rollout.seconds},
+            notes={"responses": work.responses, "step_s": rollout.seconds},
         )
         cases.append(case)
         progress("\n".join(f"{case.name}: {f.name} {f.median:.3f} {f.unit}" for f in figures))
@@ -114,12 +122,12 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 @contextmanager
-def answering(options: argparse.Namespace, engines: int) -> Iterator[list[str]]:
+def answering(options: argparse.Namespace, engines: int, answers: str) -> Iterator[list[str]]:
     """Inside, a process answers for the engines; their URLs."""
     with tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder:
         ports = Path(folder) / "ports.json"
         words = ["--serve", str(ports), "--engines", str(engines), "--tokens", str(options.tokens)]
-        words += ["--responses", str(options.responses)]
+        words += ["--responses", str(options.responses), "--answers", answers]
         server = subprocess.Popen([sys.executable, "-m", "benchmarks.scale", *words])
         try:
             while not ports.exists():
@@ -134,16 +142,13 @@ def answering(options: argparse.Namespace, engines: int) -> Iterator[list[str]]:
 
 def measured(
     options: argparse.Namespace,
-    engines: int,
+    urls: list[str],
     work: Workload,
     arch: Arch,
     version: list[list[Blob]],
 ) -> dict[str, float]:
-    """One step: CPU seconds of this process by its part."""
-    with (
-        answering(options, engines) as urls,
-        tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder,
-    ):
+    """CPU seconds of this process for one step, by what they are for."""
+    with tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder:
         config = RolloutConfig(
             backend="sglang",
             urls=tuple(urls),
@@ -158,11 +163,12 @@ def measured(
             Prompt(index, tuple(range(PROMPT_TOKENS)), "", "") for index in range(work.prompts)
         ]
         with fleet:
-            seconds = {
-                "health": cpu(lambda: [e.api.info() for e in fleet.engines()]),
-                "publish": cpu(lambda: publish(fleet, version, sender)),
-                "collect": cpu(lambda: collect(fleet, prompts, config, seed=0, step=1)),
+            parts = {
+                "health": lambda: [engine.api.info() for engine in fleet.engines()],
+                "publish": lambda: publish(fleet, version, sender),
+                "collect": lambda: collect(fleet, prompts, config, seed=0, step=1),
             }
+            seconds = {name: cpu(act) for name, act in parts.items()}
         sender.close()
     return {**seconds, "step": sum(seconds.values())}
 
@@ -181,8 +187,12 @@ def publish(fleet: Fleet, version: list[list[Blob]], sender: FilesSender) -> Non
         with update:
             for blobs in version:
                 once = encoded(blobs)
-                update.bucket(lambda _engine, _rank, once=once: once)
+                update.bucket(partial(_blobs_of, once))
             update.commit(sender.receipts)
+
+
+def _blobs_of(blobs: msgspec.Raw, _engine: EngineRecord, _rank: int) -> msgspec.Raw:
+    return blobs
 
 
 def version_of(arch: Arch) -> list[list[Blob]]:
@@ -232,14 +242,15 @@ def serve(options: argparse.Namespace) -> int:
     everything = Arrivals(options.engines[0] * options.responses)
     for _ in range(options.engines[0]):
         sockets.append(socket.create_server(("127.0.0.1", 0), backlog=4096))
-        engines[sockets[-1].getsockname()[1]] = ScaleEngine(everything, options.tokens)
+        engine = ScaleEngine(everything, options.tokens, packs=options.answers == ["packed"])
+        engines[sockets[-1].getsockname()[1]] = engine
     aside = options.serve.with_suffix(".tmp")
     aside.write_bytes(orjson.dumps(list(engines)))
 
     async def answer(request: Request) -> Response:
         engine = engines[request.scope["server"][1]]
         content = await engine.answer(request.url.path, await request.body())
-        return Response(content, media_type="application/json")
+        return Response(content, 200 if content else 404, media_type="application/json")
 
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=3600)
@@ -264,14 +275,19 @@ class Arrivals:
 class ScaleEngine:
     """SGLang's protocol without a model."""
 
-    def __init__(self, everything: Arrivals, tokens: int) -> None:
+    def __init__(self, everything: Arrivals, tokens: int, *, packs: bool) -> None:
         self._everything, self._tokens = everything, tokens
         self._lease, self._version = Lease(), "default"
         draw = np.random.default_rng(0)
         ids = draw.integers(10_000, 150_000, tokens).tolist()
         log_probs = (-draw.exponential(1, tokens)).astype(np.float32).tolist()
-        self._ids = orjson.dumps(ids)
-        self._triples = orjson.dumps([[p, i, None] for p, i in zip(log_probs, ids, strict=True)])
+        triples = [[p, i, None] for p, i in zip(log_probs, ids, strict=True)]
+        numbers = {"output_ids": ids, "meta_info": {"output_token_logprobs": triples}}
+        if packs:
+            numbers = packed.pack(numbers)
+        self._generates = packed.ENDPOINT if packs else "/generate"
+        self._ids = orjson.dumps(numbers["output_ids"])
+        self._log_probs = orjson.dumps(numbers["meta_info"]["output_token_logprobs"])
 
     async def answer(self, endpoint: str, content: bytes) -> bytes:
         match endpoint:
@@ -279,7 +295,9 @@ class ScaleEngine:
                 return orjson.dumps({"tp_size": TP, "custom_weight_loader": [LOADER]})
             case "/model_info":
                 return orjson.dumps({"weight_version": self._version})
-            case "/generate":
+            case "/generate" | packed.ENDPOINT:
+                if endpoint != self._generates:
+                    return b""
                 return await self._generate(orjson.loads(content))
             case "/update_weight_version":
                 self._version = orjson.loads(content)["new_version"]
@@ -299,8 +317,8 @@ class ScaleEngine:
         for rid in body["rid"]:
             meta = {"id": rid, "finish_reason": finish, "weight_versions": [span]}
             head = orjson.dumps({"text": "", "meta_info": meta})[:-2]
-            triples = b',"output_token_logprobs":' + self._triples
-            answers.append(head + triples + b'},"output_ids":' + self._ids + b"}")
+            log_probs = b',"output_token_logprobs":' + self._log_probs
+            answers.append(head + log_probs + b'},"output_ids":' + self._ids + b"}")
         return b"[" + b",".join(answers) + b"]"
 
 

@@ -7,6 +7,7 @@ import argparse
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,18 +42,10 @@ def add_convert_options(command: argparse.ArgumentParser) -> None:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Convert a Hugging Face checkpoint into a Megatron one, folding UAQ on the way."""
-    from qurl_megatron.checkpoints.source import DTYPES_BY_NAME, open_checkpoint
     from qurl_megatron.checkpoints.to_megatron import to_megatron
 
-    return run_job(
-        to_megatron(
-            open_checkpoint(arguments.hf),
-            arguments.out.absolute(),
-            uaq_scale=arguments.uaq_scale,
-            dtype=DTYPES_BY_NAME.get(arguments.dtype),
-            tensor=arguments.tensor,
-        )
-    )
+    settings = {"uaq_scale": arguments.uaq_scale, "tensor": arguments.tensor}
+    return run_job(to_megatron, arguments, arguments.hf, **settings)
 
 
 def add_export_options(command: argparse.ArgumentParser) -> None:
@@ -75,17 +68,10 @@ def add_export_options(command: argparse.ArgumentParser) -> None:
 
 def export(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint of Megatron or of a run into a Hugging Face one."""
-    from qurl_megatron.checkpoints.source import DTYPES_BY_NAME, open_checkpoint
     from qurl_megatron.checkpoints.to_huggingface import to_huggingface
 
-    return run_job(
-        to_huggingface(
-            open_checkpoint(arguments.ckpt, arguments.hf),
-            arguments.out.absolute(),
-            unfold=arguments.unfold_uaq,
-            dtype=DTYPES_BY_NAME.get(arguments.dtype),
-        )
-    )
+    source = arguments.ckpt, arguments.hf
+    return run_job(to_huggingface, arguments, *source, unfold=arguments.unfold_uaq)
 
 
 def add_quantize_options(command: argparse.ArgumentParser) -> None:
@@ -108,19 +94,10 @@ def add_quantize_options(command: argparse.ArgumentParser) -> None:
 
 def quantize(arguments: argparse.Namespace) -> int:
     """Quantize a checkpoint into a W8A8 folder that engines load."""
-    from qurl_megatron.checkpoints.source import DTYPES_BY_NAME, open_checkpoint
     from qurl_megatron.checkpoints.to_huggingface import to_quantized
 
-    return run_job(
-        to_quantized(
-            open_checkpoint(arguments.model, arguments.hf),
-            arguments.out.absolute(),
-            scheme=arguments.scheme,
-            backend=arguments.backend,
-            uaq_scale=arguments.uaq_scale,
-            dtype=DTYPES_BY_NAME.get(arguments.dtype),
-        )
-    )
+    settings = {name: vars(arguments)[name] for name in ("scheme", "backend", "uaq_scale")}
+    return run_job(to_quantized, arguments, arguments.model, arguments.hf, **settings)
 
 
 def add_inspect_options(command: argparse.ArgumentParser) -> None:
@@ -194,13 +171,18 @@ def add_folder_options(command: argparse.ArgumentParser, *, auto: str) -> None:
     add_out_option(command)
 
 
-def run_job(job: "ConversionJob") -> int:
-    """Run a job, with a bar on a terminal, and say what it wrote."""
+def run_job(
+    make: Callable[..., "ConversionJob"], arguments: argparse.Namespace, *source: Path, **settings
+) -> int:
+    """Run a job from ``open_checkpoint(*source)``, with a bar on a terminal; say what it wrote."""
     from rich.console import Console
     from rich.progress import track
 
     from qurl_megatron.checkpoints.job import run
+    from qurl_megatron.checkpoints.source import DTYPES_BY_NAME, open_checkpoint
 
+    dtype = DTYPES_BY_NAME.get(arguments.dtype)
+    job = make(open_checkpoint(*source), arguments.out.absolute(), dtype=dtype, **settings)
     started = time.monotonic()
     errors = Console(stderr=True)
     hidden = not errors.is_terminal

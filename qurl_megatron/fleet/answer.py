@@ -27,6 +27,7 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import FinishReason, Versions, in_a_row
 from qurl_megatron.wire.lease import MIXED, Names
+from qurl_megatron.wire.packed import unpack
 
 ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
 LOWEST = -104.0
@@ -114,14 +115,13 @@ class _Span(msgspec.Struct, frozen=True):
 class _Meta(msgspec.Struct, frozen=True):
     id: str
     finish_reason: _Finish
-    weight_version: Any = UNSET
-    weight_versions: list[_Span] | UnsetType = UNSET  # older SGLang has the last version only
-    # (log-prob, token id, text)
-    output_token_logprobs: list[tuple[float, Int64, Any]] | UnsetType = UNSET
+    weight_versions: list[_Span] = []
+    # (log-prob, token id, text); or ``wire.packed``
+    output_token_logprobs: list[tuple[float, Int64, Any]] | bytes = []
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    output_ids: list[Int64]
+    output_ids: list[Int64] | bytes
     meta_info: _Meta
 
 
@@ -191,35 +191,45 @@ def uncollected() -> Iterator[None]:
 
 
 def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:
-    meta, output_ids = answer.meta_info, answer.output_ids
+    meta = answer.meta_info
     reason = meta.finish_reason.type
     if meta.id != asked.rid:
         raise Malformed(f"it answers request {shortened(meta.id)}, not {asked.rid}")
-    if reason == "abort" and _cut_by_an_update(meta, rules):
-        output_ids = []
-    triples: Sequence[tuple[float, int, Any]] = ()
+    ids, owners, log_probs = _numbers(answer)
     versions: Versions = ()
-    if output_ids:
-        if isinstance(meta.output_token_logprobs, UnsetType):
-            raise Malformed("malformed answer (it has no output_token_logprobs)")
-        triples = meta.output_token_logprobs
-        versions = _versions(meta, len(output_ids), rules)
+    if len(ids):
+        versions = _versions(meta, len(ids), rules)
     elif reason != "abort":
         raise Malformed("the response is empty")
     if reason == "abort":  # it may have come between a token and its log-prob
-        complete = min(len(output_ids), len(triples))
-        output_ids, triples = output_ids[:complete], triples[:complete]
+        complete = min(len(ids), len(log_probs))
+        ids, owners, log_probs = ids[:complete], owners[:complete], log_probs[:complete]
         versions = _first(versions, complete)
-    if len(output_ids) > asked.budget:
-        raise Malformed(f"{len(output_ids)} tokens, where {asked.budget} were asked for")
-    given_log_probs, owners, _ = zip(*triples, strict=True) if triples else ((), (), ())
-    if owners != tuple(output_ids):
-        raise Malformed(f"{len(triples)} log-probs do not belong to the {len(output_ids)} tokens")
-    ids, log_probs = _ids(output_ids, rules.vocabulary), _log_probs(given_log_probs)
+    if len(ids) > asked.budget:
+        raise Malformed(f"{len(ids)} tokens, where {asked.budget} were asked for")
+    if len(log_probs) != len(ids) or not np.array_equal(owners, ids):
+        raise Malformed(f"{len(log_probs)} log-probs do not belong to the {len(ids)} tokens")
+    ids, log_probs = _ids(ids, rules.vocabulary), _log_probs(log_probs)
     if rules.stops is not None:
         full = rules.longest_input is None or asked.given + len(ids) >= rules.longest_input - UNUSED
         reason = _ended(ids, reason, len(ids) if full else asked.budget, rules.stops)
     return Part(ids, log_probs, versions, reason, shortened(meta.finish_reason.message or ""))
+
+
+def _numbers(answer: _Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the token ids of an answer, those that its log-probs belong to, and the log-probs."""
+    ids, given = answer.output_ids, answer.meta_info.output_token_logprobs
+    match ids, given:
+        case list(), list():
+            values, owners, _ = zip(*given, strict=True) if given else ((), (), ())
+            return np.array(ids, np.int64), np.array(owners, np.int64), np.array(values)
+        case bytes(), bytes():
+            try:
+                packed_ids, log_probs = unpack(ids, given)
+            except ValueError as error:
+                raise Malformed(f"malformed answer ({error})") from None
+            return packed_ids, packed_ids, log_probs
+    raise Malformed("malformed answer (one of output_ids and output_token_logprobs is packed)")
 
 
 def _ended(ids: np.ndarray, reason: FinishReason, least: int, stops: StopIds) -> FinishReason:
@@ -244,17 +254,7 @@ def _ended(ids: np.ndarray, reason: FinishReason, least: int, stops: StopIds) ->
     return reason
 
 
-def _cut_by_an_update(meta: _Meta, rules: Rules) -> bool:
-    """Tell whether the one version that older SGLang reports is of an update under way.
-
-    That names the moment, and says nothing of the tokens, which are older.
-    """
-    alone = isinstance(meta.weight_versions, UnsetType)
-    return alone and rules.names.number(meta.weight_version) == MIXED
-
-
-def _ids(output_ids: list[int], vocabulary: int) -> np.ndarray:
-    ids = np.array(output_ids, np.int64)
+def _ids(ids: np.ndarray, vocabulary: int) -> np.ndarray:
     outside = (ids < 0) | (ids >= vocabulary)
     if outside.any():
         raise Malformed(
@@ -263,8 +263,7 @@ def _ids(output_ids: list[int], vocabulary: int) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def _log_probs(given: Sequence[float]) -> np.ndarray:
-    log_probs = np.array(given, np.float64)
+def _log_probs(log_probs: np.ndarray) -> np.ndarray:
     bad = ~((log_probs >= LOWEST) & (log_probs <= ROUNDING))  # NaN as well
     if bad.any():
         raise Malformed(
@@ -276,13 +275,10 @@ def _log_probs(given: Sequence[float]) -> np.ndarray:
 
 def _versions(meta: _Meta, count: int, rules: Rules) -> Versions:
     """Return the versions of an answer's tokens; a request may have seen several."""
-    spans = meta.weight_versions
-    if isinstance(spans, UnsetType):
-        if meta.weight_version is UNSET:
-            raise Malformed("malformed answer (it has no weight_version)")
-        spans = [_Span(meta.weight_version, 0, count)]
+    if not meta.weight_versions:
+        raise Malformed("it has no weight_versions; a run needs SGLang 0.5.23 or newer")
     versions, end = [], 0
-    for span in spans:
+    for span in meta.weight_versions:
         if span.start != end or span.end < span.start:
             raise Malformed(f"version spans leave a gap at token {end}")
         versions.append((_number(span.version, rules), span.end - span.start))

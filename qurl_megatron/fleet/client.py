@@ -30,6 +30,7 @@ from qurl_megatron.fleet.answer import Info, Load, parsed, read_info, read_load,
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Foreseen, keep_secret
 from qurl_megatron.kit.record import Malformed, convert, shortened
+from qurl_megatron.wire import packed
 from qurl_megatron.wire.lease import ENDPOINT, LeaseRequest, LeaseVerdict, Owner
 
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
@@ -137,6 +138,7 @@ class EngineClient:
             "verify": _tls(self.url.startswith("https:")),
         }
         self._closed = False
+        self.packs = True  # its answers, as far as anybody knows
         try:
             if httpx.URL(self.url).scheme not in ("http", "https"):
                 raise ValueError("give e.g. http://127.0.0.1:30000")
@@ -361,7 +363,18 @@ class Session:
         if cache_key is not None:
             body["extra_key"] = cache_key
         client, content = self._client, orjson.dumps(body)
-        answer = await client._exchange(self._http, "/generate", content, client.timeout_s, limit)
+        ask = functools.partial(
+            client._exchange, self._http, content=content, timeout_s=client.timeout_s, limit=limit
+        )
+        if client.packs:
+            try:
+                answer = await ask(packed.ENDPOINT)
+            except EngineError as error:
+                if error.status not in (404, 405):
+                    raise
+                client.packs = False  # SGLang's own server
+        if not client.packs:
+            answer = await ask("/generate")
         with uncollected(), client.believing("/generate"):
             return read(answer)
 

@@ -57,7 +57,9 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     shared = partial(share, waiting_for="opening the transport")
     parameters = sum(p.numel() for p in policy.gpt.parameters())
     bucket = min(int(sync.bucket_mb * MIB), 4 * parameters)
-    room = ranks.device.type == "cuda" or _shm_free() > SLOTS * ranks.world_size * bucket
+    # Containers often have 64 MB of it.
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    room = ranks.device.type == "cuda" or free > SLOTS * ranks.world_size * bucket
     token = None
     if ranks.leads:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -105,11 +107,6 @@ def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True, relayed: b
             "filesystem"
         )
     return sync.transport
-
-
-def _shm_free() -> int:
-    """Bytes free in /dev/shm; containers often have 64 MB."""
-    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
 
 
 @dataclass

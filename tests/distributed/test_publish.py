@@ -1,5 +1,7 @@
 """A version published from any layout holds exactly the quantized whole model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,7 +116,8 @@ def choose_where_stages_differ(device, config, out):
         sizes = everywhere(sum(p.numel() for p in policy.gpt.parameters()))
         assert sizes[0] != sizes[1]
         # Room for the buckets of the smaller stage, and not for those of the larger.
-        publisher._shm_free = lambda: 4 * SLOTS * ranks.world_size * sum(sizes) // 2
+        free = SimpleNamespace(free=4 * SLOTS * ranks.world_size * sum(sizes) // 2)
+        publisher.shutil = SimpleNamespace(disk_usage=lambda _: free)
         sender = publisher.make_sender(SyncConfig(), config.rollout, policy, out)
         (out / f"{ranks.rank}.kind").write_text(sender.kind)
         dist.barrier()

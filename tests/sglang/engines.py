@@ -1,5 +1,6 @@
 """Real SGLang servers on tiny checkpoints, and updates of them driven call by call."""
 
+import base64
 import contextlib
 import json
 import os
@@ -27,6 +28,7 @@ from qurl_megatron.quant.export import quantization_config, stored
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import LOADER, Blob, Message, Receipt, payload
+from qurl_megatron.wire.packed import unpack
 from tests.support.generating import generate
 from tests.support.models import tiny_checkpoint
 from tests.support.waiting import PATIENCE_S
@@ -169,9 +171,10 @@ def answers(client: EngineClient) -> list[tuple[list, Tensor]]:
     params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     found = []
     for prompt in PROMPTS:
-        (answer,) = generate(client, [prompt], params)
-        pairs = answer["meta_info"]["output_token_logprobs"]
-        found.append((answer["output_ids"], torch.tensor([pair[0] for pair in pairs])))
+        (answer,) = generate(client, [prompt], params, packs=True)
+        numbers = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+        ids, log_probs = unpack(*map(base64.b64decode, numbers))
+        found.append((ids.tolist(), torch.tensor(log_probs)))
     return found
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.wire.lease import ENDPOINT, Lease
+from qurl_megatron.wire.packed import pack
 
 
 def token_at(position: int) -> int:
@@ -106,6 +107,7 @@ class FakeEngine(Served):
         self.loaders = ("qurl_megatron.engines.sglang.loader.load",)  # as an embedded engine says
         self.stop_every = 0  # positions: where a sequence ends by itself
         self.room = 0  # tokens of prompt and response, which SGLang cuts there; 0: any number
+        self.packs = False  # its answers, as our SGLang server does
         self.faults: list[str] = []
         self.update_fault = ""  # "hang" | "lie": says yes, serves the old version
         self.deaf = threading.Event()  # nothing at all is answered while it is set
@@ -232,6 +234,12 @@ class FakeEngine(Served):
             with self._lock:
                 self.running -= len(body["input_ids"])
                 self._under_way = [rid for rid in self._under_way if rid not in body["rid"]]
+
+    def qurl_generate(self, body: dict) -> tuple[int, object]:
+        if not self.packs:
+            return 404, {"message": "no such endpoint"}
+        status, answers = self.generate(body)
+        return status, [pack(answer) for answer in answers] if status == 200 else answers
 
     def _step(self, sequences: list["_Sequence"], fault: str) -> None:
         while self._holds(sequences) and not self.closing.is_set() and not self._aborts(sequences):

@@ -14,8 +14,14 @@ def generate(
     params: dict,
     *,
     rid: Sequence[str] = (),
+    packs: bool = False,
 ) -> list[dict]:
-    """The engine's answers as they are, in the order of the prompts."""
+    """The engine's answers as they are, in the order of the prompts.
+
+    Args:
+        packs: have them packed, as runs do.
+    """
+    client.packs = packs
     rids = list(rid) or [uuid.uuid4().hex for _ in input_ids]
     limit = answer_limit([params.get("max_new_tokens", 128)] * len(rids))
 

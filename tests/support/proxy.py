@@ -186,7 +186,7 @@ FAULTS: dict[str, Fault] = {
         lambda a: a["meta_info"]["output_token_logprobs"].pop(), "log-probs do not belong"
     ),
     "no log-probs": _spoilt(
-        lambda a: a["meta_info"].pop("output_token_logprobs"), "malformed .*output_token_logprobs"
+        lambda a: a["meta_info"].pop("output_token_logprobs"), "0 log-probs do not belong"
     ),
     "unknown end": _spoilt(
         lambda a: a["meta_info"].update(finish_reason={"type": "tired"}), "malformed .*tired"

@@ -21,6 +21,7 @@ from qurl_megatron.fleet.answer import (
 from qurl_megatron.kit.record import Malformed
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.wire.lease import MIXED, UNKNOWN_VERSION, Names
+from qurl_megatron.wire.packed import pack
 from tests.support.fuzz import damaged, examples
 
 ASKED = Asked("a", 5)
@@ -34,7 +35,6 @@ def good_answer() -> dict:
         "meta_info": {
             "id": "a",
             "finish_reason": {"type": "length", "length": 3},
-            "weight_version": "8@abc",
             "weight_versions": [
                 {"version": "7@abc", "start": 0, "end": 1},
                 {"version": "8@abc", "start": 1, "end": 3},
@@ -54,6 +54,23 @@ def test_a_token_carries_the_version_of_its_span():
     assert part.ids.tolist() == [4, 0, 1] and part.ids.dtype == np.int32
     assert part.log_probs.tolist() == [-1.0, -2.0, 0.0] and part.log_probs.dtype == np.float32
     assert part.finish == "length"
+
+
+def test_packed_numbers_are_read_as_they_were():
+    answer = good_answer()
+    answer["meta_info"]["output_token_logprobs"][1][0] = -0.1
+    packed, expected = read(json.loads(json.dumps(pack(answer)))), read(answer)
+    assert packed.ids.tolist() == expected.ids.tolist() and packed.ids.dtype == np.int32
+    assert packed.log_probs.tolist() == expected.log_probs.tolist()
+    assert packed.versions == expected.versions
+    answer["output_ids"].pop()
+    assert pack(answer) is answer  # not its tokens' log-probs: the reader says so
+
+
+@pytest.mark.parametrize("ids", ["BAAAAA==", "BAAAAAAAAAAB", "BAAAAAAAAAAKAAAA", [4, 0, 1], "?"])
+def test_packed_numbers_that_are_none_or_not_of_one_length_are_refused(ids):
+    with pytest.raises(Malformed, match="belong|malformed|outside the vocabulary|cover 3 of 1"):
+        read(pack(good_answer()) | {"output_ids": ids})
 
 
 STOPS = replace(RULES, stops=StopIds(frozenset({2, 3}), frozenset({2, 3, 9})), longest_input=100)
@@ -102,31 +119,6 @@ def test_a_response_that_fills_the_engine_ends_for_its_length():
         ends([4, 5, 6], "length", given=60)
     # Where an engine does not say how much it takes, nobody knows.
     assert ends([4], "length", rules=replace(STOPS, longest_input=None)) == "length"
-
-
-def test_older_sglang_tells_one_version_of_all_tokens():
-    answer = good_answer()
-    del answer["meta_info"]["weight_versions"]
-    assert read(answer).versions == ((8, 3),)
-
-
-def test_an_abort_in_the_middle_of_an_update_is_not_the_fault_of_older_sglang():
-    answer = good_answer()
-    meta = answer["meta_info"]
-    meta.update(weight_version="updating-8@abc", finish_reason={"type": "abort"})
-    with pytest.raises(Malformed, match="weights"):
-        read(answer | {"meta_info": meta | {"weight_versions": [_whole("updating-8@abc")]}})
-    del meta["weight_versions"]  # the name of the moment is all that it can tell
-    part = read(answer)
-    assert (part.finish, part.ids.tolist(), part.versions) == ("abort", [], ())
-    for finish, name in (("stop", "updating-8@abc"), ("abort", "updating-8@def")):
-        meta.update(weight_version=name, finish_reason={"type": finish})
-        with pytest.raises(Malformed, match="weights"):
-            read(answer)
-
-
-def _whole(version: str) -> dict:
-    return {"version": version, "start": 0, "end": 3}
 
 
 def test_an_abort_in_a_queue_has_no_tokens_and_one_between_token_and_log_prob_loses_the_token():
@@ -187,7 +179,7 @@ BAD = {  # beside the faults of tests/support/proxy.py
         "malformed",
     ),
     "log-prob false": (_log_prob(False), "malformed answer .*output_token_logprobs"),
-    "no version": (_without("weight_versions", "weight_version"), "weight_version"),
+    "no version": (_without("weight_versions"), "no weight_versions; a run needs SGLang 0.5.23"),
     "a gap": (lambda a: a["meta_info"]["weight_versions"].pop(0), "gap"),
     "spans too short": (lambda a: a["meta_info"]["weight_versions"].pop(), "1 of 3"),
     "spans that take tokens back": (
@@ -285,7 +277,7 @@ def check(found: Part | Malformed) -> None:
 
 
 @examples(800)
-@given(damaged([good_answer()]) | st.binary(max_size=60))
+@given(damaged([good_answer()]) | damaged([pack(good_answer())]) | st.binary(max_size=60))
 def test_any_damage_to_an_answer_gives_a_part_or_a_bad_answer(body):
     try:
         found = read_answers(body, [ASKED], replace(RULES, newest=8))

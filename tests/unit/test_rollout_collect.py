@@ -185,6 +185,18 @@ def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
             assert [version for version, _ in sample.versions] == [7, 8]
 
 
+def test_packed_answers_make_the_same_samples_and_a_server_without_them_is_soon_known():
+    ours, another = FakeEngine(), FakeEngine()
+    ours.packs = True
+    with fleet_of(ours, another, requests_per_engine=6) as fleet:
+        check_whole(gather(fleet))
+        asked_in_vain = len(another.bodies("/qurl_generate"))
+        ours.faults = ["500"]
+        check_whole(gather(fleet))
+    assert ours.bodies("/qurl_generate") and not ours.bodies("/generate")
+    assert another.bodies("/generate") and len(another.bodies("/qurl_generate")) == asked_in_vain
+
+
 def test_several_threads_may_collect_at_once():
     engines = FakeEngine(), FakeEngine()
     with fleet_of(*engines, requests_per_engine=6) as fleet, ThreadPoolExecutor(4) as pool:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from starlette.requests import Request
@@ -37,6 +38,7 @@ from qurl_megatron.engines.starting import API_KEY, given_key
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import facts_of
+from qurl_megatron.wire import packed
 from qurl_megatron.wire.lease import ENDPOINT, Lease
 
 cpu_layers.install()
@@ -82,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ask_itself_directly(args.host)
     args.resolve_once()
     app.add_route(ENDPOINT, leases(args.model_path), methods=["POST"])
+    _answer_packed(app)
     try:
         launch_server(
             args,
@@ -107,6 +110,21 @@ def leases(model_path: str) -> Callable[[Request], Awaitable[Response]]:
             return JSONResponse({"error": {"message": str(error)}}, status_code=400)
 
     return ask
+
+
+def _answer_packed(app: Any) -> None:
+    """Add SGLang's ``/generate`` with packed answers."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    @app.post(packed.ENDPOINT)
+    async def generate(wanted: GenerateReqInput, request: Request):
+        manager = http_server.get_global_state().tokenizer_manager
+        try:
+            answers = await anext(manager.generate_request(wanted, request))
+        except ValueError as error:
+            return http_server._create_error_response(error)
+        return http_server.orjson_response([packed.pack(answer) for answer in answers])
 
 
 def _init_tokenizer_manager(key: str | None, *args, **kwargs):

@@ -4,4 +4,4 @@ from tests.support.transformer_engine import install
 
 install()
 
-import qurl_megatron.training.train  # noqa: F401
+import qurl_megatron.training.train  # noqa: E402, F401
