@@ -28,12 +28,12 @@ TITLES = {
     "quantize": "quantizing one layer's weights, beside a copy of the bytes",
     "specs": "Transformer Engine's layers and Adam beside Megatron's own",
     "memory": "memory on one GPU, beside the rows of the dry run",
+    "scale": "CPU seconds of the leading rank in a step, by its engines",
     "decode": "tokens/s of the embedded engine by scheme and batch",
     "convert": "the checkpoint converters, beside a plain copy and peers",
-    "scale": "what the leading rank's Python does for one step of a 32B model",
     "versions": "whether the engines of a run served what its checkpoints hold",
 }
-"""What a benchmark's records are of; the last four are measured no more."""
+"""What a benchmark's records are of; the last three are measured no more."""
 
 HEAD = f"""\
 # Measured
@@ -58,7 +58,7 @@ records, {most_figures(8)} with eight, {most_figures(10)} with ten.
 A cell is the median, half of the interquartile range after ±, and the share of the limit in
 brackets; the limits stand under each table. Cases marked * cannot be compared with others, for the
 reason given below the table. Some records were made by benchmarks and with options that are gone:
-peers, vLLM, latencies, joules, `decode`, `convert`, `scale` and `versions`.
+peers, vLLM, latencies, joules, `decode`, `convert` and `versions`.
 [performance-notes.md](performance-notes.md) sets these figures beside what was aimed at.
 """
 MEANINGS = {ANOTHER_LOAD: f"{ANOTHER_LOAD}: something else used the machine meanwhile"}

@@ -24,10 +24,7 @@ class Critic(Trained):
 
     @staticmethod
     def build(
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        optimizer: OptimizerConfig,
-        ranks: Ranks,
+        model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, ranks: Ranks
     ) -> "Critic":
         """Load the body of ``model.path`` under a head of zeros.
 

@@ -25,11 +25,7 @@ WARPS = 8
 
 
 def shard_sums(
-    logits_Tv: Tensor,
-    targets_T: Tensor,
-    first: int,
-    columns: int,
-    temperature: float,
+    logits_Tv: Tensor, targets_T: Tensor, first: int, columns: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """One shard's part of the softmax.
 

@@ -189,13 +189,13 @@ class Update:
     ) -> None:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
         message = Message(action, session, self.version, index, transport)
-        texts: dict[int, str] = {}  # ranks that get the same blobs share one
-        payloads = []
+        payloads: list[str] = []
+        before: msgspec.Raw | None = None
         for rank in range(engine.tp):
             mine = blobs(engine, rank) if blobs else None
-            if id(mine) not in texts:
-                texts[id(mine)] = payload(message, mine)
-            payloads.append(texts[id(mine)])
+            shared = payloads and mine is before
+            payloads.append(payloads[-1] if shared else payload(message, mine))
+            before = mine
         engine.api.update_weights_from_tensor(payloads, LOADER)
 
     def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:

@@ -66,7 +66,8 @@ class Sources:
                 for node in _statements(owner.node):
                     if name in _names(node):
                         return Found(owner.module, node)
-        raise Gone(f"{name} is not in {_what(found)}")
+        where = ".".join(filter(None, (found.module, getattr(found.node, "name", ""))))
+        raise Gone(f"{name} is not in {where}")
 
     def _in_module(self, module: str, name: str) -> Found:
         if f"{module}.{name}" in self._files:
@@ -168,8 +169,3 @@ def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     taken = node.args
     names = {arg.arg for arg in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)}
     return names | ({"**"} if taken.kwarg else set())
-
-
-def _what(found: Found) -> str:
-    name = getattr(found.node, "name", "")
-    return f"{found.module}.{name}" if name else found.module

@@ -26,9 +26,5 @@ def check_every_scheme(device):
             for kind in ("nearest", "stochastic"):
                 check_shards(whole.to(device, dtype), scheme, kind)
     check_nan(device)
-    check_misaligned_blocks(device)
-
-
-def check_misaligned_blocks(device):
     with pytest.raises(ConfigError, match="shards of 192 columns"):
         quantize(torch.ones(4, 192, device=device), "fp8_block", input_group=dist.group.WORLD)

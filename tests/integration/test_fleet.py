@@ -19,7 +19,7 @@ from tests.support.models import tiny_checkpoint
 from tests.support.policies import build, recipe
 from tests.support.publishing import adopting
 from tests.support.ranks import run_on_ranks
-from tests.support.runs import SAMPLES, Run, make_recipe
+from tests.support.runs import Run, make_recipe
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,7 @@ def test_a_run_goes_on_while_any_engine_can_come_back_and_then_saves_itself(tiny
     again = Run(tiny, "healing", "rollout.max_restarts=1", f"train.steps={saved + 2}")
     again.finish()
     assert f"resuming {run.dir} after step {saved}" in again.stdout()
-    for step in range(1, saved + 3):
-        samples = run.samples(step)
-        assert len(samples) == SAMPLES
-        assert {s["prompt"]["index"] for s in samples} == set(range(8 * (step - 1), 8 * step))
-        assert {v for s in samples for v in s["versions"]} == {step - 1}
+    run.assert_whole(saved + 2)
     report = (run.dir / "report.html").read_text()
     for event in ("engine-0 died", "engine-0 joined", "engine-0 gave up", "engine-1 gave up"):
         assert event in report, event

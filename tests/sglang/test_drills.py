@@ -31,7 +31,7 @@ from qurl_megatron.wire.transport import Sender
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference
 from tests.sglang.trainer import OWNER, file_senders, publish
 from tests.support.generating import generate
-from tests.support.runs import SAMPLES, Run, make_recipe
+from tests.support.runs import Run, make_recipe
 from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -171,11 +171,7 @@ def test_a_run_that_loses_an_engine_loses_no_sample_and_has_it_back_some_steps_l
         assert not run.left()
     (saved,) = run.saved()
     assert saved == run.step()
-    for step in range(1, saved + 1):
-        samples = run.samples(step)
-        assert len(samples) == SAMPLES
-        assert {s["prompt"]["index"] for s in samples} == set(range(8 * (step - 1), 8 * step))
-        assert {v for s in samples for v in s["versions"]} == {step - 1}
+    run.assert_whole(saved)
     report = (run.dir / "report.html").read_text()
     for event in ("failed", "died", "restarted", "joined serves version"):
         assert f"engine-0 {event}" in report, event

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -158,7 +159,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             own = ["unshare", "--mount", "--propagation=slave"]
             daemon = [*own, _found("slurmd"), "-D", "-N", node]
             made.daemons[node] = stack.enter_context(_running(daemon, made.env, folder))
-        made.wait(lambda: _idle(made), 60.0, "a cluster of idle nodes")
+        idle = partial(made.call, "sinfo", "--noheader", "--Node", "--states=idle", "--format=%N")
+        made.wait(lambda: set(idle().stdout.split()) == set(NODES), 60.0, "a cluster of idle nodes")
         try:
             yield made
         finally:
@@ -175,11 +177,6 @@ def _seen_by_nodes(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def _idle(made: Cluster) -> bool:
-    said = made.call("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").stdout
-    return set(said.split()) == set(NODES)
 
 
 def _configure(folder: Path) -> None:

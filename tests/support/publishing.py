@@ -19,7 +19,7 @@ from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.lease import Names
-from qurl_megatron.wire.message import Piece, Receipt, checksum, message_in, piece_of, raw
+from qurl_megatron.wire.message import Piece, Receipt, checksum, encoded, message_in, piece_of, raw
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.transport import Receiver
 from tests.support.fake_engine import FakeEngine, token_at
@@ -91,7 +91,8 @@ def publish_tensors(fleet: Fleet, version: int, tensors: Mapping[str, Tensor]) -
             names = sorted(tensors)
             for index, some in enumerate((names[::2], names[1::2])):
                 blob = sender.put(index, [Shard.whole(name, tensors[name]) for name in some])
-                update.bucket(lambda engine, rank, blob=blob: [blob])
+                blobs = encoded([blob])
+                update.bucket(lambda engine, rank, blobs=blobs: blobs)
             update.commit(sender.receipts)
     finally:
         sender.close()

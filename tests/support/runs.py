@@ -271,6 +271,14 @@ class Run:
     def samples(self, step: int) -> list[dict]:
         return rollouts(self.dir, step)
 
+    def assert_whole(self, steps: int) -> None:
+        """Each step has all its samples, and all from the newest version."""
+        for step in range(1, steps + 1):
+            samples = self.samples(step)
+            assert len(samples) == SAMPLES
+            assert {s["prompt"]["index"] for s in samples} == set(range(8 * (step - 1), 8 * step))
+            assert {v for s in samples for v in s["versions"]} == {step - 1}
+
     def metrics(self) -> dict[int, dict[str, float]]:
         return metrics(self.dir)
 

@@ -31,10 +31,6 @@ def preset(name):
     )
 
 
-def logs(ratios):
-    return torch.tensor(ratios, dtype=torch.float64).log()
-
-
 @dataclass
 class Result:
     loss: float
@@ -58,7 +54,7 @@ def train_on(
     rewards = torch.tensor(rewards, dtype=torch.float64)
     owners, ones = owners_of(lengths), [1.0] * tokens
     proximal = torch.full((tokens,), -3.0, dtype=torch.float64)
-    current = (proximal + logs(ratio or ones)).requires_grad_()
+    current = (proximal + torch.tensor(ratio or ones, dtype=torch.float64).log()).requires_grad_()
     reference = proximal - torch.tensor(gaps or [0.0] * tokens, dtype=torch.float64)
     penalise = ESTIMATORS[algo.kl_estimator]
 

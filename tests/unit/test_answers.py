@@ -163,10 +163,6 @@ def _span(place, **changes):
     return lambda answer: answer["meta_info"]["weight_versions"][place].update(changes)
 
 
-def _add_span(answer, **span):
-    answer["meta_info"]["weight_versions"].append(span)
-
-
 BAD = {  # beside the faults of tests/support/proxy.py
     "no ids": (lambda a: a.pop("output_ids"), "malformed"),
     "id true": (_token(True), "malformed answer .*output_ids"),
@@ -183,7 +179,9 @@ BAD = {  # beside the faults of tests/support/proxy.py
     "a gap": (lambda a: a["meta_info"]["weight_versions"].pop(0), "gap"),
     "spans too short": (lambda a: a["meta_info"]["weight_versions"].pop(), "1 of 3"),
     "spans that take tokens back": (
-        lambda a: (_span(1, end=5)(a), _add_span(a, version="8@abc", start=5, end=3)),
+        lambda a: a["meta_info"]["weight_versions"].append(
+            {"version": "8@abc", "start": 3, "end": 1}
+        ),
         "gap",
     ),
     "a span backwards": (_span(0, end=-1), "gap"),

@@ -28,10 +28,6 @@ def case(name: str, repeats: list[float], yardsticks: list[float] | None = None,
     return Case(**{"name": name, "keys": {}, "figures": figures, "yardsticks": yardsticks, **given})
 
 
-def code(old: BenchRecord, new: BenchRecord) -> int:
-    return EXIT_CODES[verdict_of(compare(old, new))]
-
-
 @pytest.mark.parametrize(
     ("factor", "verdict", "exit_code"),
     [
@@ -55,7 +51,7 @@ def test_equal_better_and_worse_have_exit_codes_0_0_and_1(
 
 def test_seconds_are_divided_by_the_yardstick():
     slower = case("a", [1.08 * (10 + i / 100) for i in range(REPEATS)], [1.08] * REPEATS)
-    assert code(record(EVEN), record(slower)) == 0
+    assert EXIT_CODES[verdict_of(compare(record(EVEN), record(slower)))] == 0
 
 
 EVEN = case("a", [10 + i / 100 for i in range(REPEATS)])

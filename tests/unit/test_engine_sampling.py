@@ -19,10 +19,6 @@ def state(
     )
 
 
-def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(((counts - expected).square() / expected).sum())
-
-
 def test_frequencies_follow_the_tempered_softmax():
     torch.manual_seed(0)
     logits = torch.randn(300) * 2  # more than one block, and not a multiple of it
@@ -35,7 +31,8 @@ def test_frequencies_follow_the_tempered_softmax():
     expected = torch.cat((probs[likely], probs[~likely].sum()[None])) * draws
     freedom = len(pooled) - 1
     # Mean of chi-square is its degrees of freedom, its deviation sqrt(2 * freedom): five of them.
-    assert chi_square(pooled, expected) < freedom + 5 * (2 * freedom) ** 0.5
+    chi_square = float(((pooled - expected).square() / expected).sum())
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
 def test_the_tail_of_a_150k_vocabulary_is_drawn_as_often_as_it_should_be():

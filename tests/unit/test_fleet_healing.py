@@ -15,12 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from qurl_megatron.config import SyncConfig
 from qurl_megatron.fleet import fleet as fleet_module
 from qurl_megatron.fleet.client import EngineError, in_parallel
 from qurl_megatron.fleet.collect import collect, greedy
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.kit.errors import ConfigError, Interrupted
+from qurl_megatron.publish.update import Update
 from qurl_megatron.types import Prompt
+from qurl_megatron.wire.message import encoded, message_in
 from tests.support.fake_engine import FakeEngine
 from tests.support.publishing import adopting, publish
 from tests.support.waiting import NEVER_S, PATIENCE_S, Clock, wait_until
@@ -56,6 +59,19 @@ def look_after(fleet: Fleet) -> None:
     """One round of the supervisor, on another thread than a publication's."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(fleet.look_after).result(PATIENCE_S)
+
+
+def test_ranks_quantize_the_next_bucket_while_engines_are_still_asked_to_begin():
+    with FakeEngine(tp=2) as engine, adopting(engine) as fleet, fleet.publication() as engines:
+        engine.deaf.set()
+        with Update(fleet, engines, 1, SyncConfig(), lambda engine, ranks: {}) as update:
+            update.bucket(lambda engine, rank: encoded([]))
+            assert not engine.bodies("/pause_generation")
+            engine.deaf.clear()
+            update.wait()
+        (bucket,) = engine.bodies("/update_weights_from_tensor")
+    first, second = bucket["serialized_named_tensors"]
+    assert first == second and message_in(first).action == "bucket"
 
 
 def events(fleet) -> list[tuple[str, str]]:

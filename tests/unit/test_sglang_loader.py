@@ -136,10 +136,6 @@ def failed(engine: Engine, *rounds: list[Shard]) -> str:
     return engine.check().error
 
 
-def without(name: str) -> list[Shard]:
-    return [part for part in parts(whole_tensors())[0] if part.name != name]
-
-
 def half_of_a_projection() -> list[Shard]:
     first, second = parts(whole_tensors(), ranks=2)
     return [*first, *(part for part in second if part.name != O_PROJ)]
@@ -154,7 +150,10 @@ def overlapping() -> list[Shard]:
 @pytest.mark.parametrize(
     "pieces, message",
     [
-        (lambda: without(NORM), f"{NORM} (none of it arrived)"),
+        (
+            lambda: [p for p in parts(whole_tensors())[0] if p.name != NORM],
+            f"{NORM} (none of it arrived)",
+        ),
         (half_of_a_projection, f"{O_PROJ} (a part only of it arrived)"),
         (overlapping, f"{O_PROJ} columns [3, 5) came twice"),
         (lambda: [shard("model.extra", torch.ones(2))], "model.extra is not a tensor"),

@@ -400,13 +400,7 @@ def test_an_address_of_another_machine_is_a_mistake_in_sync_host_on_every_rank(h
     shared = []
     site = Site(
         **{"rank": 0, "size": 2, "leads": True, "device": torch.device("cpu"), "name": ""},
-        **{
-            "run_dir": tmp_path,
-            "token": "t",
-            "one_machine": True,
-            "shared": "",
-            "hosts": (),
-        },
+        **{"run_dir": tmp_path, "token": "t", "one_machine": True, "shared": "", "hosts": ()},
         **{"share": lambda said: shared.append(said) or said, "host": host},
         timeout_s=TIMEOUT_S,
     )

@@ -36,14 +36,10 @@ def counts() -> tuple[int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-def stat(name: str) -> int:
-    return torch.cuda.memory_stats()[name]
-
-
 def test_small_requests_share_a_segment_of_two_megabytes():
     a, b = take(1), take(513)
     assert counts() == (512 + 1024, 2 * MiB)
-    assert stat("requested_bytes.all.current") == 514
+    assert torch.cuda.memory_stats()["requested_bytes.all.current"] == 514
     c = a[1:]  # a view takes nothing, a result of a kernel does
     c = b + 1
     assert counts() == (512 + 2 * 1024, 2 * MiB)
