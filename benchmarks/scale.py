@@ -96,7 +96,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         steps = []
         for _ in range(options.repeats):
             with answering(options, engines, answers) as urls:
-                steps.append(measured(options, urls, work, arch, version))
+                checks = rollout.seconds / RolloutConfig.health_every_s
+                steps.append(measured(options, urls, answers, checks, work, arch, version))
         figures = []
         for name in steps[0]:
             figures.append(
@@ -136,18 +137,24 @@ def answering(options: argparse.Namespace, engines: int, answers: str) -> Iterat
                 time.sleep(0.05)
             yield [f"http://127.0.0.1:{port}" for port in orjson.loads(ports.read_bytes())]
         finally:
-            server.terminate()
+            server.kill()  # it may hold requests that never became as many as it waits for
             server.wait()
 
 
 def measured(
     options: argparse.Namespace,
     urls: list[str],
+    answers: str,
+    checks: float,
     work: Workload,
     arch: Arch,
     version: list[list[Blob]],
 ) -> dict[str, float]:
-    """CPU seconds of this process for one step, by what they are for."""
+    """CPU seconds of this process for one step, by what they are for.
+
+    Args:
+        checks: rounds of health checks in a step.
+    """
     with tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder:
         config = RolloutConfig(
             backend="sglang",
@@ -155,7 +162,7 @@ def measured(
             samples_per_prompt=GROUP,
             max_new_tokens=options.tokens,
             requests_per_engine=options.responses,
-            health_every_s=1e6,  # they are asked below
+            health_every_s=1e6,  # they are checked below
         )
         fleet = Fleet(config, folder, scheme="int8", log_dir=folder, vocabulary=arch.vocab)
         sender = FilesSender(Path(folder) / "versions", "rank0", leads=True)
@@ -163,12 +170,15 @@ def measured(
             Prompt(index, tuple(range(PROMPT_TOKENS)), "", "") for index in range(work.prompts)
         ]
         with fleet:
+            for engine in fleet.engines():  # each client learns it once in a run
+                engine.api.packs = answers == "packed"
             parts = {
                 "health": lambda: [engine.api.info() for engine in fleet.engines()],
                 "publish": lambda: publish(fleet, version, sender),
                 "collect": lambda: collect(fleet, prompts, config, seed=0, step=1),
             }
             seconds = {name: cpu(act) for name, act in parts.items()}
+            seconds["health"] *= checks
         sender.close()
     return {**seconds, "step": sum(seconds.values())}
 
@@ -250,7 +260,7 @@ def serve(options: argparse.Namespace) -> int:
     async def answer(request: Request) -> Response:
         engine = engines[request.scope["server"][1]]
         content = await engine.answer(request.url.path, await request.body())
-        return Response(content, 200 if content else 404, media_type="application/json")
+        return Response(content, media_type="application/json")
 
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=3600)
@@ -285,7 +295,6 @@ class ScaleEngine:
         numbers = {"output_ids": ids, "meta_info": {"output_token_logprobs": triples}}
         if packs:
             numbers = packed.pack(numbers)
-        self._generates = packed.ENDPOINT if packs else "/generate"
         self._ids = orjson.dumps(numbers["output_ids"])
         self._log_probs = orjson.dumps(numbers["meta_info"]["output_token_logprobs"])
 
@@ -296,8 +305,6 @@ class ScaleEngine:
             case "/model_info":
                 return orjson.dumps({"weight_version": self._version})
             case "/generate" | packed.ENDPOINT:
-                if endpoint != self._generates:
-                    return b""
                 return await self._generate(orjson.loads(content))
             case "/update_weight_version":
                 self._version = orjson.loads(content)["new_version"]

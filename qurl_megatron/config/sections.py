@@ -756,7 +756,7 @@ class SyncConfig(Section, name="sync", on_resume="free"):
 
     bucket_mb: float = key(256.0, positive())
     """Largest bucket of one training rank, in MiB of quantized bytes; with relay, of one rank on
-    each machine together, if each has room for a matrix. Two of them are in memory at a time."""
+    each machine together, and at least one matrix of each. Two of them are in memory at a time."""
 
     pause: Literal["retract", "in_place"] = "retract"
     """Treatment of requests that an update interrupts. retract: recompute them with the new weights

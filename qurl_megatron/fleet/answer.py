@@ -38,7 +38,7 @@ UNUSED = 16
 """Tokens of its room that an engine may leave free where it cuts a response, as SGLang does."""
 
 TOKEN_BYTES, ANSWER_BYTES = 512, 1 << 16
-"""More than any answer needs per token, and beside its tokens; SGLang sends about 50 per token."""
+"""More than any answer needs per token, and beside its tokens; SGLang sends about 40 per token."""
 
 NEUTRAL = {
     "top_p": 1.0,

@@ -33,6 +33,7 @@ from qurl_megatron.kit.record import Malformed, convert, shortened
 from qurl_megatron.wire import packed
 from qurl_megatron.wire.lease import ENDPOINT, LeaseRequest, LeaseVerdict, Owner
 
+GENERATE = "/generate"
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
 
@@ -123,7 +124,7 @@ class EngineClient:
             )
         self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
         keep_secret(api_key)  # an engine, or a proxy before it, may quote it
-        # A packed answer may unpack to any size.
+        # A compressed answer may become any size.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -138,7 +139,7 @@ class EngineClient:
             "verify": _tls(self.url.startswith("https:")),
         }
         self._closed = False
-        self.packs = True  # its answers, as far as anybody knows
+        self.packs = True  # its answers, until it says that it does not know how
         try:
             if httpx.URL(self.url).scheme not in ("http", "https"):
                 raise ValueError("give e.g. http://127.0.0.1:30000")
@@ -366,16 +367,15 @@ class Session:
         ask = functools.partial(
             client._exchange, self._http, content=content, timeout_s=client.timeout_s, limit=limit
         )
-        if client.packs:
-            try:
-                answer = await ask(packed.ENDPOINT)
-            except EngineError as error:
-                if error.status not in (404, 405):
-                    raise
-                client.packs = False  # SGLang's own server
-        if not client.packs:
-            answer = await ask("/generate")
-        with uncollected(), client.believing("/generate"):
+        endpoint = packed.ENDPOINT if client.packs else GENERATE
+        try:
+            answer = await ask(endpoint)
+        except EngineError as error:
+            if error.status != 404 or endpoint == GENERATE:
+                raise
+            client.packs, endpoint = False, GENERATE  # SGLang's own server
+            answer = await ask(endpoint)
+        with uncollected(), client.believing(endpoint):
             return read(answer)
 
 

@@ -150,7 +150,7 @@ def footprint(
     Args:
         models: None takes those of the recipe.
         gpu_gib: memory of a GPU, in GiB.
-        stages: of a recipe with an equal trainer and transport.
+        stages: of a recipe that differs in its engines alone.
 
     Raises:
         ConfigError: no model is found, or it does not divide over the ranks or engines.

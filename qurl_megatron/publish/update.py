@@ -81,7 +81,7 @@ class Update:
 
     def drop(self, failures: Iterable[Failures]) -> None:
         """Continue without the engines that a training rank cannot reach."""
-        for unreached in failures:
+        for unreached in filter(None, failures):
             for engine in self.engines:
                 if engine.name in unreached:
                     self.fleet.fail(engine, unreached[engine.name])

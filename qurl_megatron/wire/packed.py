@@ -1,7 +1,7 @@
-"""SGLang's answers with their numbers packed, as our server gives them: 11 bytes a token, not 45.
+"""SGLang's answers with their numbers packed, as our server gives them: 11 bytes a token, not 40.
 
 ``output_ids`` becomes int32, and ``output_token_logprobs`` the log-probs in float32, as SGLang
-computes them; little-endian, in base64. A leading rank reads a million a second, of 64 engines.
+computes them; little-endian, in base64. Of 64 engines a leading rank reads half a million a second.
 """
 
 import base64

@@ -19,7 +19,7 @@ from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.publish.update import Update
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.lease import Owner
-from qurl_megatron.wire.message import Blob
+from qurl_megatron.wire.message import Blob, encoded
 from qurl_megatron.wire.transport import Sender
 from tests.sglang.engines import Tensors, shards
 
@@ -66,7 +66,7 @@ def publish(
                 blobs = [sender.put(index, part, to=to) for sender, part in pairs]
                 update.wait()
                 during(index, blobs)
-                update.bucket(lambda engine, _, i=index, b=blobs: sees(engine, i, b))
+                update.bucket(lambda engine, _, i=index, b=blobs: encoded(sees(engine, i, b)))
                 gone = {engine.name for engine in engines} - update.sizes.keys()
                 for sender in senders:
                     for engine in gone:

@@ -23,12 +23,13 @@ from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.kit.errors import ConfigError, Interrupted
 from qurl_megatron.publish.update import Update
 from qurl_megatron.types import Prompt
-from qurl_megatron.wire.message import encoded, message_in
+from qurl_megatron.wire.message import Blob, encoded, message_in
 from tests.support.fake_engine import FakeEngine
 from tests.support.publishing import adopting, publish
 from tests.support.waiting import NEVER_S, PATIENCE_S, Clock, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
+WEIGHTS = "/update_weights_from_tensor"
 SILENT_S = 2.5  # for tests of silence: soon over, and more than a healthy engine needs
 
 
@@ -65,13 +66,15 @@ def test_ranks_quantize_the_next_bucket_while_engines_are_still_asked_to_begin()
     with FakeEngine(tp=2) as engine, adopting(engine) as fleet, fleet.publication() as engines:
         engine.deaf.set()
         with Update(fleet, engines, 1, SyncConfig(), lambda engine, ranks: {}) as update:
-            update.bucket(lambda engine, rank: encoded([]))
+            own = [encoded([Blob({"rank": rank}, 0, ())]) for rank in range(2)]
+            update.bucket(lambda engine, rank: own[rank])
             assert not engine.bodies("/pause_generation")
             engine.deaf.clear()
+            update.bucket(lambda engine, rank: own[1])
             update.wait()
-        (bucket,) = engine.bodies("/update_weights_from_tensor")
-    first, second = bucket["serialized_named_tensors"]
-    assert first == second and message_in(first).action == "bucket"
+        buckets = [b["serialized_named_tensors"] for b in engine.bodies(WEIGHTS)]
+    places = [[message_in(text).blobs[0].where["rank"] for text in texts] for texts in buckets]
+    assert places == [[0, 1], [1, 1]]
 
 
 def events(fleet) -> list[tuple[str, str]]:

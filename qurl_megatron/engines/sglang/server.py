@@ -114,17 +114,19 @@ def leases(model_path: str) -> Callable[[Request], Awaitable[Response]]:
 
 def _answer_packed(app: Any) -> None:
     """Add SGLang's ``/generate`` with packed answers."""
-    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.utils.json_response import orjson_response
 
     @app.post(packed.ENDPOINT)
     async def generate(wanted: GenerateReqInput, request: Request):
-        manager = http_server.get_global_state().tokenizer_manager
+        manager = get_global_state().tokenizer_manager
         try:
             answers = await anext(manager.generate_request(wanted, request))
         except ValueError as error:
-            return http_server._create_error_response(error)
-        return http_server.orjson_response([packed.pack(answer) for answer in answers])
+            status = getattr(error, "status_code", 400)
+            return orjson_response({"error": {"message": str(error)}}, status)
+        return orjson_response([packed.pack(answer) for answer in answers])
 
 
 def _init_tokenizer_manager(key: str | None, *args, **kwargs):
