@@ -365,7 +365,7 @@ def test_an_evaluation_that_lost_its_engine_goes_on_and_ends_as_if_it_had_not(
     with FakeEngine(embedded=embedded) as engine:
         words = [urls(engine), "--k", 128 if embedded else 300]
         assert ladder.evaluated(*words, out="whole") == 0
-        requests = len(engine.calls)
+        requests = len(engine.bodies("/generate"))
         engine.faults = [""] * (requests - 2) + ["500"] * 50
         assert ladder.evaluated(*words) == 2
         [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("qurl:")]
