@@ -181,8 +181,12 @@ def said(run_dir: Path, attempt: int | None = None) -> str:
     return text if attempt is None else text.partition(f"qurl: attempt {attempt}, job ")[2]
 
 
+def ended_attempts(run_dir: Path) -> list[folder.Attempt]:
+    return [attempt for attempt in folder.attempts(run_dir) if attempt.ended]
+
+
 def decisions(run_dir: Path) -> list[str]:
-    return [attempt.decision for attempt in folder.attempts(run_dir) if attempt.ended]
+    return [attempt.decision for attempt in ended_attempts(run_dir)]
 
 
 def rank(user: User, number: int) -> psutil.Process:
