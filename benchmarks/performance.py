@@ -44,7 +44,7 @@ measurement against an older one:
 
 ```sh
 qurl bench rollout --out runs/bench         # a table, and runs/bench/rollout.json
-python -m benchmarks.loss --out runs/bench  # likewise publish, quantize
+python -m benchmarks.loss --out runs/bench  # likewise publish, quantize, scale
 python -m benchmarks.against OLD NEW        # two such files; 0 not slower, 1 slower, 3 unknown
 ```
 

@@ -64,7 +64,9 @@ SMALL = 1 << 15  # characters of a message that brings no weights
 def parser() -> argparse.ArgumentParser:
     options = parser_of("scale", __doc__, model="Qwen2.5-32B")
     add = options.add_argument
-    add("--engines", type=count, nargs="+", default=[4, 16, 64], metavar="N", help="4 16 64")
+    add(
+        "--engines", type=count, nargs="+", default=[4, 16, 64], metavar="N", help="default 4 16 64"
+    )
     add("--responses", type=count, default=256, metavar="N", help="of an engine; default 256")
     add("--tokens", type=count, default=4096, metavar="N", help="of a response; default 4096")
     add("--answers", nargs="+", choices=ANSWERS, default=list(ANSWERS), help="of ours, SGLang's")

@@ -21,17 +21,13 @@ def passes(request, device, monkeypatch) -> None:
         monkeypatch.setattr(channels, "HELD", 0)
 
 
-def by_torch(weight, scheme, rounding=None):
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(SWITCH, "0")
-        return quantize(weight, scheme, rounding=rounding)
-
-
 def assert_same(weight, scheme, device, rounding=None):
     """Codes and scales of the kernels, of torch on the CPU, and of torch on the device."""
     found = quantize(weight.to(device), scheme, rounding=rounding)
     for place in {"cpu", device}:
-        expected = by_torch(weight.to(place), scheme, rounding)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv(SWITCH, "0")
+            expected = quantize(weight.to(place), scheme, rounding=rounding)
         assert found.values.dtype == expected.values.dtype
         assert torch.equal(bits(found.scale), bits(expected.scale)), place
         assert torch.equal(bits(found.values), bits(expected.values)), place

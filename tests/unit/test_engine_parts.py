@@ -8,7 +8,7 @@ import torch
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.shards import engine_part
-from qurl_megatron.tensors.arch import Arch, Experts
+from qurl_megatron.tensors.arch import Experts
 from qurl_megatron.tensors.slice import Slice, buckets
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from tests.support.archs import BASE
@@ -28,17 +28,12 @@ ARCHS = {
 }
 
 
-def names_of(arch: Arch) -> list[str]:
-    """Everything a version holds."""
-    names = list(hf_shapes(arch))
-    return names + [f"{name}_scale" for name in names if is_quantized(name)]
-
-
 @pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def test_an_engine_rank_gets_what_sglang_would_have_loaded_from_whole_tensors(arch, engine_tp):
     """Against SGLang's loaders, written down by hand: narrow per head, pad the vocabulary."""
-    for name in names_of(arch):
+    names = list(hf_shapes(arch))
+    for name in names + [f"{name}_scale" for name in names if is_quantized(name)]:
         shape = hf_tensor(arch, name).shape
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for rank in range(engine_tp):
