@@ -170,7 +170,7 @@ def _join(
     # By then it is clear whether a rank was killed, or only reported the failure.
     _wait(ranks, codes, SURE_S)
     killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
-    text, patience_s = _first(told), GRACE_S
+    (text, teller), patience_s = _first(told), GRACE_S
     if text and all(codes[rank] == -signal.SIGABRT for rank in killed):
         killed = []  # by NCCL, for they waited for one that failed and told why
     if killed:
@@ -183,8 +183,9 @@ def _join(
     for rank in ranks:
         rank.kill()
         rank.join()
-    failed = sorted(filter(None, codes.values()), key=lambda code: code < 0)
-    first = [*(codes[rank] for rank in killed), *failed][0]
+    # Ranks that failed because a peer is gone may have ended first.
+    failed = sorted(filter(codes.get, codes), key=lambda rank: (rank != teller, codes[rank] < 0))
+    first = codes[[*killed, *failed][0]]
     if first < 0:
         return 128 - first
     return first
@@ -209,14 +210,14 @@ def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
             codes[index] = ranks[index].exitcode
 
 
-def _first(told: list[Connection]) -> str | None:
-    """The earliest sentence of a rank; None: there is none."""
+def _first(told: list[Connection]) -> tuple[str | None, int | None]:
+    """The earliest sentence of a rank, and the rank; None: there is none."""
     failures = []
-    for reader in told:
+    for rank, reader in enumerate(told):
         with contextlib.suppress(EOFError):  # it ended without a word
             if reader.poll():
-                failures.append(reader.recv())
-    return min(failures, default=(0.0, None))[1]
+                failures.append((*reader.recv(), rank))
+    return min(failures, default=(0.0, None, None))[1:]
 
 
 def _death(rank: int, code: int) -> str:

@@ -29,7 +29,6 @@ from tests.support.publishing import adopting, publish
 from tests.support.waiting import NEVER_S, PATIENCE_S, Clock, wait_until
 
 PROMPTS = [Prompt(i, (5 + i, 6, 7 + i), "", "") for i in range(6)]
-WEIGHTS = "/update_weights_from_tensor"
 SILENT_S = 2.5  # for tests of silence: soon over, and more than a healthy engine needs
 
 
@@ -72,8 +71,10 @@ def test_ranks_quantize_the_next_bucket_while_engines_are_still_asked_to_begin()
             engine.deaf.clear()
             update.bucket(lambda engine, rank: own[1])
             update.wait()
-        buckets = [b["serialized_named_tensors"] for b in engine.bodies(WEIGHTS)]
-    places = [[message_in(text).blobs[0].where["rank"] for text in texts] for texts in buckets]
+        places = []
+        for body in engine.bodies("/update_weights_from_tensor"):
+            messages = map(message_in, body["serialized_named_tensors"])
+            places.append([message.blobs[0].where["rank"] for message in messages])
     assert places == [[0, 1], [1, 1]]
 
 

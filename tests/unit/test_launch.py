@@ -339,16 +339,26 @@ def test_a_mistake_on_any_rank_is_one_sentence(rank, light, capfd):
     assert capfd.readouterr().err == "qurl: data.path=/nowhere does not exist\n"
 
 
-def be_aborted() -> int:
+def end_first_though_another_failed(aborted: bool, said: Path) -> int:
     if os.environ["RANK"] == "1":
         launch.tell("qurl: the GPU is out of memory")
+        said.touch()
+        time.sleep(0.2)
         os._exit(2)
-    time.sleep(0.1)
-    os.abort()
+    wait_until(said.exists)
+    if aborted:
+        os.abort()
+    launch.tell("a peer is gone")
+    os._exit(1)
 
 
-def test_the_cause_is_told_where_nccl_aborts_the_ranks_that_waited(light, capfd):
-    assert launch.launch(be_aborted, (), 2) == 2
+@pytest.mark.parametrize("aborted", [True, False])
+def test_the_first_to_say_why_gives_the_exit_code_whoever_ends_first(
+    aborted, light, capfd, tmp_path
+):
+    """NCCL aborts ranks that waited; others fail because a peer is gone."""
+    args = aborted, tmp_path / "said"
+    assert launch.launch(end_first_though_another_failed, args, 2) == 2
     assert capfd.readouterr().err.endswith("qurl: the GPU is out of memory\n")
 
 

@@ -118,16 +118,11 @@ def test_few_tokens_say_nothing_of_their_mean():
     assert Alarms().noticed(values(measure([[0.8] * 1000], [[0.5] * 1000]))) is not None
 
 
-def random_batch(lengths):
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(2, sum(lengths), generator=generator)
-    proximal = -noise[0].abs()
-    return proximal, (proximal - 0.2 * noise[1]).clamp(max=0), owners_of(lengths)
-
-
 def test_merging_microbatches_and_ranks_equals_measuring_everything_at_once():
     lengths = [5, 0, 9, 1, 30, 2, 0, 7]
-    proximal, behaviour, owners = random_batch(lengths)
+    noise = torch.randn(2, sum(lengths), generator=torch.Generator().manual_seed(0))
+    proximal, owners = -noise[0].abs(), owners_of(lengths)
+    behaviour = (proximal - 0.2 * noise[1]).clamp(max=0)
     whole = values(mismatch(proximal, behaviour, owners, len(lengths), cap=1.1))
     assert not any(math.isnan(value) for value in whole.values())
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
