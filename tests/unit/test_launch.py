@@ -428,7 +428,7 @@ def launched(request, shared, tmp_path):
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
     footprint = Footprint()
-    env = {**footprint.env, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**footprint.env, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
     arguments = [request.param, str(shared), str(tmp_path)]
     launcher = subprocess.Popen(
         [sys.executable, str(script), *arguments], env=env, stderr=subprocess.PIPE, text=True
