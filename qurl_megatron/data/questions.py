@@ -111,9 +111,11 @@ def _task(config: DataConfig, *, seed: int, size: int) -> Any:
     Raises:
         ConfigError: there is none of that name, or it takes no such arguments.
     """
-    from reasoning_gym.factory import DATASETS  # 2 s to import
+    tasks: dict[str, tuple[Any, Any]] = {"sort_digits": (SortDigits, SortDigitsConfig)}
+    if config.task not in tasks:
+        from reasoning_gym.factory import DATASETS  # 2 s to import
 
-    tasks: dict[str, tuple[Any, Any]] = {**DATASETS, "sort_digits": (SortDigits, SortDigitsConfig)}
+        tasks |= DATASETS
     if config.task not in tasks:
         hint = f"known: {', '.join(tasks)}"
         if close := get_close_matches(config.task, tasks, n=3):

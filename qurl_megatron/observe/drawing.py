@@ -15,7 +15,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
-from scipy.ndimage import gaussian_filter1d
 
 from qurl_megatron.observe.catalogue import known
 from qurl_megatron.observe.metrics import History
@@ -259,11 +258,10 @@ def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
     if log:
         return np.exp(smooth(np.log(values)))
     sigma = max(1.0, len(values) / 40)
-    total, weight = (  # the weight is smaller at both ends
-        gaussian_filter1d(part, sigma, mode="constant", truncate=3.0)
-        for part in (values, np.ones(len(values)))
-    )
-    return total / weight
+    reach = round(3 * sigma)
+    gaussian = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    weight = np.convolve(np.ones(len(values)), gaussian, "same")  # smaller at both ends
+    return np.convolve(values, gaussian, "same") / weight
 
 
 def frame(axes: Axes, first: int, last: int, *, shares: bool) -> None:

@@ -125,7 +125,7 @@ def test_a_run_is_evaluated_by_its_own_recipe_before_and_after_and_sglang_wants_
     assert results["model"] == str(run.dir / "checkpoints/step_000001")
     del first["settings"]["model_files"]
     assert first["settings"].items() <= results["settings"].items()
-    expected = {"scheme": "int8", "dtype": "float32", "reward": "exact", "max_new_tokens": 4}
+    expected = {"scheme": "int8", "dtype": "float32", "reward": "exact", "max_new_tokens": 8}
     expected |= {"temperature": 1.0, "top_p": 1.0}
     assert expected.items() <= results["settings"].items()
     assert results["engines"][0]["scheme"] == "int8"

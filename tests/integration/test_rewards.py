@@ -65,7 +65,7 @@ def test_a_model_that_is_made_on_the_spot_is_told_from_one_that_was_meant(traine
     first, _, _ = trained.stdout().partition("\n")
     assert first == (
         f"model.path={tiny.parent}/model does not exist, and warmstart.steps=10 asks for a small "
-        "model of random weights to be made there and fitted to the answers of chain_sum; if you "
+        "model of random weights to be made there and fitted to the answers of sort_digits; if you "
         "meant a model of your own, stop this and correct model.path"
     )
 

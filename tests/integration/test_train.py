@@ -312,7 +312,7 @@ def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(rec
 )
 def test_variants_run(recipe, uninterrupted, overrides):
     run_dir = recipe.parent / "_".join(overrides)
-    options = (*overrides, "train.steps=2", "rollout.engines=1", f"train.run_dir={run_dir}")
+    options = (*overrides, "train.steps=2", f"train.run_dir={run_dir}")
     qurl("train", recipe, *options)
     assert list(metrics(run_dir)) == [0, 1, 2]
     assert unknown(run_dir) == set()
@@ -322,7 +322,7 @@ def test_a_fork_goes_on_from_the_checkpoint_with_what_may_not_change_and_tells_o
     recipe, uninterrupted
 ):
     new = recipe.parent / "fork"
-    changes = ("train.seed=7", "optimizer.lr=1e-5", "train.steps=5", "rollout.engines=1")
+    changes = ("train.seed=7", "optimizer.lr=1e-5", "train.steps=5")
     changes += ("reward.kind=last_number",)  # with which other answers are right
     done = qurl("train", recipe, f"train.run_dir={uninterrupted}", "--fork", new, *changes)
     told = f"goes on from step 4 of {uninterrupted}, with "

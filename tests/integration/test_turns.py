@@ -24,6 +24,7 @@ max_turns = 3
 samples_per_prompt = 8
 max_new_tokens = 20
 """
+SUMS = "min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,8 @@ def recipe(tmp_path_factory) -> Path:
     (root / "moody.py").write_text(WRONG)
     text = LEARNING.format(root=root).replace('kind = "exact"', 'kind = "last_number"')
     path = root / "recipe.toml"
-    path.write_text(text.replace("samples_per_prompt = 8\nmax_new_tokens = 4\n", TURNS))
+    text = text.replace("samples_per_prompt = 8\nmax_new_tokens = 8\n", TURNS)
+    path.write_text(text.replace('"sort_digits"', '"chain_sum"').replace("digits = 4", SUMS))
     return path
 
 

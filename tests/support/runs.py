@@ -53,8 +53,8 @@ batch = 64
 SMALL = (
     MODEL
     + """[data]
-task = "chain_sum"
-task_args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }}
+task = "sort_digits"
+task_args = {{ digits = 4 }}
 task_size = TASK_SIZE
 prompts_per_step = 8
 [reward]
@@ -62,15 +62,15 @@ kind = "exact"
 [optimizer]
 lr = 1e-4
 [rollout]
-engines = 2
+engines = ENGINES
 samples_per_prompt = 8
-max_new_tokens = 4
+max_new_tokens = 8
 """
 )
 """What small runs have in common; it ends in the table of rollouts."""
 
 RECIPE = (
-    SMALL.replace("WARM_STEPS", "10").replace("TASK_SIZE", "4000")
+    SMALL.replace("WARM_STEPS", "10").replace("TASK_SIZE", "4000").replace("ENGINES", "2")
     + """engine_threads = 1
 [algo]
 # So small a model earns nothing: this moves its weights all the same.
@@ -85,7 +85,7 @@ save_rollouts = true
 )
 
 LEARNING = (
-    SMALL.replace("WARM_STEPS", "30").replace("TASK_SIZE", "2000")
+    SMALL.replace("WARM_STEPS", "30").replace("TASK_SIZE", "2000").replace("ENGINES", "1")
     + """
 [algo]
 # So small a model earns nothing: these move its weights all the same.
