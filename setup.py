@@ -62,7 +62,7 @@ setup(
     ext_modules=[NATIVE],
     cmdclass={"build_py": BuildWithShipped},
     install_requires=[
-        "httpx<1",
+        "aiohttp<4",
         "jinja2",
         "math-verify",
         "matplotlib",
@@ -78,7 +78,6 @@ setup(
         "rich",
         "safetensors",
         "scipy",
-        "sniffio",  # httpcore looks for it at every request, for a third of the time if in vain
         "starlette<2",
         "tensorboard",
         "tokenizers",
@@ -101,7 +100,7 @@ setup(
         "modelopt": ["nvidia-modelopt>=0.47", "requests"],
         # For transformers to load what checkpoints_tools/quantize.py writes.
         "compressed-tensors": ["compressed-tensors>=0.15"],
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "dev": ["httpx", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
         "console_scripts": ["qurl = qurl_megatron.cli:main"],

@@ -1,10 +1,10 @@
 """CPU seconds of the leading rank in a step, for ever more engines.
 
 One process answers for 4, 16 and 64 engines of eight GPUs over HTTP, as SGLang's servers would if
-they took no time: health checks, the messages that bring a version of a 32B model from eight
-training ranks, and 256 responses each, which all are in flight before the first is answered. What
-is measured is the real ``Fleet``, ``Update`` and ``collect``. The limit is a twentieth of the time
-that ``qurl plan`` predicts for generating them on H100s in INT8.
+they took no time: health checks, leases, the messages that bring a version of a 32B model from
+eight training ranks, and 256 responses each, which all are in flight before the first is answered.
+What is measured is the real ``Fleet``, ``Update`` and ``collect``. The limit is a twentieth of the
+time that ``qurl plan`` predicts for generating them on H100s in INT8.
 
     python -m benchmarks.scale --out DIR
 """
@@ -40,6 +40,7 @@ from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.config import RolloutConfig, SyncConfig
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
+from qurl_megatron.fleet.tenancy import ANSWER_S, LEASE_S, RENEW_S
 from qurl_megatron.plan.constants import Constants, gpu_of
 from qurl_megatron.plan.seconds import Engine, Roofline, Workload, rollout_time
 from qurl_megatron.publish.update import Update
@@ -49,7 +50,7 @@ from qurl_megatron.tensors.table import hf_tensor, is_quantized
 from qurl_megatron.types import Prompt
 from qurl_megatron.wire import packed
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
-from qurl_megatron.wire.lease import ENDPOINT, Lease
+from qurl_megatron.wire.lease import ENDPOINT, Lease, Owner
 from qurl_megatron.wire.message import LOADER, Blob, Piece, Receipt, aligned, encoded, message_in
 
 TP = 8  # GPUs of an engine; tensor ranks of the trainer
@@ -98,8 +99,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         steps = []
         for _ in range(options.repeats):
             with answering(options, engines, answers) as urls:
-                checks = rollout.seconds / RolloutConfig.health_every_s
-                steps.append(measured(options, urls, answers, checks, work, arch, version))
+                steps.append(measured(options, urls, answers, rollout.seconds, work, arch, version))
         figures = []
         for name in steps[0]:
             figures.append(
@@ -147,7 +147,7 @@ def measured(
     options: argparse.Namespace,
     urls: list[str],
     answers: str,
-    checks: float,
+    step_s: float,
     work: Workload,
     arch: Arch,
     version: list[list[Blob]],
@@ -155,7 +155,7 @@ def measured(
     """CPU seconds of this process for one step, by what they are for.
 
     Args:
-        checks: rounds of health checks in a step.
+        step_s: seconds that a step takes.
     """
     with tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder:
         config = RolloutConfig(
@@ -166,7 +166,10 @@ def measured(
             requests_per_engine=options.responses,
             health_every_s=1e6,  # they are checked below
         )
-        fleet = Fleet(config, folder, scheme="int8", log_dir=folder, vocabulary=arch.vocab)
+        owner = Owner.nobody_else()
+        fleet = Fleet(
+            config, folder, scheme="int8", log_dir=folder, vocabulary=arch.vocab, owner=owner
+        )
         sender = FilesSender(Path(folder) / "versions", "rank0", leads=True)
         prompts = [
             Prompt(index, tuple(range(PROMPT_TOKENS)), "", "") for index in range(work.prompts)
@@ -176,13 +179,19 @@ def measured(
                 engine.api.packs = answers == "packed"
             parts = {
                 "health": lambda: [engine.api.info() for engine in fleet.engines()],
+                "leases": lambda: [_renew(engine, owner) for engine in fleet.engines()],
                 "publish": lambda: publish(fleet, version, sender),
                 "collect": lambda: collect(fleet, prompts, config, seed=0, step=1),
             }
             seconds = {name: cpu(act) for name, act in parts.items()}
-            seconds["health"] *= checks
+            seconds["health"] *= step_s / RolloutConfig.health_every_s
+            seconds["leases"] *= step_s / RENEW_S
         sender.close()
     return {**seconds, "step": sum(seconds.values())}
+
+
+def _renew(engine: EngineRecord, owner: Owner) -> object:
+    return engine.api.lease(owner, LEASE_S, timeout_s=ANSWER_S)
 
 
 def cpu(act: Callable[[], object]) -> float:
@@ -203,7 +212,7 @@ def publish(fleet: Fleet, version: list[list[Blob]], sender: FilesSender) -> Non
             update.commit(sender.receipts)
 
 
-def _blobs_of(blobs: msgspec.Raw, _engine: EngineRecord, _rank: int) -> msgspec.Raw:
+def _blobs_of(blobs: bytes, _engine: EngineRecord, _rank: int) -> bytes:
     return blobs
 
 
@@ -294,11 +303,17 @@ class ScaleEngine:
         ids = draw.integers(10_000, 150_000, tokens).tolist()
         log_probs = (-draw.exponential(1, tokens)).astype(np.float32).tolist()
         triples = [[p, i, None] for p, i in zip(log_probs, ids, strict=True)]
-        numbers = {"output_ids": ids, "meta_info": {"output_token_logprobs": triples}}
+        self._meta: dict = {"finish_reason": {"type": "length", "length": tokens}}
+        self._answer: dict = {"text": ""}
+        self._encode: Callable[[list], bytes] = orjson.dumps
         if packs:
-            numbers = packed.pack(numbers)
-        self._ids = orjson.dumps(numbers["output_ids"])
-        self._log_probs = orjson.dumps(numbers["meta_info"]["output_token_logprobs"])
+            meta = {**self._meta, "output_token_logprobs": triples}
+            whole = {**self._answer, "output_ids": ids, "meta_info": meta}
+            (self._answer,) = msgspec.msgpack.decode(packed.pack([whole]))
+            self._encode, self._meta = msgspec.msgpack.encode, self._answer["meta_info"]
+        else:
+            self._answer["output_ids"] = orjson.Fragment(orjson.dumps(ids))
+            self._meta["output_token_logprobs"] = orjson.Fragment(orjson.dumps(triples))
 
     async def answer(self, endpoint: str, content: bytes) -> bytes:
         match endpoint:
@@ -321,14 +336,10 @@ class ScaleEngine:
     async def _generate(self, body: dict) -> bytes:
         await self._everything.come(len(body["rid"]))
         span = {"version": self._version, "start": 0, "end": self._tokens}
-        finish = {"type": "length", "length": self._tokens}
-        answers = []
+        meta, answers = {**self._meta, "weight_versions": [span]}, []
         for rid in body["rid"]:
-            meta = {"id": rid, "finish_reason": finish, "weight_versions": [span]}
-            head = orjson.dumps({"text": "", "meta_info": meta})[:-2]
-            log_probs = b',"output_token_logprobs":' + self._log_probs
-            answers.append(head + log_probs + b'},"output_ids":' + self._ids + b"}")
-        return b"[" + b",".join(answers) + b"]"
+            answers.append({**self._answer, "meta_info": {**meta, "id": rid}})
+        return self._encode(answers)
 
 
 def leave_receipt(text: str, rank: int) -> None:

@@ -1,7 +1,6 @@
 """``qurl``: one subcommand per task; heavy imports wait until the command is known."""
 
 import argparse
-import os
 import resource
 import sys
 import warnings
@@ -19,7 +18,6 @@ from qurl_megatron.evaluation.eval_plan import add_options, evaluate
 from qurl_megatron.evaluation.plan import add_study_options, study
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.terminal import terminal
-from qurl_megatron.observe.text import aligned
 from qurl_megatron.plan.command import add_plan_options, plan
 
 if TYPE_CHECKING:
@@ -139,39 +137,6 @@ def samples(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fleet(arguments: argparse.Namespace) -> int:
-    """Look at the engines of a run: their versions and load, as they report them."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from qurl_megatron.engines.starting import given_key
-    from qurl_megatron.fleet.answer import Load
-    from qurl_megatron.fleet.client import EngineClient, EngineError
-
-    key = given_key(os.environ)
-
-    def ask(url: str) -> Load | EngineError:
-        try:
-            return EngineClient(url, api_key=key).load()
-        except EngineError as error:
-            return error
-
-    with ThreadPoolExecutor(len(arguments.urls)) as pool:
-        loads = dict(zip(arguments.urls, pool.map(ask, arguments.urls), strict=True))
-    silent = [load for load in loads.values() if isinstance(load, EngineError)]
-    if len(silent) == len(loads):
-        raise ConfigError(str(silent[0]))
-    rows = [("engine", "health", "version", "running", "queued", "model")]
-    for url, load in loads.items():
-        if isinstance(load, EngineError):
-            rows.append((url, "no answer", "", "", "", ""))
-            continue
-        health = "paused" if load.paused else "ok"
-        rows.append((url, health, load.version, str(load.running), str(load.waiting), load.model))
-    lines = aligned(rows, words=("engine", "health", "model"))
-    print(printable("\n".join([*lines, *map(str, silent)])))
-    return int(bool(silent))
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="qurl",
@@ -235,14 +200,6 @@ def _samples_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _fleet_options(command: argparse.ArgumentParser) -> None:
-    looks = command.add_subparsers(dest="look", required=True, metavar="COMMAND")
-    status = looks.add_parser(
-        "status", help="a table of versions and queues of engines; QURL_API_KEY has their key"
-    )
-    status.add_argument("urls", nargs="+", metavar="URL", help="e.g. http://127.0.0.1:30000")
-
-
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[..., None]]] = {
     "train": (train, _train_options),
     "show": (show, _show_options),
@@ -257,7 +214,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[..., Non
     "inspect": (checkpoints.inspect_checkpoint, checkpoints.add_inspect_options),
     "diff": (checkpoints.diff, checkpoints.add_diff_options),
     "serve": (serve, add_serve_options),
-    "fleet": (fleet, _fleet_options),
     "bench": (bench, add_benchmarks),
     "slurm": (slurm, add_actions),
 }

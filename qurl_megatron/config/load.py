@@ -21,28 +21,6 @@ from qurl_megatron.schemes import SCHEMES
 
 LONGEST_NAME = 200  # bytes of ASCII; file systems take 255
 LISTED = 10  # keys of a section that a message names
-REMOVED = {
-    "algo.acr_max_bound": "ACR's bound has no end, as in the paper (Eq. 9); leave the key out",
-    "algo.bypass": "the policy's own log-probs are always scored; leave the key out",
-    "algo.kl_weighted": "the KL in the loss is the estimator's own; leave the key out",
-    "algo.reference_every": "fork the run with algo.reference=RUN_DIR where it is to move",
-    "correction.count_rejected": "the average is over the responses that are left; leave it out",
-    "correction.normalise": "correction.level=geometric keeps weights near 1; leave the key out",
-    "critic.path": "its body is model.path's; leave the key out",
-    "job.retries": "a run is tried again as long as attempts save checkpoints; leave the key out",
-    "node.interfaces": "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in [site.environment]",
-    "optimizer.distributed": "masters and moments are always sharded; leave the key out",
-    "parallel.sequence": "norms and residuals are split wherever weights are; leave the key out",
-    "reward.batched": "a function gets one response a call; leave the key out, or score many at "
-    "once behind reward.url",
-    "reward.mix": "have reward.function add up what it likes, ours among them (docs/rewards.md)",
-    "rollout.straggler_s": "health checks find an engine that hangs; leave the key out",
-    "sync.keep": "files of a version are deleted once all engines have it; leave the key out",
-    "sync.receipt_wait_s": "it was longer than any network filesystem needs; leave the key out",
-    "train.share_prefix": "each response is computed with its prompt; leave the key out",
-    "warmstart.untidy": "half of its answers end with a full stop, as ever; leave the key out",
-}
-"""Sections and keys that recipes once had, with advice for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,8 +406,6 @@ def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "k
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for name in values:
         if name not in fields:
-            if removed := REMOVED.get(f"{prefix}{name}"):
-                raise ConfigError(f"{prefix}{name} no longer exists: {removed}")
             close = get_close_matches(name, fields, n=1)
             hint = f"known: {', '.join(fields)}"
             if close:

@@ -27,7 +27,7 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import FinishReason, Versions, in_a_row
 from qurl_megatron.wire.lease import MIXED, Names
-from qurl_megatron.wire.packed import unpack
+from qurl_megatron.wire.packed import ARRAY, unpack
 
 ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
 LOWEST = -104.0
@@ -148,9 +148,13 @@ def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[P
     Raises:
         Malformed: they do not answer these requests.
     """
+    packed = content[:1] >= bytes([ARRAY])
     answers: Any
     try:
-        answers = msgspec.json.decode(content, type=list[msgspec.Raw])
+        if packed:
+            answers = msgspec.msgpack.decode(content, type=list[msgspec.Raw])
+        else:
+            answers = msgspec.json.decode(content, type=list[msgspec.Raw])
     except (ValueError, RecursionError):
         answers = parsed(content)
     if not isinstance(answers, list):
@@ -160,17 +164,17 @@ def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[P
     results: list[Part | Malformed] = []
     for answer, request in zip(answers, asked, strict=True):
         try:
-            results.append(read_answer(answer, request, rules))
+            results.append(read_answer(answer, request, rules, packed=packed))
         except Malformed as error:
             results.append(error)
     return results
 
 
-def read_answer(answer: Any, asked: Asked, rules: Rules) -> Part:
+def read_answer(answer: Any, asked: Asked, rules: Rules, *, packed: bool = False) -> Part:
     """Read an answer, parsed or ``msgspec.Raw``; raise ``Malformed`` if it cannot be trained on."""
     try:
         if isinstance(answer, msgspec.Raw):
-            answer = decode(_Answer, bytes(answer))
+            answer = decode(_Answer, answer, packed=packed)
         else:
             answer = convert(_Answer, answer)
     except Malformed as error:
@@ -387,47 +391,3 @@ def _resampling(server: _ServerInfo) -> Iterator[str]:
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if (threshold := getattr(server, name)) not in (None, 1.0):
                 yield f"{name} = {threshold}"
-
-
-@dataclass(frozen=True)
-class Load:
-    """An engine's activity, for display."""
-
-    version: str
-    running: int
-    waiting: int
-    paused: bool
-    model: str
-
-
-class _Activity(msgspec.Struct, frozen=True):
-    num_running_reqs: Count | None = None
-    num_waiting_reqs: Count | None = None
-    is_paused: bool | None = None
-    weight_version: Any = None
-    model_path: Any = None
-
-
-class _Loads(msgspec.Struct, frozen=True):
-    loads: list[_Activity] = []
-
-
-def read_load(info: dict, *, version: str = "", loads: Any = None) -> Load:
-    """Read an engine's activity in its ``/server_info``.
-
-    Args:
-        version: of its weights, where its ``/server_info`` does not say.
-        loads: SGLang's answer to ``/v1/loads``, where each rank has its own.
-
-    Raises:
-        Malformed: it says nonsense.
-    """
-    activity = convert(_Activity, info)
-    ranks = [activity] if loads is None else convert(_Loads, loads).loads
-    return Load(
-        version=version or shortened(str(activity.weight_version)),
-        running=sum(rank.num_running_reqs or 0 for rank in ranks),
-        waiting=sum(rank.num_waiting_reqs or 0 for rank in ranks),
-        paused=bool(activity.is_paused),
-        model=shortened(str(activity.model_path)),
-    )

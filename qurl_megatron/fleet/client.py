@@ -9,6 +9,7 @@ again with every byte, so a peer that sends one now and then would be waited for
 """
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import math
@@ -18,15 +19,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 import msgspec
 import orjson
 
 from qurl_megatron.config.keys import names_a_user
 from qurl_megatron.engines.starting import API_KEY
-from qurl_megatron.fleet.answer import Info, Load, parsed, read_info, read_load, uncollected
+from qurl_megatron.fleet.answer import Info, parsed, read_info, uncollected
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Foreseen, keep_secret
 from qurl_megatron.kit.record import Malformed, convert, shortened
@@ -36,6 +38,7 @@ from qurl_megatron.wire.lease import ENDPOINT, LeaseRequest, LeaseVerdict, Owner
 GENERATE = "/generate"
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
+KEPT_S = 2.0  # an idle connection; servers close theirs after 5 s
 
 Item = TypeVar("Item")
 Read = TypeVar("Read")
@@ -128,22 +131,15 @@ class EngineClient:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
-        self._options: dict[str, Any] = {
-            "base_url": self.url,
-            "timeout": None,  # of each wait for bytes; a whole exchange has one
-            "headers": headers,
-            # A proxy configured for the internet must not get traffic for 127.0.0.1.
-            "trust_env": False,
-            # Hundreds of requests wait at once; none finds the connection of a dead engine.
-            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            "verify": _tls(self.url.startswith("https:")),
-        }
+        self._headers = headers
+        self._tls = _tls() if self.url.startswith("https:") else False
         self._closed = False
         self.packs = True  # its answers, until it says that it does not know how
         try:
-            if httpx.URL(self.url).scheme not in ("http", "https"):
+            parts = urlsplit(self.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
                 raise ValueError("give e.g. http://127.0.0.1:30000")
-        except (httpx.InvalidURL, ValueError) as error:
+        except ValueError as error:
             raise EngineError(f"{url} is not an engine URL: {error}") from None
 
     @contextlib.contextmanager
@@ -174,19 +170,11 @@ class EngineClient:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
         return shortened(str(version))
 
-    def load(self, timeout_s: float = 10.0) -> Load:
-        """Return version and queue, for a table."""
-        with deadline(timeout_s), self.believing("/server_info"):
-            info = self.server_info()
-            if info.get("internal_states") is None:
-                return read_load(info)
-            loads = self._object("/v1/loads")
-            return read_load(info, version=self.weight_version(), loads=loads)
-
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
         """Open a session for many generations at once on the running event loop."""
-        async with httpx.AsyncClient(**self._options) as http:
+        # Hundreds of requests wait at once; none finds the connection of a dead engine.
+        async with _http(aiohttp.TCPConnector(limit=0, force_close=True)) as http:
             yield Session(self, http)
 
     def pause(self, mode: str = "retract") -> None:
@@ -288,14 +276,13 @@ class EngineClient:
         content = None if body is None else orjson.dumps(body)
 
         async def ask() -> bytes:
-            async with httpx.AsyncClient(**self._options) as http:
-                return await self._exchange(http, endpoint, content, timeout, CONTROL_BYTES)
+            return await self._exchange(_control(), endpoint, content, timeout, CONTROL_BYTES)
 
-        return event_loop.run(ask())
+        return event_loop.run_shared(ask())
 
     async def _exchange(
         self,
-        http: httpx.AsyncClient,
+        http: aiohttp.ClientSession,
         endpoint: str,
         content: bytes | None,
         timeout_s: float,
@@ -310,9 +297,16 @@ class EngineClient:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                http.stream(method, endpoint, content=content) as response,
+                http.request(
+                    method,
+                    where,
+                    data=content,
+                    headers=self._headers,
+                    ssl=self._tls,
+                    allow_redirects=False,
+                ) as response,
             ):
-                async for chunk in response.aiter_raw():
+                async for chunk in response.content.iter_any():
                     chunks.append(chunk)
                     size += len(chunk)
                     if size > limit:  # more than any true answer has
@@ -322,9 +316,9 @@ class EngineClient:
         except TimeoutError as error:
             limit_s = round(timeout_s, 1)
             raise EngineError(f"{where} did not answer within {limit_s:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except aiohttp.ClientError as error:
             raise EngineError(f"{where} did not answer: {shortened(_why(error))}") from error
-        answer, status = b"".join(chunks), response.status_code
+        answer, status = b"".join(chunks), response.status
         if status != 200:
             raise EngineError(
                 f"{where} answered {status}: {shortened(_message(answer))}", status=status
@@ -335,7 +329,7 @@ class EngineClient:
 class Session:
     """Generation on an event loop; cancelling a call drops its connection, and the request."""
 
-    def __init__(self, client: EngineClient, http: httpx.AsyncClient) -> None:
+    def __init__(self, client: EngineClient, http: aiohttp.ClientSession) -> None:
         self._client, self._http = client, http
 
     async def generate(
@@ -379,9 +373,26 @@ class Session:
             return read(answer)
 
 
+def _http(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(),  # of each wait; a whole exchange has one
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    )
+
+
 @functools.cache
-def _tls(used: bool) -> ssl.SSLContext:
-    return httpx.create_ssl_context(verify=used)  # reading certificates takes tens of milliseconds
+def _control() -> aiohttp.ClientSession:
+    """The session of all short requests, on the shared loop."""
+    http = _http(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S))
+    atexit.register(lambda: event_loop.run_shared(http.close()))
+    return http
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reading certificates takes tens of milliseconds
 
 
 def _why(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from qurl_megatron.kit.record import Malformed, decode
 from qurl_megatron.wire.lease import Owner
 
 LEASE_S = 30.0
-RENEW_S = 5.0
+RENEW_S = 10.0
 ANSWER_S = 5.0  # for an engine to answer, which it does without a look at its requests
 
 

@@ -6,6 +6,7 @@ here each has a thread that neither the loop nor the interpreter waits for.
 """
 
 import asyncio
+import functools
 import socket
 import threading
 from collections.abc import Coroutine
@@ -14,12 +15,33 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+_STARTING = threading.Lock()
+
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """Run ``main`` on an event loop of its own and return its result; work ``to_thread`` is waited
     for."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)
+
+
+def run_shared(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run ``main`` on a loop that all threads share until the process ends: it can keep
+    connections, and takes no loop of its own."""
+    with _STARTING:
+        loop = _shared()
+    future = asyncio.run_coroutine_threadsafe(main, loop)
+    try:
+        return future.result()
+    finally:
+        future.cancel()  # nobody waits any more
+
+
+@functools.cache
+def _shared() -> asyncio.AbstractEventLoop:
+    loop = _Loop()
+    threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
+    return loop
 
 
 class _Loop(asyncio.SelectorEventLoop):

@@ -38,13 +38,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An object whose fields are checked when it is decoded."""
 
 
-def decode(kind: type[Value], content: bytes | str) -> Value:
-    """Parse JSON as a value of this type.
+def decode(kind: type[Value], content: Any, *, packed: bool = False) -> Value:
+    """Parse JSON, or MessagePack (``packed``), as a value of this type.
 
     Raises:
-        Malformed: not JSON, or not of this type.
+        Malformed: neither, or not of this type.
     """
     try:
+        if packed:
+            return msgspec.msgpack.decode(content, type=kind)
         return msgspec.json.decode(content, type=kind)
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a wrong field; too deep
         raise Malformed(shortened(str(error))) from None

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 
 from qurl_megatron.actor.aligned import Align
@@ -318,7 +317,7 @@ def _blobs_for(parts: Sequence[Blobs]) -> BlobsFor:
 
     encodings = {to: encoded(blobs) for to, blobs in by_place.items()}
 
-    def blobs_for(engine: EngineRecord, rank: int) -> msgspec.Raw:
+    def blobs_for(engine: EngineRecord, rank: int) -> bytes:
         for place in (None, engine.host, (engine.tp, rank)):
             if place in encodings:
                 return encodings[place]

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-
 from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
@@ -24,7 +22,7 @@ from qurl_megatron.observe.metrics import Max, Metric, Sum
 from qurl_megatron.wire.message import LOADER, Action, Message, Receipt, payload
 from qurl_megatron.wire.transport import Failures
 
-BlobsFor = Callable[[EngineRecord, int], msgspec.Raw]
+BlobsFor = Callable[[EngineRecord, int], bytes]
 """(engine, its rank) -> the training ranks' blobs for it in one bucket, ``encoded``."""
 
 
@@ -190,9 +188,9 @@ class Update:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
         message = Message(action, session, self.version, index, transport)
         payloads: list[str] = []
-        before: msgspec.Raw | None = None
+        before = b""
         for rank in range(engine.tp):
-            mine = blobs(engine, rank) if blobs else None
+            mine = blobs(engine, rank) if blobs else b""
             shared = payloads and mine is before
             payloads.append(payloads[-1] if shared else payload(message, mine))
             before = mine

@@ -15,10 +15,9 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 from qurl_megatron.config import RewardConfig
 from qurl_megatron.kit import event_loop
@@ -38,17 +37,11 @@ class Judge:
     ) -> None:
         """Raise ``ConfigError`` where the environment lacks the key that the recipe names."""
         self.config, self._clock = config, clock
-        headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json"}
         if config.key_env:
-            headers["Authorization"] = f"Bearer {_server_key(config.key_env)}"
+            self._headers["Authorization"] = f"Bearer {_server_key(config.key_env)}"
         secure = urlsplit(config.url).scheme == "https"
-        self._options: dict[str, Any] = {
-            "headers": headers,
-            "timeout": None,  # a whole request has one
-            # A proxy for the internet must not get requests to a server in the cluster.
-            "trust_env": secure,
-            "verify": ssl.create_default_context() if secure else False,
-        }
+        self._tls = ssl.create_default_context() if secure else False
 
     def answers(self, items: Sequence[str], stop: Callable[[], bool]) -> list[Score]:
         """Return the score of each item, which is JSON, in order.
@@ -65,7 +58,13 @@ class Judge:
         reason = f"{config.url} within reward.url_deadline_s={config.url_deadline_s:g}"
         end = self._clock() + config.url_deadline_s
         slots = asyncio.Semaphore(config.workers)
-        async with httpx.AsyncClient(**self._options) as http:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(),  # a whole request has one
+            # A proxy for the internet must not get requests to a server in the cluster.
+            trust_env=bool(self._tls),
+        ) as http:
             tasks = [asyncio.create_task(self._scores(http, slots, batch)) for batch in batches]
             pending = set(tasks)
             try:
@@ -83,7 +82,7 @@ class Judge:
             return scores
 
     async def _scores(
-        self, http: httpx.AsyncClient, slots: asyncio.Semaphore, items: Sequence[str]
+        self, http: aiohttp.ClientSession, slots: asyncio.Semaphore, items: Sequence[str]
     ) -> list[Score]:
         """Return the scores of one request, repeated where that may help.
 
@@ -95,21 +94,25 @@ class Judge:
             if attempt:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE_S))
             try:
-                async with slots, asyncio.timeout(self.config.timeout_s):
-                    response = await http.post(self.config.url, content=body)
+                async with (
+                    slots,
+                    asyncio.timeout(self.config.timeout_s),
+                    http.post(self.config.url, data=body, allow_redirects=False) as response,
+                ):
+                    status, content = response.status, await response.read()
             except TimeoutError:
                 problem = f"did not answer within {self.config.timeout_s:g} s"
                 continue
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except aiohttp.ClientError as error:
                 problem = f"did not answer: {str(error) or type(error).__name__}"
                 continue
-            if response.status_code == 200:
-                return self._read(response.content, len(items))
-            problem = f"answered {response.status_code}"
-            if response.status_code in (401, 403):
+            if status == 200:
+                return self._read(content, len(items))
+            problem = f"answered {status}"
+            if status in (401, 403):
                 sent = f"not that in {self.config.key_env}" if self.config.key_env else "got none"
                 problem += f": it wants a key, and {sent} (reward.key_env)"
-            if response.status_code not in PASSING:
+            if status not in PASSING:
                 return self._none("refused", problem, len(items))
         return self._none("unanswered", problem, len(items))
 

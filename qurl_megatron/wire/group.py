@@ -135,7 +135,7 @@ def leave_in(store: dist.TCPStore, receipt: Receipt) -> None:
         content = msgspec.json.encode(receipt).decode()
         store.set(receipt_name(receipt.session, receipt.rank), content)
     except RuntimeError as error:
-        raise ConfigError(f"the trainer's store is gone: {_gist(error)}") from None
+        raise ConfigError(f"the trainer's store is gone: {gist(error)}") from None
 
 
 def take_from(store: dist.TCPStore, name: str) -> bytes | None:
@@ -295,7 +295,7 @@ class GroupSender(Sender):
         except (RuntimeError, OSError) as error:  # torch raises these for most failures on the way
             return (
                 f"training rank {self.rank} could not reach its {ranks} ranks within "
-                f"{self.connect_timeout_s:g} s: {_gist(error)}"
+                f"{self.connect_timeout_s:g} s: {gist(error)}"
             )
 
     def _await(self, index: int) -> None:
@@ -312,7 +312,7 @@ class GroupSender(Sender):
         except RuntimeError as error:
             self._failures[engine] = (
                 f"it did not take a bucket from training rank {self.rank} within "
-                f"{self.timeout_s:g} s: {_gist(error)}"
+                f"{self.timeout_s:g} s: {gist(error)}"
             )
             self.drop(engine)
 
@@ -354,7 +354,7 @@ class GroupReceiver:
             self._hang_up()
             raise ConfigError(
                 f"training rank {source} did not send {blob.bytes / 1e6:.1f} MB within "
-                f"{self._timeout_s:g} s: {_gist(error)}"
+                f"{self._timeout_s:g} s: {gist(error)}"
             ) from None
         return memory
 
@@ -381,7 +381,7 @@ class GroupReceiver:
         except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"engine rank {self._rank} could not meet the training ranks at {host}:{port} "
-                f"within {wait_s:g} s: {_gist(error)}"
+                f"within {wait_s:g} s: {gist(error)}"
             ) from None
 
     def _hang_up(self) -> None:
@@ -666,7 +666,7 @@ def _listen(host: str) -> socket.socket:
         ) from None
 
 
-def _gist(error: Exception) -> str:
+def gist(error: Exception) -> str:
     """The cause without the place in torch's source and its stack."""
     line = str(error).partition("\n")[0]
     return line.partition("] ")[2] if line.startswith("[") else line

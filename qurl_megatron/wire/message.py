@@ -14,6 +14,7 @@ import binascii
 import math
 import pickle
 import pickletools
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -26,11 +27,12 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.record import LARGEST, Count, Malformed, Record, Seconds, decode
 from qurl_megatron.tensors.slice import Shard, Slice, part_at
 
-FORMAT = "qurl-update-1"
+FORMAT = "qurl-update-2"
 LOADER = "qurl_megatron.engines.sglang.loader.load"
 """``load_format`` of our updates: the function that SGLang imports and calls with each message."""
 
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
+BLOBS_BYTES = 1 << 28  # of the description of a bucket; more than any has
 WORDS = 4 << 20  # summed at a time on a GPU, to bound memory
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, for linear congruential generators
 SAME_PACKAGE = "install the same version of qurl-megatron in both environments"
@@ -100,6 +102,7 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
     index: Count = 0  # of a bucket; of ``check``: how many there were
     transport: dict[str, Any] = {}  # {"kind": "files" | "memory" | ...}
     blobs: tuple[Blob, ...] = ()
+    packed: bytes = b""  # these, ``encoded``, in their place
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -112,8 +115,14 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
             ConfigError: not a message of this format.
         """
         try:
-            return decode(Message, text)
-        except Malformed as error:
+            message = decode(Message, text)
+            if not message.packed:
+                return message
+            # What takes more bytes is cut off, and no JSON any more.
+            description = zlib.decompressobj().decompress(message.packed, BLOBS_BYTES)
+            blobs = decode(tuple[Blob, ...], description)
+            return msgspec.structs.replace(message, blobs=blobs, packed=b"")
+        except (Malformed, zlib.error) as error:
             raise ConfigError(f"the weight update is malformed: {error}; {SAME_PACKAGE}") from None
 
 
@@ -237,12 +246,15 @@ class _Inline:
         return torch.ByteTensor, ([0],)
 
 
-def encoded(blobs: Iterable[Blob]) -> msgspec.Raw:
-    """Return a message's blobs as they travel, once for all engine ranks that get them."""
-    return msgspec.Raw(msgspec.json.encode(tuple(blobs)))
+def encoded(blobs: Iterable[Blob]) -> bytes:
+    """Return a message's blobs as they travel, once for all engine ranks that get them.
+
+    Names and shapes repeat: a fifth of their bytes is left, and each of hundreds of ranks gets it.
+    """
+    return zlib.compress(msgspec.json.encode(tuple(blobs)), level=1)
 
 
-def payload(message: Message, blobs: msgspec.Raw | None = None) -> str:
+def payload(message: Message, blobs: bytes = b"") -> str:
     """Return one rank's entry of ``serialized_named_tensors``, as SGLang takes it.
 
     SGLang wants a pickled list of (name, tensor): the name is our message, and the tensor means
@@ -251,8 +263,7 @@ def payload(message: Message, blobs: msgspec.Raw | None = None) -> str:
     Args:
         blobs: ``encoded``, in place of the message's own.
     """
-    if blobs is not None:
-        message = msgspec.structs.replace(message, blobs=blobs)
+    message = msgspec.structs.replace(message, packed=blobs)
     return base64.b64encode(pickle.dumps([(message.to_json(), _Inline())])).decode()
 
 

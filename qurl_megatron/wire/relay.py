@@ -10,7 +10,9 @@ rank's.
 
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +22,15 @@ from torch import Tensor
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.group import CONNECT_S, join_store, leave_in, store_of, take_from
+from qurl_megatron.wire.group import (
+    CONNECT_S,
+    LinkError,
+    gist,
+    join_store,
+    leave_in,
+    store_of,
+    take_from,
+)
 from qurl_megatron.wire.message import Blob, Receipt, aligned, fill, lay_out
 from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender, memory_folder
 from qurl_megatron.wire.transport import Place, Site
@@ -37,7 +47,9 @@ class RelaySender(MemorySender):
             ConfigError: the machines have different numbers of ranks; or as ``MemorySender``.
         """
         peers_by_place = peers(site.hosts)
-        groups = [dist.new_group(ranks) for ranks in peers_by_place]
+        self._limit_s = site.timeout_s
+        wait = timedelta(seconds=site.timeout_s)
+        groups = [dist.new_group(ranks, timeout=wait) for ranks in peers_by_place]
         self._place = next(n for n, p in enumerate(peers_by_place) if site.rank in p)
         self._peers = peers_by_place[self._place]
         self._group = groups[self._place]
@@ -93,20 +105,33 @@ class RelaySender(MemorySender):
 
     def _gather(self, value: Any) -> list:
         values: list = [None] * len(self._peers)
-        dist.all_gather_object(values, value, group=self._group)
+        with self._from_peers():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def _exchange(self, memory: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> None:
         """Give peers the part of this rank, and take theirs."""
         under_way = []
-        for peer, start, size in zip(self._peers, starts, sizes, strict=True):
-            if size:
-                part = memory[start : start + size]
-                under_way.append(dist.broadcast(part, peer, group=self._group, async_op=True))
-        for work in under_way:
-            work.wait()
+        with self._from_peers():
+            for peer, start, size in zip(self._peers, starts, sizes, strict=True):
+                if size:
+                    part = memory[start : start + size]
+                    under_way.append(dist.broadcast(part, peer, group=self._group, async_op=True))
+            for work in under_way:
+                work.wait()
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()  # engines do not wait for it
+
+    @contextmanager
+    def _from_peers(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            others = [host for host in self._hosts if host != self._hosts[self._machine]]
+            raise LinkError(
+                f"a training rank on {' or '.join(others)} is gone, or gave no part of this "
+                f"version within {self._limit_s:g} s (rollout.update_timeout_s): {gist(error)}"
+            ) from error
 
 
 class RelayReceiver(MemoryReceiver):

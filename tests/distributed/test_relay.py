@@ -1,5 +1,6 @@
 """A version that training ranks of several machines relay is whole on each of them."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish import publisher
+from qurl_megatron.wire.group import LinkError
 from qurl_megatron.wire.message import checksum, piece_of
 from qurl_megatron.wire.relay import RelaySender, layout, peers
 from qurl_megatron.wire.transport import Site
@@ -21,9 +23,10 @@ from tests.support.published import assert_published, assert_whole, publisher_of
 from tests.support.publishing import KeepsVersions
 from tests.support.ranks import run_on_ranks
 from tests.support.versions import joined
+from tests.support.waiting import wait_until
 
 
-def site_of(ranks, hosts, out: Path) -> Site:
+def site_of(ranks, hosts, out: Path, timeout_s: float = 60.0) -> Site:
     """A training rank's facts, as if it was on the machine ``hosts[ranks.rank]``."""
 
     def share(value):
@@ -35,7 +38,7 @@ def site_of(ranks, hosts, out: Path) -> Site:
     places = {"run_dir": out, "shared": "", "host": "127.0.0.1", "name": "", "token": token}
     size, device = ranks.world_size, ranks.device
     own = {"rank": ranks.rank, "size": size, "leads": ranks.leads, "device": device}
-    return Site(**places, **own, one_machine=False, hosts=hosts, share=share, timeout_s=60.0)
+    return Site(**places, **own, one_machine=False, hosts=hosts, share=share, timeout_s=timeout_s)
 
 
 class Keeps(RelaySender):
@@ -130,6 +133,44 @@ def test_a_rank_that_cannot_make_its_part_says_so_on_all_of_them(broken, tmp_pat
     config = recipe(folder, dict(data=2), dtype="bfloat16")
     run_on_ranks(miss_one, 2, "gloo", tmp_path, config, tmp_path, broken)
     assert_published(tmp_path / "1.pt", folder, "int8")
+
+
+def lose_one(device, config, out, answers):
+    """One rank is killed, or stops, with parts of its third version given."""
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, uaq_scale=1.5)
+        sender = RelaySender.open(site_of(ranks, ["a", "b"], out, 60.0 if answers else 2.0))
+        quant = QuantConfig(scheme="int8", uaq_scale=1.5)
+        with publisher_of(policy, config, quant, out, sender=sender) as publishing:
+            failed, over = [], out / "over"
+            if ranks.leads:
+                publishing.fleet = KeepsVersions(out, ["a", "b"])
+                publishing.fleet.serve(failed.append)
+            publishing.publish(0)
+            publishing.publish(1)
+            if not ranks.leads:
+                buckets, exchange = iter(range(3)), sender._exchange
+
+                def leave(*args):
+                    if next(buckets) < 2:
+                        return exchange(*args)
+                    wait_until(lambda: answers or over.exists())
+                    os._exit(0)
+
+                sender._exchange = leave
+            with pytest.raises(LinkError, match="^a training rank on b is gone, or gave no part"):
+                publishing.publish(2)
+            over.touch()
+            assert [text.partition(":")[0] for text in failed] == ["version 2 was given up"] * 2
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["killed", "stopped"])
+def test_a_peer_that_is_lost_ends_a_version_that_no_engine_serves(answers, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2", vocab_size=131)
+    config = recipe(folder, dict(tensor=2), dtype="bfloat16")
+    run_on_ranks(lose_one, 2, "gloo", tmp_path, config, tmp_path, answers)
+    assert_published(tmp_path / "1.pt", folder, "int8")
+    assert not (tmp_path / "2.pt").exists()
 
 
 def test_peers_are_the_ranks_of_one_place_and_a_slot_begins_with_its_own_part():

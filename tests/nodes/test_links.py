@@ -5,10 +5,11 @@ import subprocess
 
 import pytest
 
+from benchmarks.network import CannotMake, network
 from qurl_megatron.cluster.examination import judge, read_reports
 from qurl_megatron.observe.failures import FOLDER
-from tests.nodes.network import CannotMake, network
-from tests.nodes.test_nodes import OURS, QURL
+from tests.nodes.runs import OURS
+from tests.support.runs import QURL
 from tests.support.slurm_runs import submitted
 
 NAMES = ("a1", "a2", "a3", "a4")

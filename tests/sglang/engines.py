@@ -1,6 +1,5 @@
 """Real SGLang servers on tiny checkpoints, and updates of them driven call by call."""
 
-import base64
 import contextlib
 import json
 import os
@@ -173,7 +172,7 @@ def answers(client: EngineClient) -> list[tuple[list, Tensor]]:
     for prompt in PROMPTS:
         (answer,) = generate(client, [prompt], params, packs=True)
         numbers = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
-        ids, log_probs = unpack(*map(base64.b64decode, numbers))
+        ids, log_probs = unpack(*numbers)
         found.append((ids.tolist(), torch.tensor(log_probs)))
     return found
 

@@ -131,7 +131,7 @@ class FakeEngine(Served):
 
     def get(self, endpoint: str) -> tuple[int, dict]:
         self.looks += 1
-        if endpoint in ("/health", "/server_info", "/model_info", "/v1/loads"):
+        if endpoint in ("/health", "/server_info", "/model_info"):
             return 200, getattr(self, endpoint.strip("/").replace("/", "_"))()
         return 404, {"error": {"message": "no such endpoint"}}
 
@@ -161,9 +161,6 @@ class FakeEngine(Served):
             "internal_states": states,
             **({"max_req_input_len": self.room - 4} if self.room else {}),
         }
-
-    def v1_loads(self) -> dict:
-        return {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 2}]}
 
     def post(self, endpoint: str, body: dict) -> tuple[int, object]:
         if endpoint == ENDPOINT:
@@ -239,7 +236,7 @@ class FakeEngine(Served):
         if not self.packs:
             return 404, {"message": "no such endpoint"}
         status, answers = self.generate(body)
-        return status, [pack(answer) for answer in answers] if status == 200 else answers
+        return status, pack(answers) if status == 200 else answers
 
     def _step(self, sequences: list["_Sequence"], fault: str) -> None:
         while self._holds(sequences) and not self.closing.is_set() and not self._aborts(sequences):
@@ -331,7 +328,7 @@ class _EngineHandler(QuietHandler):
             status, answer = 401, {"error": "Unauthorized"}
         else:
             status, answer = act(endpoint)
-        data = json.dumps(answer).encode()
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(200 if status == -1 else status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))

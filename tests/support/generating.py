@@ -3,6 +3,8 @@
 import uuid
 from collections.abc import Sequence
 
+import msgspec
+
 from qurl_megatron.fleet.answer import answer_limit, parsed
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.kit import event_loop
@@ -22,13 +24,12 @@ def generate(
         packs: have them packed, as runs do.
     """
     client.packs = packs
+    read = msgspec.msgpack.decode if packs else parsed
     rids = list(rid) or [uuid.uuid4().hex for _ in input_ids]
     limit = answer_limit([params.get("max_new_tokens", 128)] * len(rids))
 
     async def ask() -> list[dict]:
         async with client.session() as session:
-            return await session.generate(
-                input_ids, [params] * len(rids), rids, parsed, limit=limit
-            )
+            return await session.generate(input_ids, [params] * len(rids), rids, read, limit=limit)
 
     return event_loop.run(ask())

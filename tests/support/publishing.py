@@ -115,6 +115,12 @@ class KeepsVersions:
     def each(self, act: Callable, purpose: str, engines: Iterable[EngineRecord]) -> dict:
         return {engine: act(engine) for engine in engines}
 
+    def serve(self, failed: Callable[[str], object]) -> None:
+        """Have the engines serve; ``failed`` is told why one does no longer."""
+        for engine in self._engines:
+            engine.state = "serving"
+        self.fail = lambda engine, reason: failed(reason)
+
     def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
         assert list(engines) == self._engines
         first, *others = [engine.client.take_version() for engine in engines]

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,7 +24,7 @@ from qurl_megatron.kit.record import Malformed
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.wire.lease import MIXED, UNKNOWN_VERSION, Names
 from qurl_megatron.wire.packed import pack
-from tests.support.fuzz import damaged, examples
+from tests.support.fuzz import damaged, damaged_bytes, examples
 
 ASKED = Asked("a", 5)
 RULES = Rules(vocabulary=10, names=Names("abc"), confirmed=7)
@@ -56,21 +58,34 @@ def test_a_token_carries_the_version_of_its_span():
     assert part.finish == "length"
 
 
+def read_packed(answer: dict) -> Part | Malformed:
+    return read_answers(pack([answer]), [ASKED], RULES)[0]
+
+
 def test_packed_numbers_are_read_as_they_were():
     answer = good_answer()
     answer["meta_info"]["output_token_logprobs"][1][0] = -0.1
-    packed, expected = read(json.loads(json.dumps(pack(answer)))), read(answer)
+    packed, expected = read_packed(answer), read(answer)
     assert packed.ids.tolist() == expected.ids.tolist() and packed.ids.dtype == np.int32
     assert packed.log_probs.tolist() == expected.log_probs.tolist()
     assert packed.versions == expected.versions
-    answer["output_ids"].pop()
-    assert pack(answer) is answer  # not its tokens' log-probs: the reader says so
+    answer["output_ids"][0] = 5  # not its log-probs': they are not packed
+    assert "do not belong" in str(read_packed(answer))
 
 
-@pytest.mark.parametrize("ids", ["BAAAAA==", "BAAAAAAAAAAB", "BAAAAAAAAAAKAAAA", [4, 0, 1], "?"])
+@pytest.mark.parametrize("ids", [bytes(4), bytes(9), bytes(8) + b"\xff" * 4, [4, 0, 1], "?"])
 def test_packed_numbers_that_are_none_or_not_of_one_length_are_refused(ids):
-    with pytest.raises(Malformed, match="belong|malformed|outside the vocabulary|cover 3 of 1"):
-        read(pack(good_answer()) | {"output_ids": ids})
+    (answer,) = msgspec.msgpack.decode(pack([good_answer()]))
+    body = msgspec.msgpack.encode([answer | {"output_ids": ids}])
+    (fault,) = read_answers(body, [ASKED], RULES)
+    assert re.search("belong|malformed|outside the vocabulary|cover 3 of 1", str(fault))
+
+
+def test_a_body_that_is_cut_off_or_of_another_kind_is_refused():
+    body = pack([good_answer()])
+    for broken in (body[:-1], body + b"?", msgspec.msgpack.encode({"error": 1}), b"\x9f"):
+        with pytest.raises(Malformed, match="the answer is not JSON"):
+            read_answers(broken, [ASKED], RULES)
 
 
 STOPS = replace(RULES, stops=StopIds(frozenset({2, 3}), frozenset({2, 3, 9})), longest_input=100)
@@ -275,7 +290,7 @@ def check(found: Part | Malformed) -> None:
 
 
 @examples(800)
-@given(damaged([good_answer()]) | damaged([pack(good_answer())]) | st.binary(max_size=60))
+@given(damaged([good_answer()]) | damaged_bytes(pack([good_answer()])) | st.binary(max_size=60))
 def test_any_damage_to_an_answer_gives_a_part_or_a_bad_answer(body):
     try:
         found = read_answers(body, [ASKED], replace(RULES, newest=8))

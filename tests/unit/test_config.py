@@ -45,7 +45,6 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
         ("algo.objective=ACR", "acr, icepop, got 'ACR'; did you mean 'acr'?"),
         ("algo.name=GRPO", "cispo, got 'GRPO'; did you mean 'grpo'?"),
         ("algo.xyz=1", "unknown key algo.xyz; `qurl show RECIPE` prints the 26 keys of algo"),
-        ("algo.bypass=false", "algo.bypass no longer exists: the policy's own log-probs are"),
         ("quant.rounding=up", "must be one of nearest, stochastic, dithered, got 'up'"),
         ("quant.uaq_scale=0.5", "quant.uaq_scale must be 1.0 or more, got 0.5"),
         ("train.steps=many", "train.steps must be of type int, got 'many'"),

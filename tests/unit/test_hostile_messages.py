@@ -4,6 +4,7 @@ Each parser gets true messages with one value exchanged for any other, and bytes
 """
 
 import json
+import zlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -14,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl_megatron.engines.starting import Launch
-from qurl_megatron.fleet.answer import Load
-from qurl_megatron.fleet.client import EngineClient, EngineError
+from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.process import EngineProcess, port_file
 from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.publisher import _blobs_for
 from qurl_megatron.wire.group import Hello, LinkError, read_hello
-from qurl_megatron.wire.message import Blob, Message, Piece, Receipt
+from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, message_in, payload
 from qurl_megatron.wire.transport import received
 from tests.support.fuzz import damaged, examples
 
@@ -56,7 +56,7 @@ def test_an_engine_rank_is_told_of_its_blobs_and_of_no_empty_ones():
         (by_rank, 2, 1, (first, second)),
     ]:
         found = blobs_for(SimpleNamespace(tp=tp, host="a"), rank)
-        assert msgspec.json.decode(found, type=tuple[Blob, ...]) == expected
+        assert message_in(payload(MESSAGE, found)).blobs == expected
     with pytest.raises(EngineError, match="http://c:1 is on none of the trainer's machines"):
         by_host(SimpleNamespace(tp=1, host="c", url="http://c:1"), 0)
 
@@ -96,6 +96,14 @@ def test_a_piece_that_no_blob_can_hold_is_refused(change, message):
     update["blobs"][0]["pieces"][0] |= change
     with pytest.raises(ConfigError, match=f"the weight update is malformed: .*{message}"):
         Message.from_json(json.dumps(update))
+
+
+@pytest.mark.parametrize(
+    "packed", [b"no zlib", zlib.compress(bytes(2**28 + 1)), zlib.compress(b"[")]
+)
+def test_blobs_that_unpack_to_none_or_without_end_are_refused(packed):
+    with pytest.raises(ConfigError, match="^the weight update is malformed: "):
+        message_in(payload(MESSAGE, packed))
 
 
 def test_an_update_of_another_format_is_refused_with_the_fix():
@@ -151,39 +159,3 @@ def test_a_port_file_names_a_port_or_none_yet(text):
         port_file(Path(folder), "e").write_bytes(text)
         port = EngineProcess("e", Launch((), {}), Path(folder)).port()
     assert port is None or 0 < port < 100_000
-
-
-STATED = [
-    {"weight_version": "7", "num_running_reqs": 1, "is_paused": False},
-    {"internal_states": [{}], "model_path": "m"},
-]
-LOADS = {"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]}
-
-
-@examples(200)
-@given(
-    st.sampled_from(STATED).flatmap(lambda info: almost(json.dumps(info))),
-    st.one_of(st.just(json.dumps(LOADS).encode()), almost(json.dumps(LOADS))),
-)
-def test_the_table_of_engines_has_a_row_whatever_they_say(info, loads):
-    said = {"/server_info": info, "/v1/loads": loads, "/model_info": b'{"weight_version": "7"}'}
-    try:
-        load = engine_client(said).load()
-    except EngineError as error:
-        one_line(error)
-        return
-    assert isinstance(load, Load) and load.running >= 0 and load.waiting >= 0
-
-
-def engine_client(said: dict[str, bytes]):
-    """A client whose engine says these bytes."""
-
-    client = EngineClient("http://127.0.0.1:9")
-
-    def request(method, endpoint, *rest, **more) -> bytes:
-        if endpoint not in said:
-            raise EngineError("no such endpoint", status=404)
-        return said[endpoint]
-
-    client._request = request
-    return client

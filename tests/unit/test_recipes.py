@@ -22,6 +22,7 @@ ON_GPUS = {
     "deepscaler_1.5b_stage3": 80,
     "grpo_qwen2.5_14b": 80,
     "grpo_qwen2.5_32b": 80,
+    "grpo_qwen2.5_32b_colocated": 80,
 }
 
 METHODS = {

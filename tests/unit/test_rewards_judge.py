@@ -100,7 +100,9 @@ def test_one_request_has_a_limit_for_all_of_it(monkeypatch):
     """The first one's strikes at once."""
     timeout, limits = asyncio.timeout, []
 
-    def strike(limit_s: float) -> asyncio.Timeout:
+    def strike(limit_s: float | None) -> asyncio.Timeout:
+        if limit_s is None:
+            return timeout(None)  # aiohttp's own
         limits.append(limit_s)
         return timeout(limit_s * (len(limits) > 1))
 

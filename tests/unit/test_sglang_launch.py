@@ -119,9 +119,8 @@ def test_what_no_request_could_carry_is_refused_as_a_key(key):
     [
         ["train", f"{ROOT}/launch/recipes/quickstart.toml", "rollout.urls=['http://127.0.0.1:1']"],
         ["serve", "nowhere"],
-        ["fleet", "status", "http://127.0.0.1:1"],
     ],
-    ids=["train", "serve", "fleet"],
+    ids=["train", "serve"],
 )
 def test_an_empty_key_is_one_sentence_at_once(command, monkeypatch, capsys):
     monkeypatch.setenv(API_KEY, "")

@@ -226,8 +226,6 @@ def test_every_cluster_file_that_ships_is_read_and_written_back_the_same(file, t
             "container.image=q.sqsh: pyxis takes a file only by a path that begins with / or ./; "
             "write ./q.sqsh",
         ),
-        ("[job]\nretries = 3", "job.retries no longer exists: a run is tried again as long as"),
-        ("[node]\ninterfaces = ['ib0']", "node.interfaces no longer exists: set NCCL_SOCKET_IFNAM"),
         ("[container]\nimage = 'a.sif'", "container.kind=none and container.image='a.sif' contr"),
         ("[site]\nshared = ['runs']", "site.shared must be absolute folders, got 'runs'"),
         ("[site.environment]\nA = 1", "site.environment must be strings by variable, got A = 1"),

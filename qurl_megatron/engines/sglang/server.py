@@ -126,7 +126,7 @@ def _answer_packed(app: Any) -> None:
         except ValueError as error:
             status = getattr(error, "status_code", 400)
             return orjson_response({"error": {"message": str(error)}}, status)
-        return orjson_response([packed.pack(answer) for answer in answers])
+        return Response(packed.pack(answers), media_type="application/msgpack")
 
 
 def _init_tokenizer_manager(key: str | None, *args, **kwargs):

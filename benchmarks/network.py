@@ -39,7 +39,7 @@ class Node:
         while self._sleeper.poll() is None and os.readlink(self._namespace) == outside:
             time.sleep(0.01)
         if self._sleeper.poll() is not None:
-            raise CannotMake(self._sleeper.stderr.read().strip())
+            raise CannotMake(self._sleeper.communicate()[1].strip())
 
     def command(self, *command: object, cwd: Path | str = "/") -> list[str]:
         """``command`` as a process of this node runs it."""
