@@ -5,7 +5,8 @@ both ways. Each has a training rank of two (TP2, BF16 weights with FP32 masters)
 ways take turns:
 
     relay     as a run publishes there
-    files     sync.dir is in this machine's memory, which both nodes see: it crosses no link
+    files     sync.dir is in this machine's memory, which both nodes see: nothing crosses the link,
+              so it is faster than any file system that nodes share
     gather    peers' way: whole BF16 weights are gathered on each node, and quantized there. It ends
               with codes in memory, which no engine has loaded
 
@@ -38,12 +39,15 @@ from benchmarks.publish import random_policy
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.bench.record import Case, Figure, in_turns, progress
-from qurl_megatron.bench.rollout_engines import described, model_folder
+from qurl_megatron.bench.rollout_engines import config_of, described, model_folder
 from qurl_megatron.config import RunConfig, SyncConfig, load
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.kit.place import place_under_launcher
+from qurl_megatron.plan.memory import engine_weights
 from qurl_megatron.publish.publisher import Publisher, make_sender
 from qurl_megatron.quant import quantize
+from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.training.each_node import engines_here
 
@@ -81,7 +85,11 @@ def run(options: argparse.Namespace) -> list[Case]:
                     turns |= _measured(nodes[:count], work, options)
         except CannotMake as error:
             raise ConfigError(f"no nodes can be made here: {error}") from None
-    link_s = turns["relay"][0]["link"] * 8 / 1e9 / options.gbit
+    arch = read_arch(config_of(options.model))
+    half = (
+        engine_weights(arch, options.scheme, 1, 2) / 2
+    )  # what a node's rank has not made, by the plan
+    link_s = half * 8 / 1e9 / options.gbit
     local_s = min(turn["seconds"] for turn in turns["memory"])
     cases = []
     for way, measured in turns.items():
@@ -96,7 +104,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         link = [turn["link"] / 1e6 for turn in measured]
         came = Figure(name="came to a node", unit="MB", better=None, repeats=link)
         keys = {"model": options.model, "scheme": options.scheme, "gbit": options.gbit, "way": way}
-        notes = {"version_mb": turns["memory"][0]["bytes"] / 1e6}
+        notes = {"version_mb": turns["memory"][0]["bytes"] / 1e6, "half_mb": half / 1e6}
         cases.append(Case(name=way, keys=keys, figures=[seconds, came], notes=notes))
     return cases
 
@@ -124,6 +132,7 @@ def _measured(
 def rank_of(options: argparse.Namespace) -> int:
     """One training rank; the leading one writes the measurements."""
     torch.set_num_threads(1)
+    place_under_launcher()
     work, run_dir = options.work, options.work / f"run-{options.nodes}"
     model = work / "model" if (work / "model").is_dir() else described(options.model)
     changes = [f"model.path={model}", "model.dtype=bfloat16", f"train.run_dir={run_dir}"]

@@ -3,14 +3,16 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import read
 from benchmarks.network import Node
-from tests.nodes.runs import LIMIT_S, Elastic, on_each
+from tests.nodes.runs import LIMIT_S, ROOT, Elastic, on_each
 from tests.sglang.engines import PYTHON as SGLANG
 from tests.support.runs import metrics
 
@@ -102,3 +104,11 @@ def test_an_engine_that_is_killed_on_the_second_node_is_started_again_there(node
     run.kill(1)
     run.kill(0)
     assert "qurl: engine-0 exited with status -9" in run.output()
+
+
+def test_a_byte_of_a_version_comes_to_a_node_once_as_the_plan_has_it(nodes, tmp_path):
+    command = [sys.executable, "-m", "benchmarks.publish_nodes", "--model", "h1024", "--repeats=1"]
+    subprocess.run([*command, "--out", tmp_path], cwd=ROOT, check=True)
+    relay = read(tmp_path / "publish_nodes.json").cases[0]
+    came = {figure.name: figure.median for figure in relay.figures}["came to a node"]
+    assert came == pytest.approx(relay.notes["half_mb"], rel=0.02)

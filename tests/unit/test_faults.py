@@ -178,7 +178,7 @@ CONTROL = {
     "/update_weight_version": lambda client: client.set_weight_version(1),
     "/release_memory_occupation": lambda client: client.release_memory(),
     "/resume_memory_occupation": lambda client: client.resume_memory(),
-    "/server_info": lambda client: client.load(),
+    "/server_info": lambda client: client.server_info(),
     "/model_info": lambda client: client.weight_version(),
 }
 
