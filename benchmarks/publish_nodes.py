@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         try:
             with network(work, *NODES) as nodes:
                 for node in nodes:
-                    limit = ["rate", f"{options.gbit}gbit", "burst", "1mb", "latency", "100ms"]
+                    limit = ["rate", f"{options.gbit}gbit", "burst", "1mb", "latency", "5ms"]
                     node.do("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
                 for count in WAYS:
                     turns |= _measured(nodes[:count], work, options)
@@ -219,8 +219,10 @@ def _gather(policy: Policy, scheme: str) -> int:
                 dist.all_gather_object(shapes, whole.shape)
                 parts = [whole.new_empty(shape) for shape in shapes]
                 parts[rank] = whole.contiguous()
-                for peer, part in enumerate(parts):
-                    dist.broadcast(part, peer)
+                moves = [dist.P2POp(dist.irecv, parts[1 - rank], 1 - rank)]
+                moves.append(dist.P2POp(dist.isend, parts[rank], 1 - rank))
+                for work in dist.batch_isend_irecv(moves):
+                    work.wait()
                 whole = torch.cat(parts, shard.dim)
             if is_quantized(shard.name) and scheme != "none":
                 codes = quantize(whole, scheme)

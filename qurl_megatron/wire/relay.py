@@ -111,13 +111,18 @@ class RelaySender(MemorySender):
 
     def _exchange(self, memory: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> None:
         """Give peers the part of this rank, and take theirs."""
-        under_way = []
+        own = memory[: sizes[self._machine]]
+        takes, gives = [], []
+        for machine, (peer, start, size) in enumerate(zip(self._peers, starts, sizes, strict=True)):
+            part = memory[start : start + size]
+            if machine != self._machine and size:
+                takes.append(dist.P2POp(dist.irecv, part, peer, self._group))
+            if machine != self._machine and len(own):
+                gives.append(dist.P2POp(dist.isend, own, peer, self._group))
+        # A gloo rank says that it takes behind what it gives: first, or each waits for the other.
+        moves = [*takes, *gives]
         with self._from_peers():
-            for peer, start, size in zip(self._peers, starts, sizes, strict=True):
-                if size:
-                    part = memory[start : start + size]
-                    under_way.append(dist.broadcast(part, peer, group=self._group, async_op=True))
-            for work in under_way:
+            for work in dist.batch_isend_irecv(moves) if moves else ():
                 work.wait()
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()  # engines do not wait for it
