@@ -27,6 +27,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import psutil
 import torch
@@ -86,11 +87,10 @@ def run(options: argparse.Namespace) -> list[Case]:
         except CannotMake as error:
             raise ConfigError(f"no nodes can be made here: {error}") from None
     arch = read_arch(config_of(options.model))
-    half = (
-        engine_weights(arch, options.scheme, 1, 2) / 2
-    )  # what a node's rank has not made, by the plan
+    # By the plan: what the other node makes.
+    half = engine_weights(arch, options.scheme, 1, 2) / 2
     link_s = half * 8 / 1e9 / options.gbit
-    local_s = min(turn["seconds"] for turn in turns["memory"])
+    local_s = median(turn["seconds"] for turn in turns["memory"])
     cases = []
     for way, measured in turns.items():
         seconds = Figure(
@@ -102,10 +102,10 @@ def run(options: argparse.Namespace) -> list[Case]:
             limit_of="link, then memory" if way != "memory" else "",
         )
         link = [turn["link"] / 1e6 for turn in measured]
-        came = Figure(name="came to a node", unit="MB", better=None, repeats=link)
+        received = Figure(name="came to a node", unit="MB", better=None, repeats=link)
         keys = {"model": options.model, "scheme": options.scheme, "gbit": options.gbit, "way": way}
         notes = {"version_mb": turns["memory"][0]["bytes"] / 1e6, "half_mb": half / 1e6}
-        cases.append(Case(name=way, keys=keys, figures=[seconds, came], notes=notes))
+        cases.append(Case(name=way, keys=keys, figures=[seconds, received], notes=notes))
     return cases
 
 
@@ -116,12 +116,12 @@ def _measured(
     count = len(nodes)
     torchrun = ["-m", "torch.distributed.run", f"--nnodes={count}", "--master-addr=node1"]
     torchrun += [f"--nproc-per-node={2 // count}", "--master-port=29500"]
-    asked = [f"--model={options.model}", f"--repeats={options.repeats}", f"--work={work}"]
-    asked += [f"--scheme={options.scheme}", f"--nodes={count}"]
+    of_rank = [f"--model={options.model}", f"--repeats={options.repeats}", f"--work={work}"]
+    of_rank += [f"--scheme={options.scheme}", f"--nodes={count}"]
     ranks = []
     for number, node in enumerate(nodes):
         command = [sys.executable, *torchrun, f"--node-rank={number}"]
-        command = node.command(*command, "-m", "benchmarks.publish_nodes", *asked, cwd=ROOT)
+        command = node.command(*command, "-m", "benchmarks.publish_nodes", *of_rank, cwd=ROOT)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
     if any([rank.wait() for rank in ranks]):
@@ -192,17 +192,17 @@ class Publishing:
 
     def _timed(self, act: Callable[[], int]) -> dict[str, float]:
         dist.barrier()
-        start, came = time.perf_counter(), _came()
+        start, received = time.perf_counter(), _received()
         size = torch.tensor(act())
         dist.barrier()
         seconds = time.perf_counter() - start
-        most = torch.tensor(_came() - came)
+        most = torch.tensor(_received() - received)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         dist.all_reduce(size)
         return {"seconds": seconds, "link": most.item(), "bytes": size.item()}
 
 
-def _came() -> int:
+def _received() -> int:
     """Bytes that have come to this node."""
     counters = psutil.net_io_counters(pernic=True)
     return counters["eth0"].bytes_recv

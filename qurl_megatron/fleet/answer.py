@@ -151,11 +151,10 @@ def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[P
     packed = content[:1] >= bytes([ARRAY])
     answers: Any
     try:
+        answers = decode(list[msgspec.Raw], content, packed=packed)
+    except Malformed as error:
         if packed:
-            answers = msgspec.msgpack.decode(content, type=list[msgspec.Raw])
-        else:
-            answers = msgspec.json.decode(content, type=list[msgspec.Raw])
-    except (ValueError, RecursionError):
+            raise Malformed(f"the answer is not MessagePack: {error}") from None
         answers = parsed(content)
     if not isinstance(answers, list):
         raise Malformed(f"the answer is not a list: {shortened(answers)}")

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -38,6 +38,7 @@ from qurl_megatron.wire.lease import ENDPOINT, LeaseRequest, LeaseVerdict, Owner
 GENERATE = "/generate"
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
+GRACE_S = 1.0  # for connections to close, when the process ends
 KEPT_S = 2.0  # an idle connection; servers close theirs after 5 s
 
 Item = TypeVar("Item")
@@ -173,8 +174,7 @@ class EngineClient:
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
         """Open a session for many generations at once on the running event loop."""
-        # Hundreds of requests wait at once; none finds the connection of a dead engine.
-        async with _http(aiohttp.TCPConnector(limit=0, force_close=True)) as http:
+        async with _http(force_close=True) as http:  # none finds the connection of a dead engine
             yield Session(self, http)
 
     def pause(self, mode: str = "retract") -> None:
@@ -373,7 +373,9 @@ class Session:
             return read(answer)
 
 
-def _http(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+def _http(**settings: Any) -> aiohttp.ClientSession:
+    # Hundreds of requests wait at once, and none for another's look-up, which may hang.
+    connector = aiohttp.TCPConnector(limit=0, use_dns_cache=False, **settings)
     return aiohttp.ClientSession(
         connector=connector,
         timeout=aiohttp.ClientTimeout(),  # of each wait; a whole exchange has one
@@ -385,9 +387,14 @@ def _http(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
 @functools.cache
 def _control() -> aiohttp.ClientSession:
     """The session of all short requests, on the shared loop."""
-    http = _http(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S))
-    atexit.register(lambda: event_loop.run_shared(http.close()))
+    http = _http(keepalive_timeout=KEPT_S)
+    atexit.register(_end, http)
     return http
+
+
+def _end(http: aiohttp.ClientSession) -> None:
+    with contextlib.suppress(TimeoutError):  # a peer may never take what is on its way to it
+        event_loop.run_shared(asyncio.wait_for(http.close(), GRACE_S))
 
 
 @functools.cache
@@ -396,15 +403,15 @@ def _tls() -> ssl.SSLContext:
 
 
 def _why(error: BaseException) -> str:
-    """Return the system's reason, if any: "all connection attempts failed" says less."""
+    """Return the system's or the name server's reason, if any: it is shorter."""
     root = error
     while (beneath := root.__cause__ or root.__context__) is not None:
-        # A group is of all addresses of a name.
-        root = beneath.exceptions[0] if isinstance(beneath, ExceptionGroup) else beneath
+        root = beneath
     if isinstance(root, OSError) and not isinstance(root, ssl.SSLError):
         number = root.errno or 0
-        if number > 0:  # below are name servers'
-            return os.strerror(number)
+        reason = os.strerror(number) if number > 0 else root.strerror
+        if reason:
+            return reason
     return str(error) or type(error).__name__
 
 

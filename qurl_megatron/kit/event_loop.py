@@ -54,6 +54,8 @@ class _Loop(asyncio.SelectorEventLoop):
         def look_up() -> None:
             try:
                 addresses.set_result(socket.getaddrinfo(host, port, **hints))
+            except UnicodeError:  # no name has such a part
+                addresses.set_exception(socket.gaierror(socket.EAI_NONAME, "Name not known"))
             except Exception as error:  # for whoever waits
                 addresses.set_exception(error)
 

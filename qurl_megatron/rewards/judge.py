@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -40,8 +41,13 @@ class Judge:
         self._headers = {"Content-Type": "application/json"}
         if config.key_env:
             self._headers["Authorization"] = f"Bearer {_server_key(config.key_env)}"
-        secure = urlsplit(config.url).scheme == "https"
-        self._tls = ssl.create_default_context() if secure else False
+        url, self._proxy = urlsplit(config.url), None
+        self._tls: ssl.SSLContext | bool = False
+        # A proxy for the internet must not get requests to a server in the cluster.
+        if url.scheme == "https":
+            self._tls = ssl.create_default_context()
+            if not proxy_bypass(url.hostname or ""):
+                self._proxy = getproxies().get("https")
 
     def answers(self, items: Sequence[str], stop: Callable[[], bool]) -> list[Score]:
         """Return the score of each item, which is JSON, in order.
@@ -59,11 +65,10 @@ class Judge:
         end = self._clock() + config.url_deadline_s
         slots = asyncio.Semaphore(config.workers)
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls),
+            connector=aiohttp.TCPConnector(limit=0, use_dns_cache=False, ssl=self._tls),
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(),  # a whole request has one
-            # A proxy for the internet must not get requests to a server in the cluster.
-            trust_env=bool(self._tls),
+            proxy=self._proxy,
         ) as http:
             tasks = [asyncio.create_task(self._scores(http, slots, batch)) for batch in batches]
             pending = set(tasks)

@@ -241,9 +241,10 @@ def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> in
     from qurl_megatron.fleet.client import EngineError
     from qurl_megatron.rewards.pool import RewardDown
     from qurl_megatron.training.guard import Collapse
+    from qurl_megatron.wire.group import LinkError
 
-    codes: dict[type[Exception], int]
-    codes = {ConfigError: 2, Collapse: 3, EngineError: 1, RankLost: 1, RewardDown: 1}
+    codes: dict[type[Exception], int] = {ConfigError: 2, Collapse: 3}
+    codes |= dict.fromkeys((EngineError, RankLost, LinkError, RewardDown), 1)
     try:
         refuse_environment()
         use_transformer_engine()  # reports a broken one before Megatron trips over it

@@ -119,13 +119,13 @@ class RelaySender(MemorySender):
                 takes.append(dist.P2POp(dist.irecv, part, peer, self._group))
             if machine != self._machine and len(own):
                 gives.append(dist.P2POp(dist.isend, own, peer, self._group))
-        # A gloo rank says that it takes behind what it gives: first, or each waits for the other.
+        # gloo tells a peer that it may send behind all that it sends itself: receives come first.
         moves = [*takes, *gives]
         with self._from_peers():
             for work in dist.batch_isend_irecv(moves) if moves else ():
                 work.wait()
-        if memory.is_cuda:
-            torch.cuda.current_stream(memory.device).synchronize()  # engines do not wait for it
+            if memory.is_cuda:
+                torch.cuda.current_stream(memory.device).synchronize()  # engines do not wait for it
 
     @contextmanager
     def _from_peers(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ def lose_one(device, config, out, answers):
     """One rank is killed, or stops, with parts of its third version given."""
     with megatron_runtime(config.parallel) as ranks:
         policy = build(config, ranks, uaq_scale=1.5)
-        sender = RelaySender.open(site_of(ranks, ["a", "b"], out, 60.0 if answers else 2.0))
+        sender = RelaySender.open(site_of(ranks, ["a", "b"], out, 60.0 if answers else 8.0))
         quant = QuantConfig(scheme="int8", uaq_scale=1.5)
         with publisher_of(policy, config, quant, out, sender=sender) as publishing:
             failed, over = [], out / "over"

@@ -110,5 +110,5 @@ def test_a_byte_of_a_version_comes_to_a_node_once_as_the_plan_has_it(nodes, tmp_
     command = [sys.executable, "-m", "benchmarks.publish_nodes", "--model", "h1024", "--repeats=1"]
     subprocess.run([*command, "--out", tmp_path], cwd=ROOT, check=True)
     relay = read(tmp_path / "publish_nodes.json").cases[0]
-    came = {figure.name: figure.median for figure in relay.figures}["came to a node"]
-    assert came == pytest.approx(relay.notes["half_mb"], rel=0.02)
+    figures = {figure.name: figure.median for figure in relay.figures}
+    assert figures["came to a node"] == pytest.approx(relay.notes["half_mb"], rel=0.02)

@@ -177,6 +177,11 @@ def answers(client: EngineClient) -> list[tuple[list, Tensor]]:
     return found
 
 
+def running(client: EngineClient) -> int:
+    """Requests that the engine computes."""
+    return sum(rank["num_running_reqs"] for rank in client._object("/v1/loads")["loads"])
+
+
 def difference(one: list[tuple[list, Tensor]], other: list[tuple[list, Tensor]]) -> float:
     """Largest difference of the log-probs; infinite where the tokens differ."""
     if [ids for ids, _ in one] != [ids for ids, _ in other]:

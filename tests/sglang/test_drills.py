@@ -28,7 +28,7 @@ from qurl_megatron.wire.group import GroupSender, host_store
 from qurl_megatron.wire.lease import Names
 from qurl_megatron.wire.shared_memory import MemorySender
 from qurl_megatron.wire.transport import Sender
-from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference
+from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference, running
 from tests.sglang.trainer import OWNER, file_senders, publish
 from tests.support.generating import generate
 from tests.support.runs import Run, make_recipe
@@ -345,7 +345,7 @@ def test_32_answers_that_an_update_interrupts_are_old_then_new_and_never_in_betw
     asking = threading.Thread(target=ask)
     asking.start()
     wait_until(lambda: sum(engine.in_flight for engine in drill.fleet.serving()) == 32)
-    wait_until(lambda: all(engine.client.load().running for engine in drill.fleet.serving()))
+    wait_until(lambda: all(running(engine.client) for engine in drill.fleet.serving()))
     for engine in drill.fleet.serving():  # what ran before this has tokens when it ends
         generate(engine.client, [[1, 2, 3]], {"max_new_tokens": 8, "ignore_eos": True})
     drill.publish(1, config=SyncConfig(pause=pause))

@@ -20,6 +20,7 @@ from tests.sglang.engines import (
     checkpoints,
     difference,
     publish,
+    running,
     score,
     servers,
 )
@@ -89,7 +90,7 @@ def test_answers_that_span_an_update_carry_the_version_of_every_token(engine):
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
     for thread in threads:
         thread.start()
-    wait_until(lambda: engine.server.client.load().running > 0)
+    wait_until(lambda: running(engine.server.client))
     # What was asked before this has tokens when it ends.
     generate(engine.server.client, [[1, 2, 3]], {"max_new_tokens": 8, "ignore_eos": True})
     engine.bring(engine.versions[1])

@@ -155,7 +155,7 @@ FAULTS: dict[str, Fault] = {
     "nothing": _body(b"", "not JSON"),
     "ok": _body(b"OK", "not JSON: OK"),
     "half": Fault(lambda a: Reply(json.dumps(a).encode()[:-2]), "not JSON"),
-    "noise": _body(b"\xff\x00\xfe" * 99, "not JSON"),
+    "noise": _body(b"\xff\x00\xfe" * 99, "not MessagePack"),
     "deep": _body(b"[" * 100_000 + b"]" * 100_000, "not JSON"),
     # Whose answers.
     "an object": Fault(lambda a: sent(a[0]), "the answer is not a list"),

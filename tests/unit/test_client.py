@@ -1,11 +1,13 @@
 import gc
 import socket
+import threading
 
 import pytest
 
 from qurl_megatron.fleet.answer import uncollected
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, _EngineHandler
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -82,6 +84,8 @@ def test_every_failure_names_url_endpoint_and_cause(engine):
         client.flush()
     with pytest.raises(EngineError, match="is not an engine URL"):
         EngineClient("http://[::zz]:1")
+    with pytest.raises(EngineError, match="http://a..b:1/flush_cache did not answer: Name not kno"):
+        EngineClient("http://a..b:1").flush()
 
 
 @pytest.mark.parametrize("collecting", [True, False])
@@ -95,3 +99,36 @@ def test_the_garbage_collector_rests_while_answers_are_read_and_is_then_as_it_wa
         assert gc.isenabled() == collecting
     finally:
         gc.enable()
+
+
+def test_control_requests_keep_their_connection_and_do_without_it_once_it_is_closed(monkeypatch):
+    monkeypatch.setattr(_EngineHandler, "protocol_version", "HTTP/1.1")
+    ports, respond = [], _EngineHandler._respond
+
+    def noting(handler, act) -> None:
+        ports.append(handler.client_address[1])
+        respond(handler, act)
+        handler.close_connection = len(ports) == 2  # without a word
+
+    monkeypatch.setattr(_EngineHandler, "_respond", noting)
+    with FakeEngine() as engine:
+        for _ in range(3):
+            EngineClient(engine.url).pause()
+    assert ports[0] == ports[1] != ports[2]
+
+
+def test_a_look_up_that_hangs_holds_up_no_later_request(engine, monkeypatch):
+    over, known, asked = threading.Event(), socket.getaddrinfo, []
+
+    def look_up(*where, **hints):
+        asked.append(where)
+        if len(asked) == 1:
+            over.wait(PATIENCE_S)
+        return known(*where, **hints)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    client = EngineClient(engine.url.replace("127.0.0.1", "localhost"))
+    with deadline(0.2), pytest.raises(EngineError, match="did not answer within 0.2 s"):
+        client.server_info()
+    assert client.server_info()["model_path"] == "fake"
+    over.set()
