@@ -80,7 +80,8 @@ def measure_node(run_dir: Path) -> int:
         first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
         come({})
-    print(json.dumps(asdict(report)), flush=True)
+    # In one write, or another task's line may come before the end of this.
+    print(f"{json.dumps(asdict(report))}\n", end="", flush=True)
     if report.reduce_ms == float("inf") or step_place()[1] > 1:
         os._exit(0)  # a thread that hangs, in the driver or with a neighbour, would keep it
     return 0
