@@ -42,7 +42,7 @@ def decode(kind: type[Value], content: Any, *, packed: bool = False) -> Value:
     """Parse JSON, or MessagePack (``packed``), as a value of this type.
 
     Raises:
-        Malformed: neither, or not of this type.
+        Malformed: not in this format, or not of this type.
     """
     try:
         if packed:
