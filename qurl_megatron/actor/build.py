@@ -1,5 +1,6 @@
 """From an ``Arch`` to one rank's part of a GPTModel, with weights."""
 
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch, Experts
+
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def transformer_config(
@@ -77,11 +81,11 @@ def transformer_config(
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
         **recompute,
-        **_expert_options(arch.experts),
+        **_expert_options(arch.experts, parallel),
     )
 
 
-def _expert_options(experts: Experts | None) -> dict[str, Any]:
+def _expert_options(experts: Experts | None, parallel: ParallelConfig) -> dict[str, Any]:
     """Every token reaches the experts its router chose: none is dropped, no loss balances them.
 
     The router computes in the dtype of the model, as transformers and engines do; in FP32 it would
@@ -97,9 +101,11 @@ def _expert_options(experts: Experts | None) -> dict[str, Any]:
         moe_router_pre_softmax=not experts.norm_topk_prob,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        # Each rank holds a slice of every expert: tokens are gathered before they are copied to
-        # their top_k experts, where "alltoall" would send every copy.
-        moe_token_dispatcher_type="allgather",
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        # Where each rank holds a slice of every expert, tokens are gathered before they are copied
+        # to their top_k experts; "alltoall" sends every copy, but to one rank alone.
+        moe_token_dispatcher_type="allgather" if parallel.expert == 1 else "alltoall",
         moe_grouped_gemm=False,
     )
 
@@ -202,7 +208,8 @@ def padded_vocab(arch: Arch, ranks: Ranks) -> int:
 def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[str, Op]:
     """Return the op behind each parameter this rank holds, by the local name GPTModel gives it.
 
-    Megatron numbers layers from 0 on every pipeline stage; ops carry global numbers.
+    Megatron numbers layers from 0 on every pipeline stage, and experts on every rank; ops carry
+    global numbers.
 
     Args:
         aligned: the layers are ``aligned``: norms have parameters of their own everywhere.
@@ -216,15 +223,21 @@ def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[st
         last=ranks.last_stage,
         fused_norms=use_transformer_engine() and not aligned,
     )
-    return {_local_name(op.megatron, layers.start): op for op in ops}
+    experts = range(0)
+    if arch.experts:
+        count = arch.experts.count // ranks.expert.size
+        experts = range(ranks.expert.rank * count, (ranks.expert.rank + 1) * count)
+    named = {}
+    for op in ops:
+        expert = _EXPERT.search(op.megatron)
+        if expert is None or int(expert[0]) in experts:
+            name = _counted_from(layers.start, _LAYER, op.megatron)
+            named[_counted_from(experts.start, _EXPERT, name)] = op
+    return named
 
 
-def _local_name(name: str, first_layer: int) -> str:
-    prefix = "decoder.layers."
-    if not name.startswith(prefix):
-        return name
-    number, _, suffix = name.removeprefix(prefix).partition(".")
-    return f"{prefix}{int(number) - first_layer}.{suffix}"
+def _counted_from(first: int, number: re.Pattern[str], name: str) -> str:
+    return number.sub(lambda found: str(int(found[0]) - first), name)
 
 
 def load_weights(
@@ -255,10 +268,11 @@ def load_weights(
     assert ops.keys() == parameters.keys(), (
         f"no op or no parameter: {ops.keys() ^ parameters.keys()}"
     )
-    loaded, tensor = {}, ranks.tensor
+    loaded = {}
     for name, parameter in parameters.items():
+        split = ranks.splits(parameter)
         slices = reader.shards(
-            ops[name], rank=tensor.rank, size=tensor.size, padded_vocab=padded_vocab(arch, ranks)
+            ops[name], rank=split.rank, size=split.size, padded_vocab=padded_vocab(arch, ranks)
         )
         value = ops[name].to_megatron(
             {name: folded(name, part.float(), uaq_scale) for name, part in slices.items()}

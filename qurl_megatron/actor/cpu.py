@@ -50,12 +50,16 @@ def install() -> None:
     torch.cuda.synchronize = lambda *_, **__: None
     # Gradient reduction asks for the stream (0.19), and uses it where CUDA graphs ran.
     torch.cuda.current_stream = lambda *_, **__: None
+    # The dispatcher of tokens to experts copies their counts to the host on one of its own.
+    torch.cuda.Stream = _NoStream
+    torch.cuda.stream = lambda stream: stream
     # Gradient clipping and checkpoint loading move tensors "to the GPU".
     torch.Tensor.cuda = lambda self, *_, **__: self
 
     _leave_compiler_out()
     _use_cpu_generator()
     _exchange_parts()
+    _give_counts_as_numbers()
     for name in _SPELL_CUDA:
         module = importlib.import_module(name)
         module.torch = _TorchWithoutCuda()
@@ -122,6 +126,30 @@ def _reduce_scatter(
     done: torch.futures.Future[None] = torch.futures.Future()
     done.set_result(None)
     return done
+
+
+class _NoStream:
+    """A stream on which everything is done already."""
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def record_event(self) -> "_NoStream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _give_counts_as_numbers() -> None:
+    """The dispatcher makes numbers of its counts of tokens as they come from a GPU; an exchange
+    takes nothing else."""
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = lambda counts, as_numpy=False, **_: (
+        counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
+    )
 
 
 class _TorchWithoutCuda(types.ModuleType):

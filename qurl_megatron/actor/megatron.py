@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from qurl_megatron.actor import cpu
 from qurl_megatron.config import ParallelConfig
@@ -60,6 +61,9 @@ class Ranks:
     context: Axis
     data: Axis  # ranks with other samples
     copies: Axis  # data x context: ranks with the same weights, which share the optimizer's state
+    expert: Axis  # ranks of a stage with other experts
+    expert_tensor: Axis  # ranks with other parts of the same experts
+    expert_copies: Axis  # ranks with the same parts of the same experts
 
     @property
     def first_stage(self) -> bool:
@@ -68,6 +72,14 @@ class Ranks:
     @property
     def last_stage(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
+
+    def splits(self, parameter: nn.Parameter) -> Axis:
+        """The ranks that hold different parts of a parameter of Megatron's."""
+        return self.tensor if _is_everywhere(parameter) else self.expert_tensor
+
+    def copies_of(self, parameter: nn.Parameter) -> Axis:
+        """The ranks that hold the same part, and share its optimizer's state."""
+        return self.copies if _is_everywhere(parameter) else self.expert_copies
 
     @property
     def counted(self) -> bool:
@@ -78,6 +90,11 @@ class Ranks:
     def leads(self) -> bool:
         """True on the one process that talks to engines, files and the terminal."""
         return self.rank == 0
+
+
+def _is_everywhere(parameter: nn.Parameter) -> bool:
+    """False for experts that not every rank of a stage has: Megatron marks them by this name."""
+    return getattr(parameter, "allreduce", True)
 
 
 @contextlib.contextmanager
@@ -117,6 +134,8 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
         context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=config.expert_tensor,
         # A second, gloo set of groups helps only where the first is NCCL.
         create_gloo_process_groups=device.type == "cuda",
     )
@@ -130,6 +149,9 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
         context=axis_of(parallel_state.get_context_parallel_group()),
         data=axis_of(parallel_state.get_data_parallel_group()),
         copies=axis_of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert=axis_of(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=axis_of(parallel_state.get_expert_tensor_parallel_group()),
+        expert_copies=axis_of(parallel_state.get_expert_data_parallel_group()),
     )
     # Only after success: where this rank failed, the others may be in a collective, and the process
     # that tears its groups down would wait for them instead of naming the failure.

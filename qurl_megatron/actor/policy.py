@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qurl_megatron.actor.aligned import Align, aligned_layers, plain
 from qurl_megatron.actor.build import build_model, load_weights, parameter_ops, transformer_config
-from qurl_megatron.actor.megatron import Ranks
+from qurl_megatron.actor.megatron import Axis, Ranks
 from qurl_megatron.actor.trained import Trained, with_optimizer
 from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
@@ -98,7 +98,7 @@ class Policy(Trained):
                 "checkpoint with `qurl export`"
             )
         fold = uaq_scale / source.uaq_scale
-        arch.check_parallel(parallel.tensor, parallel.pipeline)
+        arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
         megatron_config = transformer_config(arch, model, parallel)
         gpt = build_model(arch, megatron_config, ranks, fp32_output=model.fp32_output, align=align)
         waiting = None
@@ -168,21 +168,29 @@ class Policy(Trained):
         """Return the shards of one parameter from its FP32 master, on one rank of its copies.
 
         Args:
-            owner: which of ``ranks.copies`` gets them. All of these must call together; the others
+            owner: which of ``copies_of`` it gets them. All of these must call together; the others
                 lend their ranges and get an empty list.
         """
         value = self._read_master(self._parameters[index][1], owner=owner)
         return [] if value is None else list(self.hf_parameter(index, lambda _: value))
+
+    def copies_of(self, index: int) -> Axis:
+        """The ranks that hold the same part of a parameter as this one."""
+        return self.ranks.copies_of(self._parameters[index][1])
+
+    def splits(self, index: int) -> Axis:
+        """The ranks that hold different parts of a parameter."""
+        return self.ranks.splits(self._parameters[index][1])
 
     def hf_parameter(self, index: int, read: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:
         """Yield the Hugging Face tensors of one Megatron parameter, as ``read`` returns it."""
         name, parameter = self._parameters[index]
         if self.arch.tied and name == "output_layer.weight":
             return
-        tensor = self.ranks.tensor
+        rank = self.ranks.splits(parameter).rank
         op = self._ops[name]
         for part, value in zip(op.hf, op.to_hf(read(parameter)).values(), strict=True):
-            start = 0 if part.split_dim is None else tensor.rank * value.shape[part.split_dim]
+            start = 0 if part.split_dim is None else rank * value.shape[part.split_dim]
             if part.vocabulary:
                 value = value[: max(0, part.shape[0] - start)]
             yield Shard(part.name, value, part.shape, part.split_dim, start)
@@ -193,7 +201,7 @@ class Policy(Trained):
         Each of them owns a range of it: the ranges are summed into place, which is exact because
         the others are zero.
         """
-        copies = self.ranks.copies
+        copies = self.ranks.copies_of(parameter)
         elsewhere = owner is not None and owner != copies.rank
         if parameter.dtype == torch.float32:
             return None if elsewhere else parameter.detach()

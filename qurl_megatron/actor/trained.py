@@ -73,8 +73,9 @@ class Trained:
 
         ``loss`` returns shares of one batch loss: they are summed, over microbatches and data
         ranks. Megatron averages over both instead, so each share is scaled up by their number;
-        data ranks may have different numbers of microbatches. Context-parallel ranks return the
-        same shares, each with its part of the gradient, and count once (``ContextPart.join``).
+        data ranks may have different numbers of microbatches, unless they have different experts:
+        then each pass is one of all of them. Context-parallel ranks return the same shares, each
+        with its part of the gradient, and count once (``ContextPart.join``).
 
         Returns:
             Metrics of every microbatch on the last pipeline stage, an empty list on the others.
@@ -158,13 +159,14 @@ class Trained:
             if master is None:
                 continue
             split = getattr(parameter, "tensor_model_parallel", False)
-            once = (not full or ranks.copies.rank == 0) and (split or ranks.tensor.rank == 0)
+            first = not full or ranks.copies_of(parameter).rank == 0
+            once = first and (split or ranks.tensor.rank == 0)
             yield name, master.detach(), once and not getattr(parameter, "shared", False)
 
     def owned_range(self, parameter: nn.Parameter) -> slice:
         """Return the part of a flattened parameter this rank's optimizer updates; may be empty.
 
-        The ranges of ``ranks.copies`` make up the whole.
+        The ranges of ``ranks.copies_of`` it make up the whole.
         """
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             if parameter in optimizer.model_param_gbuf_map:

@@ -62,6 +62,19 @@ class RunConfig:
             f"{self.algo.minibatches} * {self.parallel.data} * {rows} = {per_update}; "
             "change one of them",
         )
+        parallel = self.parallel
+        stage = parallel.world_size // parallel.pipeline
+        require(
+            stage % parallel.expert == 0,
+            f"parallel.expert={parallel.expert} must divide the ranks of a pipeline stage, "
+            f"parallel.tensor * parallel.context * parallel.data = {stage}; change one of them",
+        )
+        require(
+            parallel.expert == 1 or parallel.expert % parallel.tensor == 0,
+            f"parallel.expert={parallel.expert} must be 1, or a multiple of "
+            f"parallel.tensor={parallel.tensor}: ranks with parts of one matrix have different "
+            "experts; change one of them",
+        )
         require(
             self.algo.deal == "responses"
             or self.data.prompts_per_step % self.algo.minibatches == 0,

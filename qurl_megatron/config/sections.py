@@ -75,9 +75,23 @@ class ParallelConfig(Section, name="parallel", on_resume="free"):
     data: int = key(1, at_least(1))
     """Data-parallel size: copies of the model, each working on its share of the samples."""
 
+    expert: int = key(1, at_least(1))
+    """Expert-parallel size: the experts of a layer are dealt to this many of a stage's ranks, whole
+    ones, and tokens travel to them. 1: every rank has its tensor-parallel part of all experts."""
+
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that an expert's matrices are split over."""
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks with the same part of the same experts, which share their optimizer's state."""
+        return self.world_size // (self.pipeline * self.expert * self.expert_tensor)
 
 
 @dataclass(frozen=True, kw_only=True)

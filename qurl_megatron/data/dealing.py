@@ -33,11 +33,11 @@ def deal(
     *,
     budget: int = 0,
     packed: bool = False,
+    in_step: bool = False,
 ) -> list[list[list[list[int]]]]:
     """Indices of the responses: ``[minibatch][data rank][microbatch][response]``.
 
-    With a budget, data ranks may get different numbers of microbatches: nothing between them
-    happens within a microbatch.
+    With a budget, data ranks may get different numbers of microbatches, unless they go ``in_step``.
 
     Args:
         lengths: of prompt and response, for each response, as they will be laid out.
@@ -45,6 +45,7 @@ def deal(
         micro_batch: responses per forward/backward pass, where there is no budget.
         budget: positions per pass; 0: none. Passes are then ``plan_passes``'.
         packed: responses lie end to end.
+        in_step: data ranks send each other tokens within a microbatch, to the experts they have.
     """
 
     def passes_of(share: Sequence[int]) -> list[list[int]]:
@@ -56,8 +57,22 @@ def deal(
     dealt = []
     for minibatch in minibatches:
         shares = over_ranks(minibatch, lengths, ranks, evenly=budget > 0)
-        dealt.append([passes_of(share) for share in shares])
+        by_rank = [passes_of(share) for share in shares]
+        if in_step:
+            most = max(map(len, by_rank))
+            by_rank = [_halved_to(most, passes) for passes in by_rank]
+        dealt.append(by_rank)
     return dealt
+
+
+def _halved_to(count: int, passes: list[list[int]]) -> list[list[int]]:
+    """Cut the passes with the most responses in two until there are ``count``."""
+    passes = list(passes)
+    while len(passes) < count:
+        fullest = max(range(len(passes)), key=lambda i: len(passes[i]))
+        half = len(passes[fullest]) // 2
+        passes[fullest : fullest + 1] = [passes[fullest][:half], passes[fullest][half:]]
+    return passes
 
 
 def over_ranks(

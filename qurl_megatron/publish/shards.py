@@ -1,8 +1,8 @@
 """One training rank's part of a version: its shards, quantized in buckets and cut for engines.
 
 No full tensor is gathered anywhere. Row-parallel ranks agree on their channels' scales by a MAX
-all-reduce; data- and context-parallel replicas take turns, bucket by bucket. A tensor that all
-tensor ranks hold is sent by the first.
+all-reduce; data- and context-parallel replicas take turns, bucket by bucket, of experts those that
+have the same ones. A tensor that all tensor ranks hold is sent by the first.
 """
 
 import math
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron.actor.megatron import Axis, everywhere
 from qurl_megatron.actor.policy import Policy
 from qurl_megatron.config import QuantConfig
 from qurl_megatron.kit.errors import ConfigError
@@ -57,17 +57,27 @@ class RankShards:
         self._policy, self._ranks = policy, policy.ranks
         self._rounding, self._scheme, self._seed = quant.rounding, scheme, seed
         self._dtype = next(policy.gpt.parameters()).dtype
-        portions, sizes = [], []
+        # By the number of ranks that take turns: all have equally many rounds of each kind.
+        ranks = policy.ranks
+        portions: dict[int, list[_Portion]] = {ranks.copies.size: [], ranks.expert_copies.size: []}
+        sizes: dict[int, list[int]] = {turns: [] for turns in portions}
         for parameter, shards in enumerate(policy.hf_layout()):
-            size = sum(self._sent_bytes(shard) for shard in shards)
+            turns = policy.copies_of(parameter).size
+            split = policy.splits(parameter).size
+            size = sum(self._sent_bytes(shard, split) for shard in shards)
             parts = self._parts(shards, size, limit)
             for part in range(parts):
-                portions.append(_Portion(parameter, part, parts))
-                sizes.append(size // parts)
-        self._buckets = buckets(portions, sizes, limit)
-        counts: list = [None] * self._ranks.world_size
-        dist.all_gather_object(counts, len(self._buckets))
-        self.rounds = -(-max(counts) // self._ranks.copies.size)
+                portions[turns].append(_Portion(parameter, part, parts))
+                sizes[turns].append(size // parts)
+        self._rounds: list[list[list[_Portion]]] = []
+        for turns, of_kind in portions.items():
+            own = buckets(of_kind, sizes[turns], limit)
+            for start in range(0, max(everywhere(len(own))), turns):
+                self._rounds.append(own[start : start + turns])
+
+    @property
+    def rounds(self) -> int:
+        return len(self._rounds)
 
     def quantized(
         self, index: int, version: int, memory: Tensor | None, drift: Drift
@@ -85,19 +95,19 @@ class RankShards:
         room = Room(memory if on_device else None)
         shards: list[Shard] = []
         mistake: ConfigError | None = None
-        copies = self._ranks.copies.size
-        for replica, bucket in enumerate(self._buckets[index * copies : (index + 1) * copies]):
+        for replica, bucket in enumerate(self._rounds[index]):
             # Every replica lends its part of the masters, and one of them has the work.
             for portion in bucket:
+                split = self._policy.splits(portion.parameter)
                 for shard in self._policy.master_shards(portion.parameter, owner=replica):
                     try:
-                        shards += self._export(portion.of(shard), version, room, drift)
+                        shards += self._export(portion.of(shard), split, version, room, drift)
                     except ConfigError as error:  # the others count on this rank to the end
                         mistake = mistake or error
         if mistake:
             raise mistake
         _refuse_inf_and_nan([shard for shard in shards if shard.name.endswith("_scale")])
-        return [shard for shard in shards if self._sends(shard.value.shape, shard.dim)]
+        return shards
 
     def cut(self, shards: Sequence[Shard], tp: int, rank: int) -> list[Shard]:
         """Return the parts of ``shards`` that one engine rank keeps."""
@@ -108,27 +118,40 @@ class RankShards:
                 parts.append(part)
         return parts
 
-    def _sends(self, shape: Sequence[int], split_dim: int | None) -> bool:
-        """True unless another rank sends it, or it is padding of the vocabulary alone."""
-        return math.prod(shape) > 0 and (split_dim is not None or self._ranks.tensor.rank == 0)
+    def _export(
+        self, shard: Shard, split: Axis, version: int, room: Room, drift: Drift
+    ) -> list[Shard]:
+        """Return what this rank sends of codes and scale, or of one high-precision tensor.
 
-    def _export(self, shard: Shard, version: int, room: Room, drift: Drift) -> list[Shard]:
-        """Return codes and scale, or one high-precision tensor; made in the room if it is sent."""
+        Args:
+            split: the ranks that have other parts of it.
+        """
         name, dim = shard.name, shard.dim
+
+        def sent(value: Tensor, split_dim: int | None) -> bool:
+            # Unless another rank sends it, or it is padding of the vocabulary alone.
+            return value.numel() > 0 and (split_dim is not None or split.rank == 0)
+
+        def made(of: Shard, dtype: torch.dtype) -> list[Shard]:
+            if not sent(of.value, of.dim):
+                return []
+            place = room.place(of.value.shape, dtype)
+            value = of.value.to(dtype) if place is None else place.copy_(of.value)
+            return [replace(of, value=value)]
+
         quantized = is_quantized(name)
         if not quantized or self._scheme == "none":
             if quantized:
                 drift.observe(name, shard.value, None, version)
-            return [replace(shard, value=self._made(room, shard.value, self._dtype, dim))]
-        row_parallel = dim == 1
+            return made(shard, self._dtype)
         out = None
-        if self._sends(shard.value.shape, dim):
+        if sent(shard.value, dim):
             out = room.place(shard.value.shape, scheme_named(self._scheme).dtype)
         try:
             codes = quantize(
                 shard.value,
                 self._scheme,
-                input_group=self._ranks.tensor.group if row_parallel else None,
+                input_group=split.group if dim == 1 else None,
                 rounding=rounding_of(
                     self._rounding,
                     seed=self._seed,
@@ -145,20 +168,10 @@ class RankShards:
             raise ConfigError(f"tensor {name}: {error}") from error
         drift.observe(name, shard.value, codes, version)
         scale = hf_tensor(self._policy.arch, f"{name}_scale")
-        value = self._made(room, codes.scale, codes.scale.dtype, scale.split_dim)
         start = 0 if scale.split_dim is None else shard.start
-        return [
-            replace(shard, value=codes.values),
-            Shard(scale.name, value, scale.shape, scale.split_dim, start),
-        ]
-
-    def _made(self, room: Room, value: Tensor, dtype: torch.dtype, split_dim: int | None) -> Tensor:
-        """Return ``value`` as ``dtype``, in the room if this rank sends it."""
-        if self._sends(value.shape, split_dim):
-            place = room.place(value.shape, dtype)
-            if place is not None:
-                return place.copy_(value)
-        return value.to(dtype)
+        own_scale = Shard(scale.name, codes.scale, scale.shape, scale.split_dim, start)
+        own_codes = [replace(shard, value=codes.values)] if sent(codes.values, dim) else []
+        return own_codes + made(own_scale, codes.scale.dtype)
 
     def _parts(self, shards: Sequence[Shard], size: int, limit: int) -> int:
         """Return into how many a parameter's rows are divided to keep a bucket within its limit.
@@ -170,10 +183,11 @@ class RankShards:
             return 1
         return max(1, -(-size // limit))
 
-    def _sent_bytes(self, shard: Shard) -> int:
-        """Bytes that a shard becomes, the same on all tensor ranks: they fill buckets in step."""
+    def _sent_bytes(self, shard: Shard, ranks: int) -> int:
+        """Bytes that a shard becomes, the same on all ``ranks`` that have parts of the tensor: they
+        fill buckets in step."""
         elements = math.prod(shard.shape)
-        split = self._ranks.tensor.size if shard.dim is not None else 1
+        split = ranks if shard.dim is not None else 1
         if is_quantized(shard.name) and self._scheme != "none":
             return (elements + 4 * shard.shape[0]) // split
         return elements * self._dtype.itemsize // split

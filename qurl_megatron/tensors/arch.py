@@ -127,21 +127,23 @@ class Arch:
         self,
         tensor: int,
         pipeline: int,
+        expert: int = 1,
+        *,
         keys: tuple[str, str] = ("parallel.tensor", "parallel.pipeline"),
     ) -> None:
         """Raise ``ConfigError`` unless the sizes divide over the ranks.
 
         Args:
-            keys: the user's names for the two numbers.
+            keys: the user's names for the first two numbers.
         """
         for key, value in zip(keys, (tensor, pipeline), strict=True):
             if value < 1:
                 raise ConfigError(f"{key} must be 1 or more, got {value}")
         sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
-        if self.experts:
-            sizes["moe_intermediate_size"] = self.experts.intermediate
-        else:
+        if self.experts is None:
             sizes["intermediate_size"] = self.intermediate
+        elif expert == 1:
+            sizes["moe_intermediate_size"] = self.experts.intermediate
         for size_name, size in sizes.items():
             if size % tensor:
                 raise ConfigError(
@@ -152,6 +154,13 @@ class Arch:
             raise ConfigError(
                 f"{keys[1]}={pipeline} does not divide the model's "
                 f"num_hidden_layers={self.num_layers}; use one of {_divisors(self.num_layers)}"
+            )
+        experts = self.experts.count if self.experts else 1
+        if experts % expert:
+            has = f"num_experts={experts}" if self.experts else "MLPs, which are no experts"
+            raise ConfigError(
+                f"parallel.expert={expert} does not divide the model's {has}; use one of "
+                f"{_divisors(experts)}"
             )
 
     def check_megatron(self) -> None:

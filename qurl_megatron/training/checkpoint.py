@@ -266,14 +266,9 @@ def _is_fp8_state(name: str) -> bool:
     return name.endswith("_extra_state")
 
 
-_GIVEN = ("max_lr", "min_lr", "betas", "eps")
-"""Settings that the optimizer saves although the recipe has them; the schedule, which follows the
-recipe too, computes the rest from these. They are the same in every parameter group."""
-
-
-def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+def _parameter_groups(state: Any) -> Iterator[dict[str, Any]]:
     """Yield the groups of every optimizer in ``state``, however they are chained."""
-    for key, value in state.items():
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
         if key == "param_groups":
             yield from value
         elif isinstance(value, dict):
@@ -284,12 +279,14 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
     fp8 = {name: nothing for name in trained.gpt.state_dict() if _is_fp8_state(name)}
     trained.gpt.load_state_dict({**loaded["model"], **fp8})
-    group = trained.optimizer.param_groups[0]
-    restored = {key: group[key] for key in _GIVEN if key in group}
-    # Before it is loaded: Megatron-Core 0.19 finds a group by its learning rates too.
-    for saved in _parameter_groups(loaded["optimizer"]):
-        saved.update(restored)
-    trained.optimizer.load_state_dict(loaded["optimizer"])
+    # Tensors were read into place. Of all else only the count of steps is the checkpoint's: groups
+    # are as this layout has them (experts that not every rank has are in some of their own), and
+    # follow the present recipe.
+    [step] = {group["step"] for group in _parameter_groups(loaded["optimizer"]) if "step" in group}
+    own = trained.optimizer.state_dict()
+    for group in _parameter_groups(own):
+        group["step"] = step
+    trained.optimizer.load_state_dict(own)
     # Megatron loads one step count into all states: each parameter's update would advance it for
     # all, and the bias correction would be wrong without any error.
     for adam_state in torch_adam_states(trained.optimizer):

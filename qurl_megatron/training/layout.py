@@ -53,6 +53,7 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
         train.micro_batch,
         budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
         packed=train.packed,
+        in_step=ranks.expert.size > 1,
     )
     minibatches = []
     for minibatch in dealt:

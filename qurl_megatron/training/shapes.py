@@ -48,7 +48,7 @@ def check_division(config: RunConfig, arch: Arch) -> None:
     """Raise ``ConfigError`` where the model does not divide over the ranks of trainer or engines,
     or Megatron does not compute it so."""
     parallel = config.parallel
-    arch.check_parallel(parallel.tensor, parallel.pipeline)
+    arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
     arch.check_megatron()
     if not engine_divides(arch, config.engine_tensor):
         raise ConfigError(

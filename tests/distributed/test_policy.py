@@ -8,14 +8,16 @@ import torch
 
 from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.actor.policy import Reference
-from qurl_megatron.config import CriticConfig
+from qurl_megatron.config import CriticConfig, TrainConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer, merge, values
 from tests.support.cases import all_but
 from tests.support.models import FAMILIES, as_stored, in_float64, random_samples, tiny_checkpoint
 from tests.support.policies import (
     ALGO,
+    EXPERT_LAYOUTS,
     LAYOUTS,
+    PACKED,
     assert_same_training,
     build,
     check_masters,
@@ -43,6 +45,18 @@ def test_gradients_and_updates_equal_one_process(backend, layout, alone, tmp_pat
 def test_other_families_split_as_well(family, alone, backend, tmp_path):
     folder, expected = alone(family, **ALGO)
     config = recipe(folder, dict(tensor=2, pipeline=2), **ALGO)
+    assert_same_training(run(tmp_path, backend, config, "split"), expected)
+
+
+@pytest.mark.parametrize("train", [{}, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_on_different_ranks_train_as_in_one_process(
+    layout, train, alone, backend, tmp_path
+):
+    folder, expected = alone("qwen3_moe", **ALGO)
+    config = recipe(folder, EXPERT_LAYOUTS[layout], **ALGO)
+    if train:
+        config = replace(config, train=TrainConfig(**train))
     assert_same_training(run(tmp_path, backend, config, "split"), expected)
 
 

@@ -36,6 +36,13 @@ LAYOUTS = {
     "CP2 x DP2": dict(context=2, data=2),
     "PP2 x CP2": dict(pipeline=2, context=2),
 }
+EXPERT_LAYOUTS = {
+    "EP2 x DP2": dict(expert=2, data=2),
+    "EP2 x TP2": dict(expert=2, tensor=2),
+    "EP2 x CP2": dict(expert=2, context=2),
+    "EP2 x PP2": dict(expert=2, pipeline=2, data=2),
+    "EP2 x DP4": dict(expert=2, data=4),  # two copies of each expert
+}
 ALGO = dict(objective="acr", kl_coef=0.1, entropy_coef=0.01)
 SAMPLES = random_samples(8)
 PACKED = dict(max_tokens=48, packed=True)
@@ -111,13 +118,13 @@ def gradient(policy):
     """Reads a parameter's reduced gradient, of which each copy of it may hold only a range."""
 
     def read(parameter):
-        full = parameter.main_grad.float()
-        if policy.ranks.copies.size == 1:
+        full, copies = parameter.main_grad.float(), policy.ranks.copies_of(parameter)
+        if copies.size == 1:
             return full
         mine = torch.zeros_like(full).flatten()
         owned = policy.owned_range(parameter)
         mine[owned] = full.flatten()[owned]
-        dist.all_reduce(mine, group=policy.ranks.copies.group)
+        dist.all_reduce(mine, group=copies.group)
         return mine.view_as(full)
 
     return read
