@@ -63,6 +63,9 @@ def install() -> None:
     for name in _SPELL_CUDA:
         module = importlib.import_module(name)
         module.torch = _TorchWithoutCuda()
+    # Experts that another rank reads for its neighbours arrive in memory that is made so.
+    mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
+    mapping.ShardedTensor.init_data.__defaults__ = (_on_cpu(torch.empty),)
     _answer_cuda_type_names()
 
 

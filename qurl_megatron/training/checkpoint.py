@@ -282,10 +282,12 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     # Tensors were read into place. Of all else only the count of steps is the checkpoint's: groups
     # are as this layout has them (experts that not every rank has are in some of their own), and
     # follow the present recipe.
-    [step] = {group["step"] for group in _parameter_groups(loaded["optimizer"]) if "step" in group}
+    saved = [group for group in _parameter_groups(loaded["optimizer"]) if "step" in group]
     own = trained.optimizer.state_dict()
     for group in _parameter_groups(own):
-        group["step"] = step
+        group.pop("step", None)
+        if saved:  # a fused Adam has no count before its first step
+            group["step"] = saved[0]["step"]
     trained.optimizer.load_state_dict(own)
     # Megatron loads one step count into all states: each parameter's update would advance it for
     # all, and the bias correction would be wrong without any error.

@@ -21,6 +21,8 @@ from tests.support import critics
 from tests.support.disks import contents, fill, flip, small_disk
 from tests.support.models import tiny_checkpoint
 from tests.support.policies import (
+    EXPERT_LAYOUTS,
+    LAYOUTS,
     assert_same_weights,
     build,
     improve_at,
@@ -55,6 +57,29 @@ def test_a_loaded_policy_takes_the_same_next_step(
     run_on_ranks(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b)
     rounding = 1e-5 if dtype == "float32" else 1e-3
     assert_same_weights(b, a, rounding=0.0 if exact else rounding)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("EP2 x DP4", "EP2 x DP4"),
+        ("EP2 x DP4", "EP2 x TP2"),
+        ("EP2 x PP2", "EP2 x CP2"),
+        ("EP2 x DP2", "alone"),
+        ("alone", "EP2 x DP2"),
+        ("TP2", "EP2 x PP2"),
+    ],
+)
+def test_experts_go_on_on_other_ranks(dtype, before, after, backend, tmp_path):
+    layouts = {**LAYOUTS, **EXPERT_LAYOUTS, "alone": {}}
+    model = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    saving, loading = (recipe(model, layouts[name], dtype=dtype) for name in (before, after))
+    run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
+    run_on_ranks(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a)
+    run_on_ranks(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b)
+    rounding = 1e-5 if dtype == "float32" else 1e-3
+    assert_same_weights(b, a, rounding=0.0 if before == after else rounding)
 
 
 def load_with_another_optimizer(device, config, run_dir):

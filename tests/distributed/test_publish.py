@@ -10,7 +10,7 @@ from qurl_megatron.actor.megatron import everywhere, megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.models import FAMILIES, tiny_checkpoint
-from tests.support.policies import build, recipe
+from tests.support.policies import EXPERT_LAYOUTS, build, recipe
 from tests.support.published import SEED, assert_published, assert_whole, publish, publisher_of
 from tests.support.ranks import run_on_ranks
 from tests.support.versions import joined
@@ -34,6 +34,19 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(
     folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131)
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(publish, 4, backend, tmp_path, config, scheme, tmp_path / "out", 0)
+
+    assert_published(tmp_path / "out/0.pt", folder, scheme)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "none"])
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_of_different_ranks_join_into_the_quantized_whole(
+    scheme, layout, backend, tmp_path
+):
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=131)
+    config = recipe(folder, EXPERT_LAYOUTS[layout], dtype="bfloat16")
+    ranks = config.parallel.world_size
+    run_on_ranks(publish, ranks, backend, tmp_path, config, scheme, tmp_path / "out", 0)
 
     assert_published(tmp_path / "out/0.pt", folder, scheme)
 
