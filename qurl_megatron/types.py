@@ -54,6 +54,9 @@ class Sample:
     reward: float = 0.0
     # bool: the policy wrote this token. Given as None: all of them.
     written: np.ndarray = cast(np.ndarray, None)
+    # Experts that the engine chose, plus one: [tokens of prompt and response, layers, experts of a
+    # token]. The last tokens' rows may be missing, and rows of zeros are.
+    routes: np.ndarray | None = None
     failure: Unscored | None = None  # of the environment
     left_out: bool = False  # the environment's last message, as it would have left no room
 

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from qurl_megatron.actor.aligned import Align, aligned_layers, plain
 from qurl_megatron.actor.build import build_model, load_weights, parameter_ops, transformer_config
 from qurl_megatron.actor.megatron import Axis, Ranks
+from qurl_megatron.actor.replay import Replay, dtype_of
 from qurl_megatron.actor.trained import Trained, with_optimizer
 from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 
@@ -65,6 +67,9 @@ class Policy(Trained):
         self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
         self._parameters = list(self.gpt.named_parameters())
         self._reference: WaitingWeights | None = None
+        self.replay: Replay | None = None  # of routers that do not always choose by themselves
+        self._free = False  # routers choose, whatever a microbatch has
+        self._routes: list[Tensor] | None = None  # that routers choose, while they are recorded
 
     @staticmethod
     def build(
@@ -115,21 +120,25 @@ class Policy(Trained):
         for name, parameter in gpt.named_parameters():
             policy.write_master(parameter, fp32.pop(name))
         policy._reference = waiting
+        if model.routing_replay != "off":
+            policy.replay = Replay(gpt)
         return policy
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, the model holds the frozen reference weights, and its own wait outside.
 
-        No engine runs the reference, so it is computed in full precision.
+        No engine runs the reference, so it is computed in full precision, and chooses its experts.
         """
         assert self._reference is not None, "built without a reference"
         self._take_codes()  # or they would be made of the reference
         self._reference.swap(self.gpt.parameters())
         try:
             with plain(self._aligned):
+                self._free = True
                 yield
         finally:
+            self._free = False
             self._reference.swap(self.gpt.parameters())
 
     @property
@@ -140,9 +149,28 @@ class Policy(Trained):
     def weights_changed(self) -> None:
         self._coded = not self._aligned
 
-    def _schedule(self, *arguments: Any, **named: Any) -> list:
+    def _schedule(self, *arguments: Any, forward_only: bool) -> list:
         self._take_codes()
-        return super()._schedule(*arguments, **named)
+        if self.replay:
+            self.replay.begin(backward=not forward_only)
+        return super()._schedule(*arguments, forward_only=forward_only)
+
+    def before_pass(self, batch: TokenBatch) -> None:
+        if self.replay:
+            self.replay.give(None if self._free else batch.routes)
+
+    def after_pass(self) -> None:
+        if self.replay and self._routes is not None:
+            self._routes.append(self.replay.made(dtype_of(self.arch.routed.count)))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Inside, each pass adds the experts that its routers chose to the list, [T, L, K]."""
+        self._routes = []
+        try:
+            yield self._routes
+        finally:
+            self._routes = None
 
     def _take_codes(self) -> None:
         """Make the codes once for each state of the weights, from the FP32 masters.

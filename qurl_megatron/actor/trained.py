@@ -98,6 +98,12 @@ class Trained:
         self.weights_changed()
         return {"optimizer/grad_norm": float(grad_norm), "optimizer/lr": float(lr)}
 
+    def before_pass(self, batch: TokenBatch) -> None:
+        """Called before each microbatch's forward pass."""
+
+    def after_pass(self) -> None:
+        """Called after it."""
+
     def weights_changed(self) -> None:
         """To be called after writing into weights or masters of a model that has computed."""
 
@@ -113,6 +119,7 @@ class Trained:
 
         def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Tensor, Callable]:
             batch = next(batches)
+            self.before_pass(batch)
             part = ContextPart.of(self.ranks.context, batch)
             logits = model(
                 part.cut(batch.input_ids),
@@ -120,6 +127,7 @@ class Trained:
                 None,
                 packed_seq_params=_packed(batch, split=self.ranks.context.size > 1),
             )
+            self.after_pass()
             return logits, partial(finish, batch)
 
         rows, length = microbatches[0].input_ids.shape

@@ -142,6 +142,15 @@ class RunConfig:
             "else one side rounds logits to BF16 and the other does not; set both or neither",
         )
         require(
+            self.model.routing_replay != "rollout"
+            or self.rollout.max_staleness == 0
+            or self.sync.pause == "in_place",
+            "model.routing_replay=rollout needs sync.pause=in_place where rollout.max_staleness "
+            "lets engines write during an update: with sync.pause=retract they compute a "
+            "response's first tokens again, and would report the experts of the new weights with "
+            "log-probs of the old ones",
+        )
+        require(
             not self.rollout.environment or self.reward.kind != "exact",
             "reward kind exact compares all that the policy wrote, and a conversation with "
             "rollout.environment has several turns; take last_number, math or a function, which "
@@ -239,7 +248,9 @@ class RunConfig:
         """
         algo = self.algo
         penalised = algo.kl_coef > 0 and algo.kl_in == "reward"
-        return algo.epochs > 1 or penalised or self.correction.rejects or self.train.save_rollouts
+        replayed = self.model.routing_replay == "proximal" and algo.minibatches > 1
+        early = penalised or replayed or self.correction.rejects or self.train.save_rollouts
+        return algo.epochs > 1 or early
 
 
 SECTIONS: dict[str, type[Section]] = typing.get_type_hints(RunConfig)

@@ -46,6 +46,11 @@ class ModelConfig(Section, name="model", on_resume="fork"):
     """Leave logits in FP32, of the BF16 output layer: BF16 rounds a logit of 20 by up to 0.06.
     SGLang engines want --enable-fp32-lm-head among rollout.engine_args then, and only then."""
 
+    routing_replay: Literal["off", "rollout", "proximal"] = "off"
+    """Experts that tokens go to in training: as the router chooses (off), as the engine chose that
+    wrote the response (rollout), or as the policy chose before the step's first update (proximal).
+    Probabilities are computed anew at the chosen experts."""
+
     @property
     def itemsize(self) -> int:
         """Bytes of a trained weight."""

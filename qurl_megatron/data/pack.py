@@ -34,6 +34,8 @@ class TokenBatch:
     behaviour: Tensor  # [N] float32: log-probs the engine reported
     weights: Tensor  # [N] float32: share of each token in the batch loss
     starts: tuple[int, ...] | None = None  # packed: where each sequence begins, and S
+    # Experts of this rank's tokens in its layers (``actor.replay``); None: routers choose them.
+    routes: Tensor | None = None
     # The policies' scores of the batch, [N] float32 each. None until then, and
     # where the recipe does without; who reads one comes after the phase that found it.
     proximal: Tensor = cast(Tensor, None)

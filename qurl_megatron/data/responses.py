@@ -69,6 +69,8 @@ class Responses:
     tokens: Tensor  # int32
     mask: Tensor  # uint8, one per token of a response, its prompt left out: 1 if written
     behaviour: Tensor  # float32, one per written token of a response
+    # Each response's ``Sample.routes``, on the leading rank where they are replayed.
+    routes: tuple[np.ndarray, ...] | None = None
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> "Responses":
@@ -91,6 +93,7 @@ class Responses:
             torch.from_numpy(np.concatenate(tokens)),
             torch.from_numpy(np.concatenate(masks, dtype=np.uint8)),
             torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
+            tuple(sample.routes for sample in samples if sample.routes is not None) or None,
         )
 
     @staticmethod

@@ -49,6 +49,9 @@ METRICS: dict[str, Known] = {
     "policy/dual_clip_fraction": Known("tokens at the dual clip", "share"),
     "policy/ratio_mean": Known("mean probability ratio of current to proximal policy", "near 1"),
     "policy/entropy": Known("mean entropy per token, in nats"),
+    "policy/routes_differ_fraction": Known(
+        "tokens and layers whose replayed experts the router would not have chosen", "share"
+    ),
     "policy/kl_from_proximal": Known("KL from the policy before the update, k3"),
     "loss/*": Known("mean over tokens of this value of yours"),
     "acr/active_fraction": Known("tokens whose clip bound was raised", "share"),

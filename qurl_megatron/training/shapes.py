@@ -50,6 +50,11 @@ def check_division(config: RunConfig, arch: Arch) -> None:
     parallel = config.parallel
     arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
     arch.check_megatron()
+    if config.model.routing_replay != "off" and not arch.experts:
+        raise ConfigError(
+            f"model.routing_replay={config.model.routing_replay} replays the choice of experts, "
+            f"and a {arch.family} model has none; leave it out"
+        )
     if not engine_divides(arch, config.engine_tensor):
         raise ConfigError(
             f"rollout.engine_tensor={config.engine_tensor} does not divide the model's "

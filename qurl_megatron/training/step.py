@@ -1,6 +1,7 @@
 """One rollout batch into updates: lay out, score, then one update per minibatch and epoch."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from qurl_megatron.training.journal import Proximal
 from qurl_megatron.training.layout import Minibatch, averaged_without, lay_out, layout_metrics
 from qurl_megatron.training.losses import PolicyLoss, Scorer, ValueLoss, attach_values, with_scores
 from qurl_megatron.training.mismatch import batch_mismatch
+from qurl_megatron.training.routes import with_routes
 
 
 def improve(
@@ -50,7 +52,10 @@ def improve(
     """
     ranks, algo, summary = policy.ranks, config.algo, samples.summary
     score = Scorer(policy, config.rollout.temperature)
+    replay = config.model.routing_replay
     minibatches = lay_out(ranks, samples, config, step=step)
+    if replay == "rollout":
+        minibatches = with_routes(ranks, policy.arch, samples, minibatches)
     sizes = [len(minibatch) for minibatch in minibatches]
     batches = [batch for minibatch in minibatches for batch in minibatch]
     learns = critic is None or step > config.critic.ahead_steps
@@ -58,7 +63,12 @@ def improve(
     unscored = 0 if config.scores_first_minibatch or not learns else sizes[0]
     with timer.phase("score"):
         batches = attach_scores(
-            policy, batches, score, begin=unscored, with_reference=algo.kl_coef > 0
+            policy,
+            batches,
+            score,
+            begin=unscored,
+            with_reference=algo.kl_coef > 0,
+            record=replay == "proximal",
         )
         if critic:
             batches = attach_values(critic, batches)
@@ -88,6 +98,8 @@ def improve(
                     metrics += _update(model, minibatch, loss)
     if ranks.last_stage and ranks.counted:
         metrics += [batch_mismatch(batch, algo.cap) for batch in batches[unscored:]]
+    if policy.replay:
+        metrics.append({"policy/routes_differ_fraction": policy.replay.differing()})
     return _merged(metrics, algo.epochs * algo.minibatches / ranks.data.size), advantages
 
 
@@ -98,14 +110,22 @@ def attach_scores(
     *,
     begin: int = 0,
     with_reference: bool,
+    record: bool = False,
 ) -> list[TokenBatch]:
-    """Return the microbatches with reference log-probs, and from ``begin`` on proximal ones."""
+    """Return the microbatches with reference log-probs, and from ``begin`` on proximal ones.
+
+    Args:
+        record: also, from there on, with the experts that the proximal policy chose.
+    """
 
     def log_probs(logits: Tensor, batch: TokenBatch) -> Tensor:
         return score(logits, batch)[0]
 
     later = batches[begin:]
-    later = with_scores(later, "proximal", policy.score(later, log_probs))
+    with policy.recording() as routes:
+        later = with_scores(later, "proximal", policy.score(later, log_probs))
+    if record:
+        later = [replace(b, routes=own) for b, own in zip(later, routes, strict=True)]
     scored = [*batches[:begin], *later]
     if with_reference:
         with policy.reference():

@@ -12,7 +12,7 @@ from qurl_megatron.config import CriticConfig, TrainConfig
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer, merge, values
 from tests.support.cases import all_but
-from tests.support.models import FAMILIES, as_stored, in_float64, random_samples, tiny_checkpoint
+from tests.support.models import FAMILIES, random_samples, tiny_checkpoint
 from tests.support.policies import (
     ALGO,
     EXPERT_LAYOUTS,
@@ -23,6 +23,7 @@ from tests.support.policies import (
     check_masters,
     of_the_first_minibatch,
     recipe,
+    reference_gradients,
     relative,
     run,
     whole,
@@ -112,40 +113,6 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(check_masters, config.parallel.world_size, backend, tmp_path, config, expected)
-
-
-def reference_gradients(folder, samples, dealt, config) -> dict[str, torch.Tensor]:
-    """Plain autograd through the Hugging Face model and the ACR formula as the paper writes it."""
-    model = in_float64(folder)
-    algo, loss = config.algo, 0.0
-    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
-    groups = rewards.view(-1, config.rollout.samples_per_prompt)
-    spread = groups - groups.mean(1, keepdim=True)
-    advantages = (spread / (groups.std(1, keepdim=True) + 1e-6)).flatten()
-    for i in dealt:
-        sample = samples[i]
-        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
-        logits = model(ids).logits[0] / config.rollout.temperature
-        start, count = len(sample.prompt.input_ids), len(sample.response_ids)
-        rows = logits[start - 1 : start - 1 + count].log_softmax(-1)
-        current = rows.gather(1, ids[0, start:, None])[:, 0]
-        proximal = current.detach()
-        rho = (
-            proximal - torch.tensor(sample.behaviour_log_probs.tolist(), dtype=torch.float64)
-        ).exp()
-        r = (algo.cap / rho).clamp(max=1.0)
-        ratio, A = (current - proximal).exp(), advantages[i]
-        bounded = torch.maximum(
-            torch.minimum(ratio, (1 + algo.clip_high) / r), torch.tensor(1 - algo.clip_low)
-        )
-        J = rho.clamp(max=algo.cap) * torch.minimum(ratio * A, bounded * A)
-        log_x = proximal - current  # the reference is the policy itself, before any update
-        kl = log_x.exp() - log_x - 1
-        entropy = -(rows.exp() * rows).sum(-1)
-        J = J - algo.kl_coef * kl + algo.entropy_coef * entropy
-        loss = loss - J[torch.tensor(sample.written)].mean() / len(dealt)
-    loss.backward()
-    return as_stored({name: p.grad.float() for name, p in model.named_parameters()})
 
 
 def first_gradients(device, config, samples, out) -> None:

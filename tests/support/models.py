@@ -1,6 +1,7 @@
 """Tiny random Hugging Face checkpoints of each family, and made-up samples to train on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def as_stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
             else:
                 stored[f"{prefix}{kind}.weight"] = expert
     return stored
+
+
+def with_routes(samples: Sequence[Sample], layers: int, experts: int, k: int) -> list[Sample]:
+    """The samples with experts drawn at random; every third one lacks those of its last tokens."""
+    generator, routed = np.random.default_rng(1), []
+    for index, sample in enumerate(samples):
+        tokens = len(sample.prompt.input_ids) + len(sample.response_ids) - (2 if index % 3 else 4)
+        draws = generator.random((max(tokens, 0), layers, experts))
+        routes = draws.argsort(-1)[..., :k].astype(np.uint8) + np.uint8(1)
+        routed.append(replace(sample, routes=routes))
+    return routed
 
 
 def random_samples(count: int, *, vocab: int = 128, seed: int = 0) -> list[Sample]:

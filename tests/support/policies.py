@@ -22,7 +22,7 @@ from qurl_megatron.config import (
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Timer, merge, values
 from qurl_megatron.training.state import TrainState
-from tests.support.models import in_float64, random_samples
+from tests.support.models import as_stored, in_float64, random_samples
 from tests.support.ranks import run_on_ranks
 
 LAYOUTS = {
@@ -142,16 +142,60 @@ def of_the_first_minibatch(policy, samples, config: RunConfig) -> dict[str, torc
     from qurl_megatron.training.credit import attach_advantages
     from qurl_megatron.training.layout import lay_out
     from qurl_megatron.training.losses import PolicyLoss, Scorer
+    from qurl_megatron.training.routes import with_routes
     from qurl_megatron.training.step import attach_scores
 
     ranks = policy.ranks
     score = Scorer(policy, config.rollout.temperature)
     share = delivered(ranks, samples)
     laid = lay_out(ranks, share, config, step=1)
+    if config.model.routing_replay == "rollout":
+        laid = with_routes(ranks, policy.arch, share, laid)
     first = attach_scores(policy, laid[0], score, with_reference=True)
     first, _ = attach_advantages(ranks, first, share.summary, config)
     policy.accumulate(first, PolicyLoss(score, config.algo))
     return whole(policy, gradient(policy))
+
+
+def reference_gradients(
+    folder, samples, dealt, config, *, prepare=lambda model, sample: None
+) -> dict[str, torch.Tensor]:
+    """Plain autograd through the Hugging Face model and the ACR formula as the paper writes it.
+
+    Args:
+        prepare: called with the model before it sees a sample.
+    """
+    model = in_float64(folder)
+    algo, loss = config.algo, 0.0
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    groups = rewards.view(-1, config.rollout.samples_per_prompt)
+    spread = groups - groups.mean(1, keepdim=True)
+    advantages = (spread / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    for i in dealt:
+        sample = samples[i]
+        prepare(model, sample)
+        ids = torch.tensor([[*sample.prompt.input_ids, *sample.response_ids]])
+        logits = model(ids).logits[0] / config.rollout.temperature
+        start, count = len(sample.prompt.input_ids), len(sample.response_ids)
+        rows = logits[start - 1 : start - 1 + count].log_softmax(-1)
+        current = rows.gather(1, ids[0, start:, None])[:, 0]
+        proximal = current.detach()
+        rho = (
+            proximal - torch.tensor(sample.behaviour_log_probs.tolist(), dtype=torch.float64)
+        ).exp()
+        r = (algo.cap / rho).clamp(max=1.0)
+        ratio, A = (current - proximal).exp(), advantages[i]
+        bounded = torch.maximum(
+            torch.minimum(ratio, (1 + algo.clip_high) / r), torch.tensor(1 - algo.clip_low)
+        )
+        J = rho.clamp(max=algo.cap) * torch.minimum(ratio * A, bounded * A)
+        log_x = proximal - current  # the reference is the policy itself, before any update
+        kl = log_x.exp() - log_x - 1
+        entropy = -(rows.exp() * rows).sum(-1)
+        J = J - algo.kl_coef * kl + algo.entropy_coef * entropy
+        loss = loss - J[torch.tensor(sample.written)].mean() / len(dealt)
+    loss.backward()
+    return as_stored({name: p.grad.float() for name, p in model.named_parameters()})
 
 
 def train_twice(device, config: RunConfig, samples, out: Path) -> None:

@@ -1,0 +1,78 @@
+"""The engines' choice of experts, from the leading rank to the ranks that replay it.
+
+Every rank gets its own responses' choices, in its own layers alone: of Qwen3-30B-A3B they are 384
+bytes a token, where all else of a response is 13.
+
+Shapes: B = rows of a microbatch, S = their length, L = layers of a rank's stage, K = experts of a
+token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qurl_megatron.actor.megatron import Ranks, everywhere, held
+from qurl_megatron.actor.replay import dtype_of, own_part
+from qurl_megatron.data.pack import TokenBatch
+from qurl_megatron.data.responses import Responses
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.training.layout import Minibatch
+
+
+def with_routes(
+    ranks: Ranks, arch: Arch, samples: Responses, minibatches: Sequence[Minibatch]
+) -> list[Minibatch]:
+    """Return the microbatches with ``TokenBatch.routes``; all ranks call it together.
+
+    Args:
+        samples: on the leading rank, with the engines' choices.
+    """
+    indices = [i for minibatch in minibatches for batch in minibatch for i in batch.indices]
+    routes = dict(zip(indices, _received(ranks, arch, samples, indices), strict=True))
+
+    def laid_out(batch: TokenBatch) -> TokenBatch:
+        rows, length = batch.input_ids.shape
+        starts = batch.starts or range(0, rows * length, length)
+        shape = next(iter(routes.values())).shape[1:]
+        whole = torch.zeros(rows * length, *shape, dtype=dtype_of(arch.routed.count))
+        for index, start in zip(batch.indices, starts, strict=False):
+            whole[start : start + len(routes[index])] = routes[index]
+        own = own_part(whole.unflatten(0, (rows, length)).to(ranks.device), batch, ranks)
+        return replace(batch, routes=own)
+
+    return [[laid_out(batch) for batch in minibatch] for minibatch in minibatches]
+
+
+def _received(
+    ranks: Ranks, arch: Arch, samples: Responses, indices: Sequence[int]
+) -> Sequence[Tensor]:
+    """Return the choices for these responses, [tokens, L, K] each: 0 where the engine gave none."""
+    layers = arch.num_layers // ranks.pipeline.size
+    totals, kind = samples.summary.totals, dtype_of(arch.routed.count)
+
+    def memory(wanted: Sequence[int]) -> Tensor:
+        tokens = sum(totals[i] for i in wanted)
+        return torch.zeros(tokens, layers, arch.routed.top_k, dtype=kind)
+
+    def filled(wanted: Sequence[int], stage: int) -> Tensor:
+        part, start = memory(wanted), 0
+        for i in wanted:
+            given = torch.from_numpy(held(samples.routes)[i])
+            part[start : start + len(given)] = given[:, stage * layers : (stage + 1) * layers]
+            start += totals[i]
+        return part
+
+    for rank, (wanted, stage) in enumerate(everywhere((list(indices), ranks.pipeline.rank))):
+        if ranks.leads:
+            part = filled(wanted, stage)
+            if rank == ranks.rank:
+                own = part
+            else:
+                dist.send(part.view(torch.uint8), rank)
+    if not ranks.leads:
+        own = memory(indices)
+        dist.recv(own.view(torch.uint8), 0)
+    return own.split([totals[i] for i in indices])
