@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qurl_megatron.fleet.answer import answer_limit, parsed
+from qurl_megatron.fleet.answer import Asked, answer_limit, parsed
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.event_loop import run
@@ -116,7 +116,7 @@ def drive(
 
 async def _answer(session: Session, ask: Ask, start: float) -> TimedAnswer:
     params = {"max_new_tokens": ask.tokens, "ignore_eos": True, "temperature": 1.0}
-    limit, rid = answer_limit([ask.tokens]), uuid.uuid4().hex
+    limit, rid = answer_limit([Asked("", ask.tokens)]), uuid.uuid4().hex
     tokens, failure = 0, ""
     try:
         [answer] = await session.generate([ask.prompt], [params], [rid], parsed, limit=limit)

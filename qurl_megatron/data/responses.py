@@ -18,6 +18,13 @@ from torch import Tensor
 from qurl_megatron.types import Sample
 
 
+def _routes(samples: Sequence[Sample]) -> tuple[np.ndarray, ...] | None:
+    known = next((sample.routes for sample in samples if sample.routes is not None), None)
+    if known is None:
+        return None
+    return tuple(known[:0] if s.routes is None else s.routes for s in samples)
+
+
 @dataclass(frozen=True, eq=False)
 class Summary:
     """The facts that every rank has of every response of a step."""
@@ -93,7 +100,7 @@ class Responses:
             torch.from_numpy(np.concatenate(tokens)),
             torch.from_numpy(np.concatenate(masks, dtype=np.uint8)),
             torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
-            tuple(sample.routes for sample in samples if sample.routes is not None) or None,
+            _routes(samples),
         )
 
     @staticmethod

@@ -11,6 +11,7 @@ There are millions of tokens a step, so each passes through C loops alone.
 import contextlib
 import gc
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,7 +28,7 @@ from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.types import FinishReason, Versions, in_a_row
 from qurl_megatron.wire.lease import MIXED, Names
-from qurl_megatron.wire.packed import ARRAY, unpack
+from qurl_megatron.wire.packed import ARRAY, unpack, unpack_experts
 
 ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
 LOWEST = -104.0
@@ -77,6 +78,24 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Routed:
+    """Experts that an answer names for each token, its last one left out."""
+
+    layers: int
+    top_k: int
+    count: int  # of a layer's experts
+
+    @property
+    def token_bytes(self) -> int:
+        return 6 * self.layers * self.top_k  # SGLang's: base64 of int32
+
+    @property
+    def dtype(self) -> Any:
+        """Of choices, which are numbers plus one (``Sample.routes``)."""
+        return np.uint8 if self.count < 256 else np.int16
+
+
+@dataclass(frozen=True)
 class Rules:
     """Limits for all answers of an engine."""
 
@@ -86,6 +105,7 @@ class Rules:
     newest: int | None = None  # that this run has published; None: nothing yet
     stops: StopIds | None = None  # None: nobody knows which tokens end a response
     longest_input: int | None = None  # as in ``Info``
+    routed: Routed | None = None  # None: they are not asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +117,8 @@ class Part:
     versions: Versions
     finish: FinishReason
     message: str = ""  # of an abort
+    # ``Sample.routes`` of all tokens before the last one, those before the response too.
+    routes: np.ndarray | None = None
 
 
 class _Finish(msgspec.Struct, frozen=True):
@@ -118,6 +140,7 @@ class _Meta(msgspec.Struct, frozen=True):
     weight_versions: list[_Span] = []
     # (log-prob, token id, text); or ``wire.packed``
     output_token_logprobs: list[tuple[float, Int64, Any]] | bytes = []
+    routed_experts: bytes | None = None  # [tokens, layers, experts of a token]; of JSON, base64
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -137,9 +160,12 @@ def parsed(content: bytes) -> Any:
         raise Malformed(f"the answer is not JSON: {shortened(content)}") from None
 
 
-def answer_limit(budgets: Sequence[int]) -> int:
-    """Return the most bytes that answers to requests for so many tokens each have."""
-    return ANSWER_BYTES * (1 + len(budgets)) + TOKEN_BYTES * sum(budgets)
+def answer_limit(asked: Sequence[Asked], routed: Routed | None = None) -> int:
+    """Return the most bytes that the answers to these requests have."""
+    limit = ANSWER_BYTES * (1 + len(asked)) + TOKEN_BYTES * sum(each.budget for each in asked)
+    if routed:
+        limit += routed.token_bytes * sum(each.given + each.budget for each in asked)
+    return limit
 
 
 def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[Part | Malformed]:
@@ -199,6 +225,7 @@ def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:
     if meta.id != asked.rid:
         raise Malformed(f"it answers request {shortened(meta.id)}, not {asked.rid}")
     ids, owners, log_probs = _numbers(answer)
+    sent = len(ids)
     versions: Versions = ()
     if len(ids):
         versions = _versions(meta, len(ids), rules)
@@ -216,7 +243,41 @@ def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:
     if rules.stops is not None:
         full = rules.longest_input is None or asked.given + len(ids) >= rules.longest_input - UNUSED
         reason = _ended(ids, reason, len(ids) if full else asked.budget, rules.stops)
-    return Part(ids, log_probs, versions, reason, shortened(meta.finish_reason.message or ""))
+    message = shortened(meta.finish_reason.message or "")
+    routes = _routes(meta, asked.given, sent, len(ids), rules.routed)
+    return Part(ids, log_probs, versions, reason, message, routes)
+
+
+def _routes(meta: _Meta, given: int, sent: int, kept: int, routed: Routed | None) -> Any:
+    """Return ``Sample.routes`` of the tokens before the last that is kept; None: there are none.
+
+    Args:
+        given, sent, kept: tokens before the answer's, in it, and of these the ones that count.
+    """
+    if routed is None or not kept:
+        return None
+    if not meta.routed_experts:
+        if meta.finish_reason.type == "abort":
+            return None
+        raise Malformed(
+            "it has no routed_experts, which model.routing_replay=rollout replays; start SGLang "
+            "with --enable-return-routed-experts"
+        )
+    shape = (given + sent - 1, routed.layers, routed.top_k)
+    try:
+        experts = unpack_experts(meta.routed_experts, math.prod(shape)).reshape(shape)
+    except ValueError as error:
+        raise Malformed(f"malformed routed_experts ({error})") from None
+    experts = experts[: given + kept - 1]
+    if experts.size and not 0 <= experts.min() <= experts.max() < routed.count:
+        raise Malformed(f"an expert that is none of the layer's {routed.count}")
+    if routed.top_k > 1 and (twice := (experts[..., 0] == experts[..., 1])).any():
+        token, layer = np.argwhere(twice)[0]
+        raise Malformed(
+            f"token {token} went to one expert twice in layer {layer}: the engine has not recorded "
+            "its experts"
+        )
+    return experts.astype(routed.dtype) + routed.dtype(1)
 
 
 def _numbers(answer: _Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -341,6 +341,7 @@ class Session:
         *,
         limit: int,
         cache_key: str | None = None,
+        routed: bool = False,
     ) -> Read:
         """Return ``read``'s result for the body of an answer.
 
@@ -348,6 +349,7 @@ class Session:
             read: must keep no parsed object: there are millions of small ones.
             limit: bytes that the body has at most.
             cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
+            routed: answers are to name each token's experts.
         """
         body = {
             "input_ids": input_ids,
@@ -357,6 +359,8 @@ class Session:
         }
         if cache_key is not None:
             body["extra_key"] = cache_key
+        if routed:
+            body["return_routed_experts"] = True
         client, content = self._client, orjson.dumps(body)
         ask = functools.partial(
             client._exchange, self._http, content=content, timeout_s=client.timeout_s, limit=limit

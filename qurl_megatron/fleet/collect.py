@@ -208,6 +208,7 @@ class _Collection:
                 fleet.newest,
                 fleet.stops,
                 flight.engine.longest_input,
+                fleet.routed,
             )
             return read_answers(content, asked, rules)
 
@@ -216,7 +217,8 @@ class _Collection:
             [params for _, params in requests],
             [request.rid for request in asked],
             read,
-            limit=answer_limit([request.budget for request in asked]),
+            limit=answer_limit(asked, fleet.routed),
+            routed=fleet.routed is not None,
             # Prefixes that other weights computed are not to be shared, flushed or not.
             cache_key=str(flight.version) if flight.engine.kind.shares_prefixes else None,
         )

@@ -33,7 +33,7 @@ from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.kinds import ENGINE_KINDS, UNKNOWN, EngineKind
 from qurl_megatron.engines.starting import API_KEY, SERVE_COMMAND, Start, given_key
 from qurl_megatron.fleet import process
-from qurl_megatron.fleet.answer import Info
+from qurl_megatron.fleet.answer import Info, Routed
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline, in_parallel
 from qurl_megatron.fleet.process import EngineProcess
 from qurl_megatron.fleet.tenancy import Leases, read_members
@@ -174,6 +174,7 @@ class Fleet:
         log_dir: Path | str,
         vocabulary: int,
         stops: StopIds | None = None,
+        routed: Routed | None = None,
         facts: dict[str, Any] | None = None,
         owner: Owner | None = None,
         serve_command: Sequence[str] = SERVE_COMMAND,
@@ -189,6 +190,7 @@ class Fleet:
             log_dir: gets ``engine-i.log`` per started engine.
             vocabulary: of the model; token ids are below it.
             stops: tokens that end a response; None: not checked.
+            routed: the model's experts, where answers are to name each token's.
             facts: ``tensors.arch.facts_of`` the model, which adopted engines are compared with.
             owner: the run that adopted engines are to belong to; None: a new one.
             serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
@@ -204,6 +206,7 @@ class Fleet:
         owner = owner or Owner.nobody_else()
         self.config, self.scheme, self.fixed, self.clock = config, scheme, fixed, clock
         self.vocabulary, self.stops, self._facts = vocabulary, stops, facts
+        self.routed = routed
         self.names = Names("" if fixed else owner.token)
         self.version: int | None = None
         """The version that serving engines have confirmed; None before the first publication."""

@@ -134,6 +134,16 @@ class Response:
                 f"prompt {self.prompt.index} failed {ATTEMPTS} times without a token: {reasons}"
             )
 
+    def routes(self) -> np.ndarray | None:
+        """Return ``Sample.routes``: each token's experts when an engine first computed it."""
+        known: np.ndarray | None = None
+        for part in self.parts:
+            if known is None:
+                known = part.routes
+            elif part.routes is not None:
+                known = np.concatenate([known, part.routes[len(known) :]])
+        return known
+
     def sample(self) -> Sample:
         assert self.finish is not None, "it is finished"
         ids, log_probs, written = [], [], []
@@ -150,6 +160,7 @@ class Response:
             finish_reason=self.finish,
             versions=tuple(versions),
             written=np.concatenate(written),
+            routes=self.routes(),
             failure=self.failure,
             left_out=self.left_out,
         )

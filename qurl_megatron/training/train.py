@@ -25,6 +25,7 @@ from qurl_megatron.actor.policy import Policy, Reference
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.fleet.answer import Routed
 from qurl_megatron.fleet.fleet import Fleet
 from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.errors import ConfigError, Interrupted
@@ -258,13 +259,17 @@ def leading(
             engines = how_many(rollout.engines, f"{rollout.backend} engine")
             print(f"starting {engines}; logs are in {claimed.run_dir / 'logs'}", flush=True)
         described = description_of(config.model.path)
+        arch, routed = arch_of(described), None
+        if config.model.routing_replay == "rollout":
+            routed = Routed(arch.num_layers, arch.routed.top_k, arch.routed.count)
         fleet = Fleet(
             rollout,
             model_dir=Path(config.model.path),
             scheme=config.quant.scheme,
             dtype=config.model.dtype,
             log_dir=claimed.run_dir / "logs",
-            vocabulary=arch_of(described).vocab,
+            vocabulary=arch.vocab,
+            routed=routed,
             facts=facts_of(described),
             stops=read_stop_ids(described, prompts.tokenizer.stop_ids()),
             owner=Owner.of(claimed.run_dir),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from qurl_megatron.fleet.answer import answer_limit, parsed
+from qurl_megatron.fleet.answer import Asked, answer_limit, parsed
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.kit import event_loop
 
@@ -26,7 +26,7 @@ def generate(
     client.packs = packs
     read = msgspec.msgpack.decode if packs else parsed
     rids = list(rid) or [uuid.uuid4().hex for _ in input_ids]
-    limit = answer_limit([params.get("max_new_tokens", 128)] * len(rids))
+    limit = answer_limit([Asked(rid, params.get("max_new_tokens", 128)) for rid in rids])
 
     async def ask() -> list[dict]:
         async with client.session() as session:

@@ -1,5 +1,6 @@
 """What engines say: every range of the schema, and bytes that nobody would think of."""
 
+import base64
 import json
 import math
 import re
@@ -15,7 +16,9 @@ from qurl_megatron.fleet.answer import (
     LOWEST,
     Asked,
     Part,
+    Routed,
     Rules,
+    answer_limit,
     read_answer,
     read_answers,
     read_info,
@@ -71,6 +74,57 @@ def test_packed_numbers_are_read_as_they_were():
     assert packed.versions == expected.versions
     answer["output_ids"][0] = 5  # not its log-probs': they are not packed
     assert "do not belong" in str(read_packed(answer))
+
+
+ROUTED = Rules(vocabulary=10, names=Names("abc"), routed=Routed(layers=2, top_k=2, count=300))
+
+
+def naming_experts(rows: int = 4, *, twice: bool = False, highest: int = 299) -> dict:
+    """An answer to two tokens, with the experts of these and of all but the last of its own."""
+    experts = np.random.default_rng(0).permuted(np.tile(np.arange(8), (rows, 2, 1)), axis=-1)
+    experts = np.ascontiguousarray(experts[..., :2], "<i4")
+    experts[1, 0] = (highest, highest if twice else 0)
+    answer = good_answer()
+    answer["meta_info"]["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+    return answer
+
+
+@pytest.mark.parametrize("highest", [255, 256])
+def test_experts_of_tokens_are_read_as_they_were_packed_or_not(highest):
+    asked, answer = Asked("a", 5, given=2), naming_experts(highest=highest)
+    body = pack([answer])
+    (packed,) = read_answers(body, [asked], ROUTED)
+    (plain,) = read_answers(json.dumps([answer]).encode(), [asked], ROUTED)
+    assert packed.routes.tolist() == plain.routes.tolist()
+    assert packed.routes.shape == (4, 2, 2) and packed.routes[1, 0].tolist() == [highest + 1, 1]
+    carried = msgspec.msgpack.decode(body)[0]["meta_info"]["routed_experts"]
+    assert len(carried) == 16 * (1 if highest < 256 else 2)
+    assert answer_limit([asked], ROUTED.routed) > answer_limit([asked])
+
+
+def test_an_aborted_answers_experts_are_those_before_its_last_whole_token():
+    answer = naming_experts()
+    answer["meta_info"]["finish_reason"]["type"] = "abort"
+    answer["meta_info"]["output_token_logprobs"].pop()
+    part = read(answer, Asked("a", 5, given=2), ROUTED)
+    assert (len(part.ids), len(part.routes)) == (2, 3)
+    del answer["meta_info"]["routed_experts"]
+    assert read(answer, Asked("a", 5, given=2), ROUTED).routes is None
+
+
+@pytest.mark.parametrize(
+    "answer, fault",
+    [
+        (good_answer(), "it has no routed_experts, which .*--enable-return-routed-experts"),
+        (naming_experts(3), "malformed routed_experts .48 bytes for 16 experts"),
+        (naming_experts(twice=True), "token 1 went to one expert twice in layer 0"),
+        (naming_experts(highest=300), "an expert that is none of the layer's 300"),
+        (naming_experts(highest=-1), "an expert that is none of the layer's 300"),
+    ],
+)
+def test_experts_that_no_router_can_have_chosen_are_refused(answer, fault):
+    with pytest.raises(Malformed, match=fault):
+        read(answer, Asked("a", 5, given=2), ROUTED)
 
 
 @pytest.mark.parametrize("ids", [bytes(4), bytes(9), bytes(8) + b"\xff" * 4, [4, 0, 1], "?"])

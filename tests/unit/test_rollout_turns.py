@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
+from qurl_megatron.fleet.answer import Part
 from qurl_megatron.fleet.collect import Interrupted, collect, greedy
-from qurl_megatron.fleet.turns import Turns
+from qurl_megatron.fleet.turns import Response, Turns
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.types import Prompt
@@ -232,3 +233,24 @@ def test_a_chat_goes_on_by_the_template_with_the_end_of_a_turn_once(folder):
     tokenizer._wrapped.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ConfigError, match="drops what the policy said"):
         tokenizer.following(said, chat=True, last=end)
+
+
+def test_a_tokens_experts_are_of_the_engine_that_computed_it_first():
+    """A continued request names those of all tokens before it once more."""
+
+    def part(tokens: int, routes: list | None, version: int | None = 0) -> Part:
+        versions = () if version is None else ((version, tokens),)
+        rows = None if routes is None else np.array(routes, np.uint8).reshape(-1, 1, 1)
+        return Part(np.zeros(tokens, np.int32), np.zeros(tokens), versions, "abort", routes=rows)
+
+    response = Response(Prompt(0, (1, 2, 3), "", ""), {"max_new_tokens": 20})
+    assert response.routes() is None
+    response.parts = [
+        part(2, [1, 1, 1, 1]),
+        part(1, None),  # of an aborted request, which has told none
+        part(2, None, version=None),  # the environment's
+        part(3, [9, 9, 9, 9, 2, 2, 2, 2, 2, 2]),
+    ]
+    assert response.routes().ravel().tolist() == [1] * 4 + [2] * 6
+    response.finish = "stop"
+    assert response.sample().routes.shape == (10, 1, 1)  # of 3 + 8 tokens the last has none
