@@ -247,19 +247,23 @@ def test_a_forward_pass_gives_back_the_experts_that_transformers_chooses(tmp_pat
 
 
 @pytest.mark.parametrize("path", ["torch", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 40])
 @torch.inference_mode()
-def test_experts_give_a_token_the_same_bits_whoever_else_they_serve(tokens, path, tmp_path):
+def test_experts_give_a_token_the_same_bits_whoever_else_they_serve(tokens, dtype, path, tmp_path):
     with decoding_by(path):
-        mlp = engine_for(write_model(tmp_path, **EXPERTS), scheme="int8").decoder.layers[0].mlp
-        x_TH, addend_TH = torch.randn(2, tokens, 32, generator=torch.Generator().manual_seed(3))
+        engine = engine_for(write_model(tmp_path, **EXPERTS), scheme="int8", dtype=dtype)
+        mlp, matrices = engine.decoder.layers[0].mlp, engine.decoder.layers[0].matrices
+        assert {matrix.blocks is not None for matrix in matrices} == {path == "native"}
+        generator = torch.Generator().manual_seed(3)
+        x_TH, addend_TH = torch.randn(2, tokens, 32, generator=generator).to(dtype)
         actual, expert_Tk = mlp(x_TH, addend_TH)
         weight_Tk, _ = mlp.route(x_TH)
         for token in range(tokens):
-            expected_H = addend_TH[token]
+            expected_H = addend_TH[token].float()
             for weight, expert in zip(weight_Tk[token], expert_Tk[token], strict=True):
                 expected_H = expected_H.addcmul(weight, mlp.mlps[expert](x_TH[token, None])[0])
-            assert torch.equal(actual[token], expected_H)
+            assert torch.equal(actual[token], expected_H.to(dtype))
 
 
 def test_generation_config_says_what_ends_a_response(tmp_path):

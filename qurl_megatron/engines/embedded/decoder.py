@@ -114,12 +114,11 @@ class RoutedMlp:
         """Return the sum over each token's experts plus the addend, and the experts' numbers."""
         weight_Tk, expert_Tk = self.route(x_TH)
         expert_P, top_k = expert_Tk.flatten(), self.facts.top_k
+        order_P = expert_P.argsort(stable=True)
         counts = expert_P.bincount(minlength=len(self.mlps)).tolist()
-        y_PH = x_TH.new_empty(len(expert_P), x_TH.shape[1])
-        pairs_of = expert_P.argsort(stable=True).split(counts)
-        for mlp, pairs in zip(self.mlps, pairs_of, strict=True):
-            if len(pairs):
-                y_PH[pairs] = mlp(x_TH[pairs // top_k])
+        parts = x_TH[order_P // top_k].split(counts)
+        outputs = [mlp(part) for mlp, part in zip(self.mlps, parts, strict=True) if len(part)]
+        y_PH = torch.cat(outputs)[order_P.argsort()]
         # Summed in an order that is a token's own, whoever shares its experts.
         total_TH = addend_TH.to(torch.float32, copy=True)
         for rank, y_TH in enumerate(y_PH.unflatten(0, (-1, top_k)).unbind(1)):
