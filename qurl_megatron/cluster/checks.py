@@ -160,7 +160,6 @@ def check_model(config: RunConfig) -> Arch:
     if config.warmstart.steps:
         fix = "`qurl train RECIPE train.steps=0`, called here once, makes it"
     arch = check_checkpoint("model.path", Path(config.model.path), fix=fix)
-    arch.refuse_without_engine(f"model.path={config.model.path}: ")
     parallel = config.parallel
     arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
     return arch

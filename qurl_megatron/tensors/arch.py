@@ -72,10 +72,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Arch:
-    """Sizes and switches of one decoder.
-
-    Engines generate only with models that have the default.
-    """
+    """Sizes and switches of one decoder."""
 
     family: str
     num_layers: int
@@ -110,18 +107,6 @@ class Arch:
         if self.experts is None:
             return (self.num_layers,)
         return self.num_layers, self.experts.count
-
-    def refuse_without_engine(self, key: str = "") -> None:
-        """Raise ``ConfigError`` where no engine generates with such a model.
-
-        Args:
-            key: name of the model, for the message.
-        """
-        if self.experts:
-            raise ConfigError(
-                f"{key}no engine generates with {self.family} models yet, which have experts; "
-                "take a Llama, Mistral, Qwen2 or Qwen3 model"
-            )
 
     def check_parallel(
         self,

@@ -39,6 +39,14 @@ TINY = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
 }
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 CPU = torch.device("cpu")
 
 

@@ -4,6 +4,7 @@ import torch
 from qurl_megatron.engines.embedded import engine as engine_module
 from qurl_megatron.engines.embedded.protocol import Generation
 from tests.support.engine_models import (
+    EXPERTS,
     advance,
     copies,
     decoding_by,
@@ -19,8 +20,13 @@ from tests.support.engine_models import (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
+def folder(request, tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), **getattr(request, "param", {}))
+
+
+also_experts = pytest.mark.parametrize(
+    "folder", [{}, EXPERTS], indirect=True, ids=["dense", "experts"]
+)
 
 
 def requests(*lengths: int) -> list:
@@ -40,6 +46,7 @@ def assert_as_alone(folder, work) -> None:
         )
 
 
+@also_experts
 def test_joining_and_leaving_a_running_batch_changes_no_result(folder):
     work = requests(*(4 + 9 * (i % 4) for i in range(8)))
     engine = engine_for(folder)
@@ -88,6 +95,7 @@ def test_samples_of_one_prompt_share_one_prefill_and_differ_by_seed(folder):
     assert_as_alone(folder, work)
 
 
+@also_experts
 @pytest.mark.parametrize(
     "scheme,path", [("none", "torch"), ("int8", "torch"), ("int8", "native"), ("fp8", "torch")]
 )

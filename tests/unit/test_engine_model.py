@@ -1,25 +1,27 @@
+import functools
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import silu
 
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_quantized
-from qurl_megatron.engines.embedded.decoder import Decoder, rms_norm
+from qurl_megatron.engines.embedded.decoder import rms_norm
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import CONFIGS
-from qurl_megatron.tensors.arch import facts_of, read_arch, read_eos, read_stop_ids
+from qurl_megatron.tensors.arch import facts_of, read_eos, read_stop_ids
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Message
 from qurl_megatron.wire.session import UpdateEnd
 from tests.support.engine_models import (
-    CPU,
+    EXPERTS,
     TINY,
     decoding_by,
     engine_for,
@@ -47,6 +49,8 @@ MODELS = {
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama-scaled": {"model_type": "llama", "rope_scaling": LLAMA3},
     "llama-v5-config": {"model_type": "llama", "rope_parameters": LLAMA3},
+    "qwen3-moe": EXPERTS,
+    "qwen3-moe, weights as they are": {**EXPERTS, "norm_topk_prob": False},
 }
 
 
@@ -65,6 +69,15 @@ def reference_log_probs(model, done, temperature: float) -> torch.Tensor:
     return rows.gather(1, torch.tensor(done.output_ids)[:, None])[:, 0]
 
 
+def dense_experts(module, on_grid, x_TH, expert_Tk, weight_Tk):
+    """All experts' products with all tokens, of which those that were not chosen weigh nothing."""
+    gate_up_ETO = on_grid(x_TH) @ module.gate_up_proj.mT
+    gate, up = gate_up_ETO.chunk(2, dim=-1)
+    y_ETH = on_grid(silu(gate) * up) @ module.down_proj.mT
+    weight_TE = torch.zeros(len(x_TH), len(y_ETH)).scatter(1, expert_Tk, weight_Tk)
+    return torch.einsum("te,eth->th", weight_TE, y_ETH)
+
+
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_float32_log_probs_equal_transformers(changes, tmp_path):
     folder = write_model(tmp_path, **changes)
@@ -80,8 +93,11 @@ def test_float32_log_probs_equal_transformers(changes, tmp_path):
     "scheme,largest", [("int8", 127.0), ("fp8", 448.0), ("int6", 31.0), ("int4", 7.0)]
 )
 @pytest.mark.parametrize("path", ["torch", "native"])
-def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest, path, tmp_path):
-    folder = write_model(tmp_path, model_type="qwen3", head_dim=16)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_quantized_log_probs_equal_a_fake_quant_float_reference(
+    family, scheme, largest, path, tmp_path
+):
+    folder = write_model(tmp_path, **MODELS[family])
     done = sequence(range(2, 30), 24, seed=1)
     with decoding_by(path):
         finish(engine_for(folder, scheme=scheme), done)
@@ -97,6 +113,10 @@ def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest,
         if name.endswith("_proj"):
             module.weight.data = on_grid(module.weight.data)
             module.register_forward_pre_hook(lambda _, inputs: (on_grid(inputs[0]),))
+        if name.endswith(".experts"):  # all of a layer in two tensors
+            for weight in module.parameters():
+                weight.data = on_grid(weight.data)
+            module.forward = functools.partial(dense_experts, module, on_grid)
     faked = reference_log_probs(model, done, 1.0)
     actual = torch.tensor(done.log_probs)
     # A float sum in another order, as another CPU takes it, can move one activation to the
@@ -105,7 +125,11 @@ def test_quantized_log_probs_equal_a_fake_quant_float_reference(scheme, largest,
 
 
 @pytest.mark.parametrize(
-    "model,scheme", [("qwen2-tied", "none"), ("llama", "int8"), ("qwen3", "int4"), ("qwen3", "fp8")]
+    "model,scheme",
+    [
+        *(("qwen2-tied", "none"), ("llama", "int8"), ("qwen3", "int4"), ("qwen3", "fp8")),
+        *(("qwen3-moe", scheme) for scheme in ("none", "int8", "fp8")),
+    ],
 )
 def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
     changes, sender = MODELS[model], FilesSender(tmp_path / "versions", "r0", leads=False)
@@ -127,9 +151,10 @@ def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
-def test_a_quantized_folder_is_served_as_it_is(scheme, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_a_quantized_folder_is_served_as_it_is(family, scheme, tmp_path):
     """The codes and scales of the engine are those that our own export has written."""
-    plain = write_model(tmp_path / "plain", model_type="qwen3", head_dim=16)
+    plain = write_model(tmp_path / "plain", **MODELS[family])
     out = tmp_path / "out"
     run(to_quantized(open_checkpoint(plain), out, scheme=scheme))
     engine = load_engine(out, scheme=scheme, dtype="float32", cache_gb=0.01, device="cpu")
@@ -207,12 +232,38 @@ def test_rms_norm_normalizes_in_float32_and_scales_in_the_model_dtype():
     torch.testing.assert_close(rms_norm(x, w, 1e-6), w * normal, rtol=1e-2, atol=1e-6)
 
 
-def test_a_model_the_engine_would_compute_wrongly_is_not_served():
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    arch = read_arch({**TINY, "model_type": "qwen3_moe", **experts})
-    message = "no engine generates with qwen3_moe models yet, which have experts; take a Llama, "
-    with pytest.raises(ConfigError, match=message):
-        Decoder(arch, "int8", torch.float32, CPU)
+@torch.inference_mode()
+def test_a_forward_pass_gives_back_the_experts_that_transformers_chooses(tmp_path):
+    engine, ids = engine_for(write_model(tmp_path, **EXPERTS)), torch.arange(2, 62)
+    experts: list[torch.Tensor] = []
+    engine.cache.reach(0, 1, len(ids))
+    attend = engine.cache.attend_prefill(torch.tensor([0]), len(ids))
+    engine.decoder.forward(ids, torch.arange(len(ids)), attend, experts)
+    model, expected = reference(tmp_path), []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, inputs, outputs: expected.append(outputs[2]))
+    model(ids[None])
+    assert torch.equal(torch.stack(experts), torch.stack(expected))
+
+
+@pytest.mark.parametrize("path", ["torch", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 40])
+@torch.inference_mode()
+def test_experts_give_a_token_the_same_bits_whoever_else_they_serve(tokens, dtype, path, tmp_path):
+    with decoding_by(path):
+        engine = engine_for(write_model(tmp_path, **EXPERTS), scheme="int8", dtype=dtype)
+        mlp, matrices = engine.decoder.layers[0].mlp, engine.decoder.layers[0].matrices
+        assert {matrix.blocks is not None for matrix in matrices} == {path == "native"}
+        generator = torch.Generator().manual_seed(3)
+        x_TH, addend_TH = torch.randn(2, tokens, 32, generator=generator).to(dtype)
+        actual, expert_Tk = mlp(x_TH, addend_TH)
+        weight_Tk, _ = mlp.route(x_TH)
+        for token in range(tokens):
+            expected_H = addend_TH[token].float()
+            for weight, expert in zip(weight_Tk[token], expert_Tk[token], strict=True):
+                expected_H = expected_H.addcmul(weight, mlp.mlps[expert](x_TH[token, None])[0])
+            assert torch.equal(actual[token], expected_H.to(dtype))
 
 
 def test_generation_config_says_what_ends_a_response(tmp_path):

@@ -11,6 +11,7 @@ from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.tensors.arch import FAMILIES
 from tests.support.engine_models import (
+    EXPERTS,
     advance,
     copies,
     decoding_by,
@@ -26,7 +27,11 @@ BUILT_BY = (
     "with a C++ compiler, `python setup.py build_ext --inplace --force` in the checkout builds it"
 )
 load = native.library.__wrapped__
-MODELS = {f: {"model_type": f, "sliding_window": None} for f in FAMILIES if f != "qwen3_moe"}
+MODELS = {
+    name: {"model_type": name, "sliding_window": None}
+    for name, family in FAMILIES.items()
+    if not family.routed
+}
 MODELS |= {
     "qwen3, heads wider than hidden": {"model_type": "qwen3", "head_dim": 24},
     "one key head for many": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 80},
@@ -131,19 +136,20 @@ def test_where_it_can_be_built_and_run_it_is_there(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path,scheme,dtype,step,logged",
+    "path,changes,scheme,dtype,step,logged",
     [
-        ("native", "int8", "float32", "native", None),
-        ("native", "int8", "bfloat16", "native steps need float32 activations", "--dtype float32"),
-        ("torch", "int8", "bfloat16", "QURL_NATIVE=0", "QURL_NATIVE=0"),
-        ("torch", "none", "bfloat16", "scheme none on cpu has no native step", None),
+        ("native", {}, "int8", "float32", "native", None),
+        ("native", {}, "int8", "bfloat16", "native steps need float32 act", "--dtype float32"),
+        ("native", EXPERTS, "int8", "float32", "qwen3_moe models have experts", "experts"),
+        ("torch", {}, "int8", "bfloat16", "QURL_NATIVE=0", "QURL_NATIVE=0"),
+        ("torch", {}, "none", "bfloat16", "scheme none on cpu has no native step", None),
     ],
 )
 def test_an_engine_says_by_what_it_decodes_and_warns_of_a_slow_path_that_could_be_a_fast_one(
-    path, scheme, dtype, step, logged, tmp_path, caplog
+    path, changes, scheme, dtype, step, logged, tmp_path, caplog
 ):
     with decoding_by(path):
-        model = write_model(tmp_path)
+        model = write_model(tmp_path, **changes)
         engine = load_engine(model, scheme=scheme, dtype=dtype, cache_gb=0.01, device="cpu")
         assert engine.decode_step.startswith(step)
     lines = [r.getMessage() for r in caplog.records]

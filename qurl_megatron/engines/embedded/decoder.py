@@ -1,11 +1,12 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3, and the named buffers its weights live in.
+"""One decoder for all families, and the named buffers its weights live in.
 
 q, k, v and gate, up are one matrix each: one activation quantization and one product instead of
-three and two. ``slots`` maps every Hugging Face name to the rows of the buffer that it fills, so an
-update is a series of copies into memory that never moves.
+three and two. A layer's experts have their gates and ups in one buffer and their downs in another;
+each multiplies by its own rows. ``slots`` maps every Hugging Face name to the rows of the buffer
+that it fills, so an update is a series of copies into memory that never moves.
 
 Shapes: T tokens (of all sequences, flattened), H hidden, D head dimension, O and I a matrix's
-sides.
+sides, E experts, k experts that a token meets, P = T * k pairs of a token and one of its experts.
 """
 
 import math
@@ -23,7 +24,7 @@ from qurl_megatron.quant import quantize_tokens
 from qurl_megatron.quant.activations import has_fp8_hardware, scaled_product
 from qurl_megatron.schemes import INTEGER as CODES
 from qurl_megatron.schemes import ROLLOUT as SCHEMES
-from qurl_megatron.tensors.arch import Arch, Llama3Rope
+from qurl_megatron.tensors.arch import Arch, Experts, Llama3Rope
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import hf_tensor
 
@@ -73,6 +74,57 @@ class Matrix:
         elif self.scheme in CODES and self.weight_OI.device.type == "cpu" and native.available():
             self.blocks = native.Blocks(self.weight_OI, self.scale_O)
 
+    def split(self, count: int) -> list["Matrix"]:
+        """Return views of as many runs of equally many rows."""
+        scales = [None] * count if self.scale_O is None else self.scale_O.chunk(count)
+        weights = self.weight_OI.chunk(count)
+        return [Matrix(self.scheme, *part) for part in zip(weights, scales, strict=True)]
+
+
+@dataclass(frozen=True)
+class Mlp:
+    gate_up: Matrix
+    down: Matrix
+
+    def __call__(self, x_TH: Tensor, addend: Tensor | None = None) -> Tensor:
+        gate, up = self.gate_up(x_TH).chunk(2, dim=-1)
+        return self.down(silu(gate).mul_(up), addend)
+
+
+@dataclass(frozen=True)
+class RoutedMlp:
+    """Experts, and the router that chooses some of them for each token."""
+
+    router_EH: Tensor  # never quantized
+    mlps: list[Mlp]
+    facts: Experts
+
+    def route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts' weights in the model's format and their numbers, [T, k] each.
+
+        The order is that of descending weights.
+        """
+        probability_TE = linear(x_TH, self.router_EH).softmax(dim=-1, dtype=torch.float32)
+        weight_Tk, expert_Tk = probability_TE.topk(self.facts.top_k, dim=-1)
+        if self.facts.norm_topk_prob:
+            weight_Tk /= weight_Tk.sum(dim=-1, keepdim=True)
+        return weight_Tk.to(x_TH.dtype), expert_Tk
+
+    def __call__(self, x_TH: Tensor, addend_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over each token's experts plus the addend, and the experts' numbers."""
+        weight_Tk, expert_Tk = self.route(x_TH)
+        expert_P, top_k = expert_Tk.flatten(), self.facts.top_k
+        order_P = expert_P.argsort(stable=True)
+        counts = expert_P.bincount(minlength=len(self.mlps)).tolist()
+        parts = x_TH[order_P // top_k].split(counts)
+        outputs = [mlp(part) for mlp, part in zip(self.mlps, parts, strict=True) if len(part)]
+        y_PH = torch.cat(outputs)[order_P.argsort()]
+        # Summed in an order that is a token's own, whoever shares its experts.
+        total_TH = addend_TH.to(torch.float32, copy=True)
+        for rank, y_TH in enumerate(y_PH.unflatten(0, (-1, top_k)).unbind(1)):
+            total_TH.addcmul_(y_TH, weight_Tk[:, rank, None])
+        return total_TH.to(x_TH.dtype), expert_Tk
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -82,12 +134,12 @@ class Layer:
     qk_norm: Tensor | None  # [heads + kv_heads, D]
     out: Matrix
     post_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
+    mlp: Mlp | RoutedMlp
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+    def matrices(self) -> list[Matrix]:
+        mlps = [self.mlp] if isinstance(self.mlp, Mlp) else self.mlp.mlps
+        return [self.qkv, self.out, *(m for mlp in mlps for m in (mlp.gate_up, mlp.down))]
 
 
 class Decoder:
@@ -97,7 +149,6 @@ class Decoder:
     def __init__(self, arch: Arch, scheme: str, dtype: torch.dtype, device: torch.device) -> None:
         if scheme not in SCHEMES:
             raise ConfigError(f"scheme must be one of {list(SCHEMES)}, got {scheme!r}")
-        arch.refuse_without_engine()
         self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
         self.largest_code = CODES.get(scheme)
         self.slots: dict[str, Slot] = {}
@@ -162,8 +213,18 @@ class Decoder:
                 raise ConfigError(f"tensor {name} holds scales that are not positive and finite")
 
     @torch.inference_mode()
-    def forward(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Return the hidden states [T, H] before the final norm."""
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        experts: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Return the hidden states [T, H] before the final norm.
+
+        Args:
+            experts: receives the numbers of the chosen experts, [T, k] for each layer that routes.
+        """
         arch = self.arch
         cos_T1D, sin_T1D = self._rotary(positions_T)
         x_TH = self.embedding[ids_T]
@@ -179,8 +240,12 @@ class Decoder:
             mixed = attend(index, qkv[:, : arch.heads], qkv[:, arch.heads :])
             x_TH = layer.out(mixed, x_TH)
             y_TH = rms_norm(x_TH, layer.post_norm, arch.rms_eps)
-            gate, up = layer.gate_up(y_TH).chunk(2, dim=-1)
-            x_TH = layer.down(silu(gate).mul_(up), x_TH)
+            if isinstance(layer.mlp, Mlp):
+                x_TH = layer.mlp(y_TH, x_TH)
+            else:
+                x_TH, expert_Tk = layer.mlp(y_TH, x_TH)
+                if experts is not None:
+                    experts.append(expert_Tk)
         return x_TH
 
     @torch.inference_mode()
@@ -194,7 +259,7 @@ class Decoder:
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def _layer(self, prefix: str) -> Layer:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         qkv = [f"{attention}{x}_proj" for x in "qkv"]
         return Layer(
             input_norm=self._float(prefix + "input_layernorm.weight"),
@@ -203,9 +268,23 @@ class Decoder:
             qk_norm=self._qk_norm(attention) if self.arch.qk_norm else None,
             out=self._matrix(attention + "o_proj"),
             post_norm=self._float(prefix + "post_attention_layernorm.weight"),
-            gate_up=self._matrix(mlp + "gate_proj", mlp + "up_proj"),
-            down=self._matrix(mlp + "down_proj"),
+            mlp=self._mlp(prefix + "mlp."),
         )
+
+    def _mlp(self, prefix: str) -> Mlp | RoutedMlp:
+        facts = self.arch.experts
+        if facts is None:
+            return self._mlps([prefix])[0]
+        router = self._float(prefix + "gate.weight")
+        mlps = self._mlps([f"{prefix}experts.{index}." for index in range(facts.count)])
+        return RoutedMlp(router, mlps, facts)
+
+    def _mlps(self, prefixes: list[str]) -> list[Mlp]:
+        """Allocate MLPs of one size: a buffer for all gates and ups, and one for all downs."""
+        gate_up = self._matrix(*(f"{p}{x}_proj" for p in prefixes for x in ("gate", "up")))
+        down = self._matrix(*(f"{p}down_proj" for p in prefixes))
+        parts = (matrix.split(len(prefixes)) for matrix in (gate_up, down))
+        return [Mlp(*part) for part in zip(*parts, strict=True)]
 
     def _matrix(self, *modules: str) -> Matrix:
         """Allocate one matrix for several named ones, stacked along the output."""

@@ -2,7 +2,8 @@
 
 The install builds ``decode.cpp`` where there is a compiler. It is used on processors with AVX-512
 VNNI, for INT8 products of float32 activations; everything else, and every other machine, takes the
-same computation in torch, which is its reference. ``QURL_NATIVE=0`` turns it off.
+same computation in torch, which is its reference. ``QURL_NATIVE=0`` turns it off. A model with
+experts has native products only: torch takes its steps.
 
 Shapes: B rows, T tokens, H hidden, I inputs and O outputs of a matrix.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from qurl_megatron.engines.embedded.cache import Cache
-    from qurl_megatron.engines.embedded.decoder import Decoder, Matrix
+    from qurl_megatron.engines.embedded.decoder import Decoder, Layer, Matrix
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 BUILT = SOURCE.with_name("_decode" + sysconfig.get_config_var("EXT_SUFFIX"))
@@ -78,6 +79,8 @@ def refusal(decoder: "Decoder") -> str | None:
         return reason
     if decoder.dtype is not torch.float32:
         return "native steps need float32 activations (--dtype float32)"
+    if decoder.arch.experts:
+        return f"{decoder.arch.family} models have experts, which the native step lacks"
     return None
 
 
@@ -163,19 +166,7 @@ class NativeStep:
         arch = decoder.arch
         self._decoder, self._cache = decoder, cache  # C++ knows addresses only
         layers = [
-            _Layer(
-                input_norm=layer.input_norm.data_ptr(),
-                qkv=_matrix(layer.qkv),
-                qkv_bias=_address(layer.qkv_bias),
-                qk_norm=_address(layer.qk_norm),
-                out=_matrix(layer.out),
-                post_norm=layer.post_norm.data_ptr(),
-                gate_up=_matrix(layer.gate_up),
-                down=_matrix(layer.down),
-                keys=keys.data_ptr(),
-                values=values.data_ptr(),
-            )
-            for layer, keys, values in zip(decoder.layers, cache.keys, cache.values, strict=True)
+            _layer(*parts) for parts in zip(decoder.layers, cache.keys, cache.values, strict=True)
         ]
         self._model = _Model(
             layer=(_Layer * len(layers))(*layers),
@@ -199,6 +190,22 @@ class NativeStep:
             min(torch.get_num_threads(), 1 + work // THREAD_PAYS_FROM),
         )
         return x_BH
+
+
+def _layer(of: "Layer", keys: Tensor, values: Tensor) -> _Layer:
+    qkv, out, gate_up, down = map(_matrix, of.matrices)
+    return _Layer(
+        input_norm=of.input_norm.data_ptr(),
+        qkv=qkv,
+        qkv_bias=_address(of.qkv_bias),
+        qk_norm=_address(of.qk_norm),
+        out=out,
+        post_norm=of.post_norm.data_ptr(),
+        gate_up=gate_up,
+        down=down,
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+    )
 
 
 def _matrix(of: "Matrix") -> _Matrix:
