@@ -12,7 +12,7 @@ import contextlib
 import gc
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any
@@ -388,6 +388,8 @@ class Info:
     scheme: str | None  # of the weights it takes; None: it does not say
     longest_input: int | None = None  # tokens after which it can generate one more; None: unknown
     resamples: str = ""  # settings by which it samples from another distribution than it is asked
+    ep: int = 1  # parts into which its experts are divided, whole
+    moves_experts: str = ""  # settings by which its experts are not where updates write them
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
@@ -402,6 +404,22 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     max_total_num_tokens: Count | None = None
     context_length: Count | None = None
     max_req_input_len: Count | None = None  # SGLang's: it keeps a few tokens more free
+    ep_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    moe_runner_backend: str | None = None
+    moe_a2a_backend: str | None = None
+    enable_eplb: bool | None = None
+    init_expert_location: str | None = None
+    ep_num_redundant_experts: int | None = None
+
+
+EXPERTS_IN_PLACE: Mapping[str, tuple] = {
+    "moe_runner_backend": ("auto", "triton"),
+    "moe_a2a_backend": ("none",),
+    "enable_eplb": (False,),
+    "init_expert_location": ("trivial",),
+    "ep_num_redundant_experts": (0,),
+}
+"""SGLang's settings of experts, and the values by which they lie as a checkpoint has them."""
 
 
 def read_info(info: dict) -> Info:
@@ -425,8 +443,12 @@ def read_info(info: dict) -> Info:
             limits.append(limit - 1)
     longest_input = min(limits, default=None)
     resamples = ", ".join(_resampling(server))
-    kind, tp = kind_of(server.engine), server.tp_size or 1
-    return Info(kind, tp, loaders, server.scheme, longest_input, resamples)
+    moved = []
+    for name, harmless in EXPERTS_IN_PLACE.items():
+        if (value := getattr(server, name)) not in (None, *harmless):
+            moved.append(f"{name} = {shortened(value)}")
+    kind, tp, ep = kind_of(server.engine), server.tp_size or 1, server.ep_size or 1
+    return Info(kind, tp, loaders, server.scheme, longest_input, resamples, ep, ", ".join(moved))
 
 
 def _resampling(server: _ServerInfo) -> Iterator[str]:

@@ -90,6 +90,7 @@ class EngineRecord:
     process: EngineProcess | None = None  # None: adopted, not ours to start or end
     kind: EngineKind = UNKNOWN
     tp: int = 1
+    ep: int = 1
     longest_input: int | None = None  # tokens that it can continue; None: it does not say
     state: State = "starting"
     version: int | None = None  # of the weights it confirmed
@@ -707,7 +708,7 @@ class Fleet:
             pulse.silent_since, pulse.due = None, self.clock() + self.config.health_every_s
             # One that failed is back with the next version, where there is one to come.
             if engine.state == "starting" or (engine.state == "stale" and self.fixed):
-                engine.kind, engine.tp = info.kind, info.tp
+                engine.kind, engine.tp, engine.ep = info.kind, info.tp, info.ep
                 engine.longest_input = info.longest_input
                 self._admit(engine, None)
                 self.note("restarted" if engine.restarts else "started", engine, f"at {client.url}")
@@ -759,6 +760,11 @@ class Fleet:
             raise ConfigError(
                 f"{url} samples from another distribution than this run trains on, by its "
                 f"own {info.resamples}; start it without"
+            )
+        if info.moves_experts and (self._facts or {}).get("experts"):
+            raise ConfigError(
+                f"{url} keeps experts where no update finds them, by its own {info.moves_experts}; "
+                "start it without, and with --moe-runner-backend triton"
             )
 
     def _heal(self) -> None:

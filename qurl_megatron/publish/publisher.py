@@ -228,6 +228,7 @@ class Publisher:
             Update(fleet, engines, version, self.sync, self.sender.describe, stage=self.stage)
         )
         if self.sender.cut:
+            refuse_whole_experts(engines)
             self._update.connect()
         return self._update.sizes
 
@@ -303,6 +304,17 @@ def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -
                 f"rollout.engine_tensor={align.engine_tensor} does, and {engine} is "
                 f"{engine.kind.name} with a tensor size of {engine.tp}; set both keys to what the "
                 "engines are, or train.align=weights"
+            )
+
+
+def refuse_whole_experts(engines: Sequence[EngineRecord]) -> None:
+    """Raise ConfigError if a rank of an engine has whole experts: its part is cut from them all."""
+    for engine in engines:
+        if engine.ep > 1:
+            raise ConfigError(
+                f"sync.transport=group cuts every expert over an engine's ranks, and {engine} "
+                f"divides them whole, by its ep_size = {engine.ep}; start it without --ep-size, or "
+                "set sync.transport to memory, files or relay"
             )
 
 

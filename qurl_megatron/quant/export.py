@@ -1,7 +1,7 @@
 """The layout in which a quantized checkpoint is written: compressed-tensors'.
 
-SGLang, vLLM and transformers read it. It stores a weight's values under the weight's own name,
-[O, I], and a float32 scale beside it that multiplies them.
+SGLang, vLLM and transformers read it, but SGLang no INT8 experts on a GPU. It stores a weight's
+values under the weight's own name, [O, I], and a float32 scale beside it that multiplies them.
 
 Shapes: O = output channels, I = input channels.
 """

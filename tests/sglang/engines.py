@@ -48,6 +48,7 @@ class Case:
     fmt: str = "sglang"
     dtype: str = "float32"
     tensor: int = 1
+    expert: int = 1  # of how many ranks each holds a part of the experts, whole
     changes: dict = field(default_factory=dict)
 
 
@@ -113,6 +114,7 @@ class Server:
         self.key = secrets.token_hex(16)
         self.log = folder / "engine.log"
         self._port = folder / "engine.port"
+        extra = [*extra, "--ep-size", str(case.expert)] if case.expert > 1 else extra
         launch = engine_launch(start_of(model, case, self.key, empty), PYTHON, self._port, extra)
         folder.mkdir()
         with self.log.open("wb") as out:

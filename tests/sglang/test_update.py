@@ -1,8 +1,27 @@
 """Updates of real SGLang servers: what they hold afterwards is what a fresh start would hold."""
 
-import pytest
+import shutil
+from pathlib import Path
+from typing import Any
 
-from tests.sglang.engines import Case, Server, checkpoints, difference, publish, servers
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from qurl_megatron.quant import quantize_tokens
+from tests.sglang.engines import (
+    PROMPTS,
+    Case,
+    Checkpoint,
+    Server,
+    checkpoints,
+    difference,
+    publish,
+    servers,
+)
 
 IN_SLICE = ("int8", "fp8-tp2")
 CASES = {
@@ -19,6 +38,10 @@ CASES = {
     ),
     # A vocabulary that is padded before it is split.
     "int8-tp2": Case("llama", "int8", "compressed-tensors", tensor=2, changes={"vocab_size": 100}),
+    "experts-int8": Case("qwen3_moe", "int8"),
+    "experts-none-ep2": Case("qwen3_moe", "none", tensor=2, expert=2),
+    "experts-fp8-tp2": Case("qwen3_moe", "fp8", tensor=2),
+    "experts-int8-ep2": Case("qwen3_moe", "int8", tensor=2, expert=2),
 }
 
 
@@ -48,3 +71,52 @@ def test_an_updated_server_answers_as_one_started_from_that_checkpoint(case, tmp
             assert one.client.weight_version() == str(version)
             pointers.add(tuple(receipt.pointers for receipt in receipts))
         assert len(pointers) == 1
+
+
+@pytest.mark.parametrize("scheme", ["none", pytest.param("int8", marks=pytest.mark.slice), "fp8"])
+def test_experts_compute_as_transformers_on_the_published_grid(scheme, tmp_path):
+    case = Case("qwen3_moe", scheme)
+    first, second = checkpoints(case, tmp_path, ["first", "second"])
+    with servers(lambda: Server(first.folder, case, tmp_path / "server")) as (server,):
+        publish(server, second.tensors, 1, tmp_path / "sync")
+        answers = server.answers()
+    model = _on_grid(second, tmp_path / "base", tmp_path / "plain")
+    differences = []
+    for prompt, (ids, log_probs) in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad(), _Tokens(scheme, model):
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        differences.append((log_probs - logits.log_softmax(-1)[range(len(ids)), ids]).abs())
+    apart = torch.cat(differences)
+    # The last bit of a sum may move a code to its neighbour, here and there.
+    assert apart.median() < 1e-5
+    assert apart.max() < (1e-4 if scheme == "none" else 0.02)
+
+
+def _on_grid(version: Checkpoint, base: Path, folder: Path) -> Any:
+    """The version's model in transformers, its weights dequantized."""
+    plain = {
+        name: value.float() * version.tensors.get(f"{name}_scale", 1.0)
+        for name, value in version.tensors.items()
+        if not name.endswith("_scale")
+    }
+    shutil.copytree(base, folder)
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    )
+
+
+class _Tokens(TorchFunctionMode):
+    """Quantizes what every linear layer reads, but for the routers and the output layer."""
+
+    def __init__(self, scheme: str, model: Any) -> None:
+        super().__init__()
+        self.scheme = scheme
+        routers = [layer.mlp.gate.weight for layer in model.model.layers]
+        self.plain = {id(weight) for weight in (model.lm_head.weight, *routers)}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is linear and self.scheme != "none" and id(args[1]) not in self.plain:
+            codes, scale = quantize_tokens(args[0], self.scheme)
+            args = (codes.float() * scale, *args[1:])
+        return function(*args, **(kwargs or {}))

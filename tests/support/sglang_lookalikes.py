@@ -11,11 +11,13 @@ from torch import nn
 
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.engines.sglang.loader import SGLangWeights
+from qurl_megatron.tensors.arch import Experts
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from tests.support.archs import BASE
 
 HIDDEN, HEADS, KV_HEADS, HEAD, MLP, VOCAB, LAYERS = 16, 4, 2, 4, 24, 70, 2
+EXPERTS, EXPERT = 4, 8
 
 
 class UnquantizedLinearMethod: ...
@@ -25,6 +27,15 @@ class W8A8Int8LinearMethod: ...
 
 
 class UnquantizedEmbeddingMethod: ...
+
+
+class UnquantizedFusedMoEMethod: ...
+
+
+class W8A8Int8MoEMethod: ...
+
+
+class Fp8MoEMethod: ...
 
 
 class CompressedTensorsLinearMethod: ...
@@ -76,6 +87,33 @@ class RowParallelLinear(_Linear):
         self.output_size, self.input_size_per_partition = HIDDEN, columns // engine.tp
 
 
+class ReplicatedLinear(_Linear):
+    def __init__(self, rows: int, engine: SimpleNamespace) -> None:
+        super().__init__(rows, HIDDEN, SimpleNamespace(**vars(engine) | {"tp": 1}), bias=False)
+
+
+class FusedMoE(nn.Module):
+    def __init__(self, engine: SimpleNamespace) -> None:
+        super().__init__()
+        self.moe_ep_size, self.moe_tp_size = engine.ep, engine.tp // engine.ep
+        self.moe_ep_rank, self.moe_tp_rank = divmod(engine.rank, self.moe_tp_size)
+        self.num_local_experts = EXPERTS // engine.ep
+        quantized = engine.method is not UnquantizedLinearMethod
+        self.quant_method = W8A8Int8MoEMethod() if quantized else UnquantizedFusedMoEMethod()
+        self.runner_backend = SimpleNamespace(value="triton")
+        inner = EXPERT // self.moe_tp_size
+        for kind, rows, columns in (("w13", 2 * inner, HIDDEN), ("w2", HIDDEN, inner)):
+            shape = (self.num_local_experts, rows, columns)
+            weight = torch.zeros(shape, dtype=torch.int8 if quantized else torch.float32)
+            setattr(self, f"{kind}_weight", nn.Parameter(weight, requires_grad=False))
+            if quantized:
+                scale = torch.zeros(*shape[:2], 1)
+                setattr(self, f"{kind}_weight_scale", nn.Parameter(scale, requires_grad=False))
+
+
+class DeepEPMoE(FusedMoE): ...
+
+
 class VocabParallelEmbedding(nn.Module):
     def __init__(self, engine: SimpleNamespace) -> None:
         super().__init__()
@@ -106,26 +144,37 @@ class _Layer(nn.Module):
         self.self_attn, self.mlp = nn.Module(), nn.Module()
         self.self_attn.qkv_proj = QKVParallelLinear(engine)
         self.self_attn.o_proj = RowParallelLinear(HEADS * HEAD, engine)
-        self.mlp.gate_up_proj = MergedColumnParallelLinear(engine)
-        self.mlp.down_proj = RowParallelLinear(MLP, engine)
+        if engine.ep:
+            unquantized = SimpleNamespace(**vars(engine) | {"method": UnquantizedLinearMethod})
+            self.mlp.gate, self.mlp.experts = (
+                ReplicatedLinear(EXPERTS, unquantized),
+                FusedMoE(engine),
+            )
+        else:
+            self.mlp.gate_up_proj = MergedColumnParallelLinear(engine)
+            self.mlp.down_proj = RowParallelLinear(MLP, engine)
         self.input_layernorm = RMSNorm(HIDDEN)
         self.post_attention_layernorm = RMSNorm(HIDDEN)
 
 
 class Qwen2ForCausalLM(nn.Module):
-    """One rank's model: attention projects 16 to 16, so o_proj is square at TP1."""
+    """One rank's model: attention projects 16 to 16, so o_proj is square at TP1.
+
+    With ``ep``, over how many ranks they are split, it has experts.
+    """
 
     def __init__(
         self,
         *,
         rank: int = 0,
         tp: int = 1,
+        ep: int = 0,
         method: type = W8A8Int8LinearMethod,
         scheme: object = None,
         tied: bool = False,
     ) -> None:
         super().__init__()
-        engine = SimpleNamespace(rank=rank, tp=tp, method=method, scheme=scheme)
+        engine = SimpleNamespace(rank=rank, tp=tp, ep=ep, method=method, scheme=scheme)
         self.model = nn.Module()
         self.model.embed_tokens = VocabParallelEmbedding(engine)
         self.model.layers = nn.ModuleList(_Layer(engine) for _ in range(LAYERS))
@@ -139,10 +188,15 @@ def targets(model: nn.Module) -> dict[str, Shard]:
     return SGLangWeights(model).targets()
 
 
-def whole_tensors(*, quantized: bool = True, tied: bool = False) -> dict[str, torch.Tensor]:
+def whole_tensors(
+    *, quantized: bool = True, tied: bool = False, experts: bool = False
+) -> dict[str, torch.Tensor]:
     """What a checkpoint of it holds, every value different from its neighbours."""
     sizes = dict(hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD, intermediate=MLP)
     arch = replace(BASE, num_layers=LAYERS, vocab=VOCAB, tied=tied, qkv_bias=True, **sizes)
+    if experts:
+        routed = Experts(count=EXPERTS, top_k=2, intermediate=EXPERT, norm_topk_prob=True)
+        arch = replace(arch, experts=routed)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, shape in hf_shapes(arch).items():

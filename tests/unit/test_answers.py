@@ -315,11 +315,22 @@ def test_settings_that_change_what_is_sampled_are_named():
     assert read_info(loose).resamples == "speculative_accept_threshold_acc = 0.9"
 
 
+def test_settings_that_move_experts_are_named():
+    usual = {"moe_runner_backend": "triton", "moe_a2a_backend": "none", "enable_eplb": False}
+    usual |= {"init_expert_location": "trivial", "ep_num_redundant_experts": 0}
+    for said in ({}, usual, {"moe_runner_backend": "auto", "moe_a2a_backend": None}):
+        assert read_info(said).moves_experts == ""
+    moved = usual | {"moe_runner_backend": "deep_gemm", "enable_eplb": True}
+    assert read_info(moved).moves_experts == "moe_runner_backend = deep_gemm, enable_eplb = True"
+
+
 @pytest.mark.parametrize(
     "info",
     [
         *({"preferred_sampling_params": value} for value in (1, [], "[", "[1]", "\ud800")),
         *({"tp_size": value} for value in (-1, 2.0, "2", True, [1], 10**9)),
+        *({"ep_size": value} for value in (0, "2")),
+        *({"moe_runner_backend": value} for value in (1, ["triton"])),
         *({"custom_weight_loader": value} for value in (1, [1], {"a": 1}, ["a", None])),
         *({"scheme": value} for value in (1, ["int8"])),
         {"max_req_input_len": "many"},

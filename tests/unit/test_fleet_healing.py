@@ -305,6 +305,20 @@ def test_an_engine_with_a_loader_scheme_or_settings_of_its_own_is_refused(embedd
             assert [one.url for one in fleet.serving()] == [engine.url]
 
 
+@pytest.mark.parametrize("experts", [None, {"count": 8}])
+def test_an_engine_that_moves_experts_is_refused_where_the_model_has_some(experts):
+    with FakeEngine() as engine:
+        info = engine.server_info()
+        engine.server_info = lambda: info | {"enable_eplb": True}
+        if experts is None:
+            with adopting(engine, facts={"experts": None}) as fleet:
+                assert fleet.serving()
+        else:
+            message = f"{engine.url} keeps experts .* its own enable_eplb = True; .*-backend triton"
+            with pytest.raises(ConfigError, match=message):
+                adopting(engine, facts={"experts": experts}).__enter__()
+
+
 def test_engines_come_and_go_with_the_rendezvous(tmp_path):
     with FakeEngine() as first, FakeEngine(api_key="secret") as second:
         (tmp_path / "key").write_text("secret\n")

@@ -23,6 +23,40 @@ def test_a_layer_equals_the_product_of_dequantized_values(scheme, lead):
     torch.testing.assert_close(actual.view(-1, 24), expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("scheme", ["none", "int8", "fp8"])
+def test_experts_are_the_weighted_sum_of_the_chosen_ones_that_are_here(scheme):
+    generator = torch.Generator().manual_seed(0)
+    layer, dense = SimpleNamespace(), {}
+    for kind, rows, columns in (("w13_weight", 24, 16), ("w2_weight", 16, 12)):
+        weights = [torch.randn(rows, columns, generator=generator) for _ in range(3)]
+        if scheme != "none":
+            codes = [quantize(weight, scheme) for weight in weights]
+            weights = [dequantize(each).float() for each in codes]
+            setattr(layer, kind, torch.stack([each.values for each in codes]))
+            setattr(layer, f"{kind}_scale", torch.stack([each.scale for each in codes]))
+        else:
+            setattr(layer, kind, torch.stack(weights))
+        dense[kind] = weights
+
+    def product(x, weight):
+        if scheme != "none":
+            codes, scale = quantize_tokens(x, scheme)
+            x = codes.float() * scale
+        return x @ weight.t()
+
+    x = torch.randn(5, 16, generator=generator)
+    experts = torch.tensor([[0, 2], [1, -1], [2, 0], [-1, -1], [1, 2]])  # -1: of another rank
+    weights = torch.rand(5, 2, generator=generator)
+    expected = torch.zeros(5, 16)
+    for token, choice in (experts >= 0).nonzero().tolist():
+        expert = experts[token, choice]
+        gate, up = product(x[token : token + 1], dense["w13_weight"][expert]).chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * up
+        expected[token] += weights[token, choice] * product(inner, dense["w2_weight"][expert])[0]
+    actual = cpu_layers._experts(layer, x, weights, experts)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
 def test_a_scale_per_tensor_is_refused():
     layer = SimpleNamespace(
         weight=torch.zeros(32, 24, dtype=torch.int8), weight_scale=torch.ones(1)

@@ -63,6 +63,7 @@ def test_options_that_are_given_win_over_those_the_machine_needs(given):
 def test_where_there_is_cuda_sglang_keeps_its_defaults():
     arguments = server_arguments([], cuda=True, **PORTS)
     assert arguments[:4] == ["--port", "99", "--nccl-port", "98"]
+    assert arguments[4:6] == ["--moe-runner-backend", "triton"]  # experts must stay in place
     assert "--device" not in arguments
 
 

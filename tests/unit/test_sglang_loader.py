@@ -83,7 +83,7 @@ def parts(tensors: dict, ranks: int = 1) -> list[list[Shard]]:
     made: list[list] = [[] for _ in range(ranks)]
     for name, value in tensors.items():
         row_parallel = "o_proj" in name or "down_proj" in name
-        if "norm" in name or (row_parallel and name.endswith("scale")):
+        if "norm" in name or ".gate." in name or (row_parallel and name.endswith("scale")):
             made[0].append(Shard.whole(name, value))
             continue
         dim, start = (1 if row_parallel else 0), 0
@@ -93,12 +93,12 @@ def parts(tensors: dict, ranks: int = 1) -> list[list[Shard]]:
     return made
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp, ep", [(1, 0), (2, 0), (4, 0), (2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_rank_ends_with_its_part_of_every_tensor(ranks, tp):
-    whole = whole_tensors()
+def test_every_rank_ends_with_its_part_of_every_tensor(ranks, tp, ep):
+    whole = whole_tensors(experts=ep > 0)
     for rank in range(tp):
-        engine = Engine(rank=rank, tp=tp)
+        engine = Engine(rank=rank, tp=tp, ep=ep)
         before = pointers(targets(engine.model))
         names = sorted(whole)
         for bucket in range(3):

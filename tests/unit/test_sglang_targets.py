@@ -14,16 +14,16 @@ from tests.support.sglang_lookalikes import Qwen2ForCausalLM, targets, whole_ten
 UNQUANTIZED = lookalikes.UnquantizedLinearMethod
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp, ep", [(1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("method", [UNQUANTIZED, lookalikes.W8A8Int8LinearMethod])
-def test_targets_have_the_names_shapes_and_parts_of_the_checkpoint(tp, method):
-    whole = whole_tensors(quantized=method is not UNQUANTIZED)
+def test_targets_have_the_names_shapes_and_parts_of_the_checkpoint(tp, ep, method):
+    whole = whole_tensors(quantized=method is not UNQUANTIZED, experts=ep > 0)
     held = {name: torch.zeros(value.shape, dtype=torch.int32) for name, value in whole.items()}
     for rank in range(tp):
-        model = Qwen2ForCausalLM(rank=rank, tp=tp, method=method)
+        model = Qwen2ForCausalLM(rank=rank, tp=tp, ep=ep, method=method)
         assert SGLangWeights(model).tensor_rank() == rank
         found = targets(model)
-        assert found.keys() == whole.keys()
+        assert found.keys() == whole.keys()  # of other ranks' experts no rows
         for name, target in found.items():
             assert target.shape == whole[name].shape
             assert target.value.dtype == whole[name].dtype
@@ -34,7 +34,13 @@ def test_targets_have_the_names_shapes_and_parts_of_the_checkpoint(tp, method):
         copies = set(times.flatten().tolist())
         if any(part in name for part in ("k_proj", "v_proj")):
             assert copies == {max(1, tp // lookalikes.KV_HEADS)}, name
-        elif "norm" in name or name.endswith(("o_proj.weight_scale", "down_proj.weight_scale")):
+        elif ".experts." in name and name.endswith("down_proj.weight_scale"):
+            assert copies == {tp // ep}, name
+        elif (
+            "norm" in name
+            or name.endswith(("o_proj.weight_scale", "down_proj.weight_scale"))
+            or ".gate." in name
+        ):
             assert copies == {tp}, name
         else:
             assert copies == {1}, name
@@ -48,6 +54,19 @@ def test_writing_through_a_target_writes_the_live_parameter():
     assert o_proj.weight[5, 3] == 7  # SGLang holds [in, out]
     found["model.layers.1.self_attn.k_proj.bias"].value[0] = 9.0
     assert model.model.layers[1].self_attn.qkv_proj.bias[lookalikes.HEADS * lookalikes.HEAD] == 9.0
+
+
+def test_experts_are_written_where_they_lie():
+    model = Qwen2ForCausalLM(rank=1, tp=2, ep=2)
+    experts = model.model.layers[0].mlp.experts
+    found = targets(model)
+    found["model.layers.0.mlp.experts.3.up_proj.weight"].value[2, 5] = 7
+    found["model.layers.0.mlp.experts.2.down_proj.weight_scale"].value[4] = 9.0
+    assert experts.w13_weight[1, lookalikes.EXPERT + 2, 5] == 7
+    assert experts.w2_weight_scale[0, 4, 0] == 9.0
+    place, strides = experts.w13_weight.data_ptr(), experts.w13_weight.stride()
+    SGLangWeights(model).finish()  # turns back linear layers alone
+    assert (experts.w13_weight.data_ptr(), experts.w13_weight.stride()) == (place, strides)
 
 
 def test_a_square_weight_is_turned_back_by_its_strides():
@@ -113,11 +132,12 @@ def test_compressed_tensors_with_a_scale_per_channel_is_known():
     assert targets(model).keys() == whole_tensors().keys()
 
 
-def test_an_engine_with_attention_split_otherwise_is_refused():
-    model = Qwen2ForCausalLM(rank=1, tp=2)
-    model.model.layers[0].self_attn.qkv_proj.tp_group = SimpleNamespace(
-        rank_in_group=0, world_size=1
-    )
+@pytest.mark.parametrize("ep", [0, 2])
+def test_an_engine_with_attention_split_otherwise_is_refused(ep):
+    model = Qwen2ForCausalLM(rank=1, tp=2, ep=ep)
+    for layer in model.model.layers:  # as data-parallel attention does
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj):
+            linear.tp_group = SimpleNamespace(rank_in_group=0, world_size=1)
     with pytest.raises(ConfigError, match="different groups"):
         SGLangWeights(model).tensor_rank()
 
@@ -128,6 +148,48 @@ def unreached(layers) -> None:
 
 def static_scale(layers) -> None:
     layers[0].mlp.down_proj.input_scale = nn.Parameter(torch.ones(1))
+
+
+def by_another_runner(layers) -> None:
+    layers[0].mlp.experts.runner_backend.value = "flashinfer_trtllm"
+
+
+def of_a_subclass(layers) -> None:
+    layers[0].mlp.experts.__class__ = lookalikes.DeepEPMoE
+
+
+def interleaved(layers) -> None:
+    layers[0].mlp.experts.quant_method.w13_swiglu_interleaved = True
+
+
+def in_blocks(layers) -> None:
+    layers[0].mlp.experts.quant_method = lookalikes.Fp8MoEMethod()
+
+
+def with_bias(layers) -> None:
+    layers[0].mlp.experts.w13_weight_bias = nn.Parameter(torch.zeros(4, 16))
+
+
+def quantized_router(layers) -> None:
+    layers[0].mlp.gate.quant_method = lookalikes.W8A8Int8LinearMethod()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (by_another_runner, r"mlp\.experts .* of flashinfer_trtllm; .*--moe-runner-backend triton"),
+        (of_a_subclass, r"mlp\.experts .* of DeepEPMoE; .*no --moe-a2a-backend"),
+        (interleaved, r"without SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
+        (in_blocks, r"mlp\.experts is quantized as Fp8MoEMethod; .*w8a8_fp8"),
+        (with_bias, r"mlp\.experts\.w13_weight_bias"),
+        (quantized_router, r"mlp\.gate is quantized"),
+    ],
+)
+def test_experts_that_lie_otherwise_are_refused_by_name(change, said):
+    model = Qwen2ForCausalLM(ep=1)
+    change(model.model.layers)
+    with pytest.raises(ConfigError, match=said):
+        targets(model)
 
 
 def repacked(layers) -> None:

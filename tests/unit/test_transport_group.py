@@ -14,7 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from qurl_megatron.fleet.fleet import EngineRecord
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.publish.publisher import refuse_whole_experts
 from qurl_megatron.wire import group, transport
 from qurl_megatron.wire.group import (
     GroupSender,
@@ -48,6 +50,12 @@ BACKENDS = [
         ],
     ),
 ]
+
+
+def test_an_engine_with_whole_experts_on_its_ranks_is_refused():
+    refuse_whole_experts([EngineRecord("one", tp=2)])
+    with pytest.raises(ConfigError, match="transport=group cuts .*ep_size = 2; start it without"):
+        refuse_whole_experts([EngineRecord("one", tp=2), EngineRecord("two", tp=2, ep=2)])
 
 
 class Trainer:

@@ -1,22 +1,23 @@
 """W8A8 layers in plain torch, which SGLang 0.5.23 lacks on a machine without a GPU.
 
 SGLang's own CPU backend wants ``sgl_kernel`` built for AMX. Without that it still runs, on plain
-torch, once three gaps are filled:
+torch, once four gaps are filled:
 
     sgl_kernel     imported everywhere; here a stub, whose functions fail when they are called
     torchvision    imported for images; PyPI's wheel expects two operators of the CUDA build
     W8A8 layers    w8a8_int8, w8a8_fp8 and compressed-tensors with a scale per channel, as
                    ``engines.embedded.decoder``: INT8 products are exact, FP8 is emulated in FP32
+    experts        of w8a8_int8 and w8a8_fp8, and unquantized ones split over ranks, one by one
 
 Beside these, a paused scheduler sleeps instead of spinning, and flushing the cache does not walk
 over all of Python's objects: here the trainer computes on the same cores.
 
 Both functions do nothing unless ``SGLANG_USE_CPU_ENGINE=1``, and nothing where there is CUDA.
 
-Limits: dense models only (no experts); no speculative decoding, LoRA, quantized KV cache, grammars
-or images; FP8 multiplies in FP32, so it shows what FP8 does to a model, not how fast it is; scales
-per tensor or block, and static activation scales, are not there; attention is torch's, and takes
-a batch's sequences one after another.
+Limits: no experts of compressed-tensors; no speculative decoding, LoRA, quantized KV cache,
+grammars or images; FP8 multiplies in FP32, so it shows what FP8 does to a model, not how fast it
+is; scales per tensor or block, and static activation scales, are not there; attention is torch's,
+and takes a batch's sequences one after another.
 """
 
 import functools
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from qurl_megatron.engines.embedded.decoder import Matrix
 
@@ -63,7 +65,7 @@ def register() -> None:
         return
     install()
     import sglang.srt.configs.update_config  # noqa: F401
-    from sglang.srt.layers.quantization import w8a8_fp8, w8a8_int8
+    from sglang.srt.layers.quantization import unquant, w8a8_fp8, w8a8_int8
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
         compressed_tensors_w8a8_fp8,
@@ -74,6 +76,9 @@ def register() -> None:
     w8a8_int8.W8A8Int8LinearMethod.process_weights_after_loading = _transpose
     w8a8_int8.W8A8Int8LinearMethod.apply = _apply
     w8a8_fp8.W8A8Fp8LinearMethod.apply = _apply
+    unquant.UnquantizedFusedMoEMethod.apply = _apply_experts
+    w8a8_int8.W8A8Int8MoEMethod.apply = _apply_experts
+    w8a8_fp8.W8A8FP8MoEMethod.apply = _apply_experts
     compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8.apply_weights = _apply
     compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.apply_weights = _apply
 
@@ -138,6 +143,34 @@ def _apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     scheme = "int8" if weight_OI.dtype is torch.int8 else "fp8"
     y_TO = Matrix(scheme, weight_OI, scale_O)(x_TI, bias)
     return y_TO.view(*x.shape[:-1], len(weight_OI))
+
+
+def _apply_experts(self, layer: Any, dispatch_output: Any) -> Any:
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    weights_TK, experts_TK, _ = dispatch_output.topk_output
+    y_TH = _experts(layer, dispatch_output.hidden_states, weights_TK, experts_TK)
+    return StandardCombineInput(hidden_states=y_TH)
+
+
+def _experts(layer: Any, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts, [T, H]; other ranks' are numbered -1."""
+    schemes = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+    scheme = schemes.get(layer.w13_weight.dtype, "none")
+
+    def matrix(kind: str, expert: int) -> Matrix:
+        weight_OI, scale_O = getattr(layer, kind)[expert], None
+        if scheme != "none":
+            scale_O = getattr(layer, f"{kind}_scale")[expert].view(-1)
+        return Matrix(scheme, weight_OI, scale_O)
+
+    y_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
+    for expert in experts_TK[experts_TK >= 0].unique().tolist():
+        tokens, choices = (experts_TK == expert).nonzero(as_tuple=True)
+        gate, up = matrix("w13_weight", expert)(x_TH[tokens]).chunk(2, dim=-1)
+        y = matrix("w2_weight", expert)(silu(gate) * up)
+        y_TH.index_add_(0, tokens, y.float() * weights_TK[tokens, choices, None])
+    return y_TH.to(x_TH.dtype)
 
 
 def _then_sleep(record: Callable[[Any], None]) -> Callable[[Any], None]:

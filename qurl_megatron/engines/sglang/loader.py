@@ -1,10 +1,11 @@
 """The hook that SGLang calls with each message of an update, on every rank, and the parameters of
 an SGLang model that an update writes.
 
-SGLang fuses q, k and v, and gate and up; splits them over tensor-parallel ranks; copies KV heads
-where there are more ranks than heads; pads the vocabulary; and keeps W8A8 weights transposed, as
-[in, out] views of memory that is still [out, in]. A target is a view of that memory in the
-orientation of the checkpoint, so that loading is a copy, and nothing is allocated or moved.
+SGLang fuses q, k and v, and gate and up; stacks a layer's experts; splits them over
+tensor-parallel ranks; copies KV heads where there are more ranks than heads; pads the vocabulary;
+and keeps W8A8 weights of linear layers transposed, as [in, out] views of memory that is still
+[out, in]. A target is a view of that memory in the orientation of the checkpoint, so that loading
+is a copy, and nothing is allocated or moved.
 
 A weight's orientation shows in its strides, never in its shape: a square one has both.
 
@@ -28,7 +29,13 @@ from qurl_megatron.wire.session import UpdateEnd
 
 logger = logging.getLogger(__name__)
 
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODELS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 _ends: "WeakKeyDictionary[nn.Module, UpdateEnd]" = WeakKeyDictionary()
 
 
@@ -39,13 +46,14 @@ class SGLangWeights:
         self._model = model
 
     def tensor_rank(self) -> int:
+        split = (*_SPLIT, _experts)
         ranks_and_sizes = {
-            _rank_and_size(module) for module in self._model.modules() if _kind(module) in _SPLIT
+            _rank_and_size(module) for module in self._model.modules() if _kind(module) in split
         }
         if len(ranks_and_sizes) != 1:  # as with attention that is data-parallel
             raise ConfigError(
                 "the engine's layers are split over different groups of ranks; "
-                "start it with tensor parallelism alone"
+                "start it with tensor parallelism, and experts over the same ranks, alone"
             )
         return ranks_and_sizes.pop()[0]
 
@@ -120,6 +128,9 @@ def _kind(module: Any) -> "Callable[[str, nn.Module], Iterator[_Claim]] | None":
 
 
 def _rank_and_size(module: Any) -> tuple[int, int]:
+    if _kind(module) is _experts:
+        parts = module.moe_tp_size  # of each expert
+        return module.moe_ep_rank * parts + module.moe_tp_rank, module.moe_ep_size * parts
     group = module.tp_group
     return (0, 1) if group is None else (group.rank_in_group, group.world_size)
 
@@ -244,6 +255,66 @@ def _rest(name: str, module: Any) -> dict[str, Tensor]:
     return {kind: present[kind].data for kind in sorted(expected & present.keys())}
 
 
+def _experts(name: str, module: Any) -> Iterator[_Claim]:
+    """Claims of a layer's experts, stacked: of each its gate on its up, and its down.
+
+    With expert parallelism a rank holds a run of the experts, and of the others a part of no rows.
+    """
+    _refuse_experts(name, module)
+    present = dict(module.named_parameters(recurse=False))
+    local = module.num_local_experts
+    first = module.moe_ep_rank * local
+    for kind in ("weight", "weight_scale"):
+        if f"w13_{kind}" not in present:
+            continue
+        both, down = present[f"w13_{kind}"], present[f"w2_{kind}"]
+        rows = both.shape[1] // 2
+        for part, parameter, values_E, dim in (
+            ("gate_proj", both, both.data[:, :rows], 0),
+            ("up_proj", both, both.data[:, rows:], 0),
+            ("down_proj", down, down.data, 1 if kind == "weight" else None),
+        ):
+            shape, start = list(values_E.shape[1:]), 0
+            if dim is not None:
+                start = module.moe_tp_rank * shape[dim]
+                shape[dim] *= module.moe_tp_size
+            for expert in range(local * module.moe_ep_size):
+                here = 0 <= expert - first < local
+                value = values_E[expert - first] if here else values_E[0, :0]
+                full_name = f"{name}.{expert}.{part}.{kind}"
+                yield _Claim(Shard(full_name, value, tuple(shape), dim, start), id(parameter))
+
+
+def _refuse_experts(name: str, module: Any) -> None:
+    """Raise ``ConfigError`` unless the experts lie in memory as in the checkpoint."""
+    method, backend = module.quant_method, module.runner_backend
+    known = ("UnquantizedFusedMoEMethod", "W8A8Int8MoEMethod", "W8A8FP8MoEMethod")
+    if type(method).__name__ not in known:
+        raise ConfigError(
+            f"{name} is quantized as {type(method).__name__}; updates reach unquantized experts, "
+            "and those of quantization_config w8a8_int8 and w8a8_fp8"
+        )
+    kept_by = type(module).__name__
+    if kept_by == "FusedMoE":
+        kept_by = "triton" if backend is None else backend.value
+    if kept_by != "triton":
+        raise ConfigError(
+            f"{name} is kept in the layout of {kept_by}; start the engine with "
+            "--moe-runner-backend triton and no --moe-a2a-backend"
+        )
+    if getattr(method, "w13_swiglu_interleaved", False):
+        raise ConfigError(
+            f"{name} has its rows interleaved; start the engine without "
+            "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+        )
+
+
+def _replicated(name: str, module: Any) -> Iterator[_Claim]:
+    if _is_quantized(name, module):
+        raise ConfigError(f"{name} is quantized; routers must stay unquantized")
+    return _whole(name, module)
+
+
 def _vocabulary(name: str, module: Any) -> Iterator[_Claim]:
     kind = type(module.quant_method).__name__
     if kind not in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"):
@@ -268,6 +339,8 @@ _KINDS: dict[str, Callable[[str, nn.Module], Iterator[_Claim]]] = {
     "QKVParallelLinear": _qkv,
     "MergedColumnParallelLinear": _gate_up,
     "RowParallelLinear": _row_parallel,
+    "ReplicatedLinear": _replicated,
+    "FusedMoE": _experts,
     "VocabParallelEmbedding": _vocabulary,
     "RMSNorm": _whole,
 }

@@ -77,7 +77,11 @@ def server_arguments(argv: Sequence[str], *, cuda: bool, port: int, nccl_port: i
         nccl_port: where the engine's ranks meet, unless ``--nccl-port`` says so.
     """
     option_names = {option.split("=")[0] for option in argv}
-    options: dict[str, str | None] = {"--port": str(port), "--nccl-port": str(nccl_port)}
+    options: dict[str, str | None] = {
+        "--port": str(port),
+        "--nccl-port": str(nccl_port),
+        "--moe-runner-backend": "triton",  # others keep experts in a layout that no update knows
+    }
     if not cuda:
         options |= CPU_OPTIONS
     added = [
