@@ -1,7 +1,10 @@
+import base64
+
 import pytest
 import torch
 
 from qurl_megatron.engines.embedded import engine as engine_module
+from qurl_megatron.engines.embedded.cache import Cache
 from qurl_megatron.engines.embedded.protocol import Generation
 from tests.support.engine_models import (
     EXPERTS,
@@ -55,6 +58,34 @@ def test_joining_and_leaving_a_running_batch_changes_no_result(folder):
         advance(engine, 2)
     drain(engine)
     assert_as_alone(folder, work)
+
+
+@torch.inference_mode()
+def test_a_response_names_the_experts_that_its_tokens_went_to(tmp_path):
+    """Through shared prompts, changing rows, a retraction and a longer cut of the cache."""
+    engine = engine_for(write_model(tmp_path / "model", **EXPERTS))
+    work = requests(*(4 + 9 * (i % 4) for i in range(8)))
+    work += copies([work[0], work[0]])
+    for one in work:
+        engine.add([one])
+        advance(engine, 2)
+    engine.retract()
+    work.append(sequence(range(2, 80), 100, seed=9))
+    engine.add(work[-1:])
+    drain(engine)
+    for one in work:
+        answer = Generation([one], batched=False, log_probs=False, experts=True).answer()
+        rows = base64.b64decode(answer["meta_info"]["routed_experts"])
+        ids = torch.tensor([*one.prompt, *one.output_ids][:-1])
+        alone: list[torch.Tensor] = []
+        cache = Cache(engine.decoder.arch, torch.float32, ids.device, 0.1, 1)
+        cache.cut(len(ids), live_rows=0)
+        cache.reach(0, 1, len(ids))
+        attend = cache.attend_prefill(torch.tensor([0]), len(ids))
+        engine.decoder.forward(ids, torch.arange(len(ids)), attend, alone)
+        expected = torch.stack(alone, dim=1).sort(-1).values
+        actual = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(expected.shape)
+        assert actual.long().sort(-1).values.equal(expected)
 
 
 def test_the_queue_waits_when_rows_are_full_and_is_served_in_order(folder):

@@ -8,6 +8,8 @@ grid.
 The price: every row is as long as the longest request, and a step reads every row up to the longest
 live prefix. Rollout batches are nearly uniform, so neither is worth page tables here.
 
+Beside a token lie the experts that it went to, if any, as whole numbers of the layer's.
+
 Keys are stored transposed, positions along the fast axis: a decode step multiplies a few query rows
 by every key, and with [D, L] both products of attention stream contiguous memory. On CPU this takes
 half the time of scaled_dot_product_attention, which pays per row and head for its tiling.
@@ -45,6 +47,12 @@ class Cache:
         )
         self._tokens_flat = torch.empty(self.capacity, dtype=torch.int64, device=device)
         self._log_probs_flat = torch.empty(self.capacity, dtype=torch.float32, device=device)
+        self._choices, width = 0, torch.uint8  # of a token, in all layers
+        if arch.experts:
+            self._choices = arch.num_layers * arch.experts.top_k
+            width = torch.uint8 if arch.experts.count <= 256 else torch.int16
+        choices = self.capacity * self._choices
+        self._experts_flat = torch.empty(choices, dtype=width, device=device)
         self.length = 0
         self._reached = 0
         self.cut(ROUND, live_rows=0)
@@ -67,6 +75,7 @@ class Cache:
         self.values = [view(flat, rows, heads, self.length, dim) for flat in self._values_flat]
         self.tokens = view(self._tokens_flat, rows, self.length)
         self.log_probs = view(self._log_probs_flat, rows, self.length)
+        self.experts = view(self._experts_flat, rows, self._choices, self.length)
         for grid, old in zip(self._grids(), live, strict=False):
             grid[:live_rows, ..., :kept] = old
 
@@ -146,7 +155,7 @@ class Cache:
     def _grids(self) -> Iterator[Tensor]:
         """Everything that is laid out by row; positions come last."""
         yield from self._attention_grids()
-        yield from (self.tokens, self.log_probs)
+        yield from (self.tokens, self.log_probs, self.experts)
 
 
 def _scores(q_xGD: Tensor, key_xDL: Tensor, scale: float, mask_x1L: Tensor) -> Tensor:

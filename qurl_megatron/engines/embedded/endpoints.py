@@ -231,7 +231,12 @@ class _Handlers:
         self.worker, self.model_path = worker, model_path
         folder, engine = description_of(model_path), worker.engine
         vocab = engine.decoder.arch.vocab
-        self.limits = RequestLimits(vocab, engine.max_total_tokens, read_eos(folder))
+        self.limits = RequestLimits(
+            vocab,
+            engine.max_total_tokens,
+            read_eos(folder),
+            routed=engine.decoder.arch.experts is not None,
+        )
         self._end = UpdateEnd(engine.decoder)
         self._lease = Lease(facts_of(folder))
 

@@ -56,6 +56,8 @@ class Sequence:
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)  # name, first token beyond it
     finish_reason: dict | None = None
+    # [tokens of prompt and output but the last, layers, experts of a token], a byte or two each
+    experts: bytes = b""
 
     @property
     def total(self) -> int:
@@ -250,9 +252,13 @@ class Engine:
         ids_PL = torch.tensor([p + [0] * (length - len(p)) for p in prefixes], device=device)
         rows_P = torch.tensor(prompt_rows, device=device)
         position_T = torch.arange(length, device=device).repeat(len(prefixes))
+        experts: list[Tensor] = []
         hidden_TH = self.decoder.forward(
-            ids_PL.view(-1), position_T, cache.attend_prefill(rows_P, length)
+            ids_PL.view(-1), position_T, cache.attend_prefill(rows_P, length), experts
         )
+        if experts:
+            of_layers = torch.cat(experts, dim=1).view(*ids_PL.shape, -1)
+            cache.experts[rows_P, :, :length] = of_layers.transpose(1, 2).to(cache.experts.dtype)
         last_P = torch.tensor([len(p) - 1 for p in prefixes], device=device)
         last_P += torch.arange(len(prefixes), device=device) * length
         cache.tokens[rows_P, :length] = ids_PL
@@ -278,7 +284,11 @@ class Engine:
             hidden_BH = self._step(self.decoder.embedding[ids_B], position_B)
         else:
             attend = cache.attend_decode(position_B, longest)
-            hidden_BH = self.decoder.forward(ids_B, position_B, attend)
+            experts: list[Tensor] = []
+            hidden_BH = self.decoder.forward(ids_B, position_B, attend, experts)
+            if experts:
+                of_layers = torch.cat(experts, dim=1).to(cache.experts.dtype)
+                cache.experts[batch.row[:count], :, position_B] = of_layers
         self._extend(self.decoder.logits(hidden_BH), 0)
 
     @functools.cached_property
@@ -320,6 +330,8 @@ class Engine:
         written = slice(len(sequence.prompt), int(self._batch.length[row]))
         sequence.output_ids = self.cache.tokens[row, written].tolist()
         sequence.log_probs = self.cache.log_probs[row, written].tolist()
+        computed = self.cache.experts[row, :, : max(0, written.stop - 1)]
+        sequence.experts = computed.t().contiguous().cpu().numpy().tobytes()
         last = len(self.running) - 1
         if row != last:
             length = int(self._batch.length[last])

@@ -4,6 +4,7 @@ A parameter this engine does not implement is refused by name. Ignoring it would
 distribution than the caller believes, which no later check could find.
 """
 
+import base64
 import random
 import uuid
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Body(Record, frozen=True):
     sampling_params: Any = None
     rid: Any = None
     return_logprob: bool = False
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class RequestLimits:
     vocab: int
     max_total_tokens: int
     eos: tuple[int, ...]
+    routed: bool = False  # the model has experts
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,11 @@ class Generation:
     sequences: list[Sequence]
     batched: bool
     log_probs: bool
+    experts: bool = False
 
     def answer(self) -> dict | list[dict]:
         """Return the body, once all sequences have ended."""
-        answers = [_answer(sequence, self.log_probs) for sequence in self.sequences]
+        answers = [_answer(each, self.log_probs, self.experts) for each in self.sequences]
         return answers if self.batched else answers[0]
 
 
@@ -89,7 +93,9 @@ def parse_generate(body: dict, limits: RequestLimits) -> Generation:
         _sequence(prompt, sampling, rid, limits)
         for prompt, sampling, rid in zip(prompts, params, rids, strict=True)
     ]
-    return Generation(sequences, batched, given.return_logprob)
+    if given.return_routed_experts and not limits.routed:
+        raise ConfigError("return_routed_experts: the model has no experts; leave it out")
+    return Generation(sequences, batched, given.return_logprob, given.return_routed_experts)
 
 
 def _checked(kind: type[Value], name: str, value: object) -> Value:
@@ -135,7 +141,7 @@ def _sequence(
     )
 
 
-def _answer(sequence: Sequence, log_probs: bool) -> dict:
+def _answer(sequence: Sequence, log_probs: bool, experts: bool) -> dict:
     """Return an ended sequence as SGLang reports it."""
     ids, versions = sequence.output_ids, sequence.versions
     starts = [0, *(end for _, end in versions)]
@@ -155,4 +161,6 @@ def _answer(sequence: Sequence, log_probs: bool) -> dict:
         # The third place is for a text, which nobody reads.
         pairs = zip(sequence.log_probs, ids, strict=True)
         meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
+    if experts:
+        meta["routed_experts"] = base64.b64encode(sequence.experts).decode()
     return {"output_ids": ids, "meta_info": meta}
