@@ -65,6 +65,9 @@ class Start:
     empty: bool = True
     """The first version brings all weights; a kind that cannot start without has some before."""
 
+    routed: bool = False
+    """Answers are to name each token's experts."""
+
     trainer_ranks: int = 0
     """Training ranks on this machine, each on the GPU of its number."""
 

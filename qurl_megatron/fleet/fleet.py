@@ -228,6 +228,7 @@ class Fleet:
             dtype=dtype,
             api_key=self.run_key,
             empty=not fixed,
+            routed=routed is not None,
             trainer_ranks=trainer_ranks,
             serve_command=tuple(serve_command),
         )

@@ -27,6 +27,7 @@ def start_here(config: RunConfig, count: int, api_key: str) -> Start:
         scheme=config.quant.scheme,
         dtype=config.model.dtype,
         api_key=api_key,
+        routed=config.model.routing_replay == "rollout",
     )
 
 

@@ -71,6 +71,7 @@ def register() -> None:
         compressed_tensors_w8a8_fp8,
         compressed_tensors_w8a8_int8,
     )
+    from sglang.srt.mem_cache.pool_host import common as pool_host
     from sglang.srt.platforms import cpu as cpu_platform
 
     w8a8_int8.W8A8Int8LinearMethod.process_weights_after_loading = _transpose
@@ -95,6 +96,10 @@ def register() -> None:
         if not hasattr(record, "__wrapped__"):
             scheduler.Scheduler._record_scheduler_state_for_paused_engine = _then_sleep(record)
 
+    # Where tokens' experts are kept; for a GPU it is pinned.
+    pool_host.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(
+        shape, dtype=dtype
+    )
     config = compressed_tensors.CompressedTensorsConfig
     config._check_scheme_supported = _up_to_hopper
     # FP32 activations make exact comparisons possible.

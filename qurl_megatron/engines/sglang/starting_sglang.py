@@ -61,6 +61,8 @@ def engine_launch(
     command += [str(part) for pair in options.items() for part in pair]
     # Trainer and engine speak token ids; with the tokenizer goes the need for its files.
     command += ["--exit-with-stdin", "--skip-tokenizer-init"]
+    if start.routed:
+        command.append("--enable-return-routed-experts")
     if start.empty:
         command += ["--load-format", "dummy"]
         if start.scheme != "none":
