@@ -841,6 +841,10 @@ class WarmstartConfig(Section, name="warmstart", on_resume="free"):
     heads: int = key(4, at_least(1))
     kv_heads: int = key(2, at_least(1))
     intermediate: int = key(384, at_least(1))
+    experts: int = key(0, at_least(0))
+    """MLPs of a layer, of ``intermediate`` each, two of which take a token, and then the model is
+    Qwen3-MoE-shaped; 0: it has one, and no router."""
+
     batch: int = key(64, at_least(1))
     lr: float = key(2e-3, at_least(0))
     seed: int = 0
@@ -851,3 +855,4 @@ class WarmstartConfig(Section, name="warmstart", on_resume="free"):
             f"warmstart.hidden={self.hidden} must be a multiple of "
             f"2 * warmstart.heads={self.heads}, and that of warmstart.kv_heads={self.kv_heads}",
         )
+        require(self.experts != 1, "warmstart.experts=1 leaves nothing to choose; take 0, or more")

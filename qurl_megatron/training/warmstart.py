@@ -26,7 +26,7 @@ from qurl_megatron.data.rows import Question
 from qurl_megatron.kit.disk import new_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 STOP = "."  # the end of an untidy answer; an exact one must not have it
@@ -157,25 +157,34 @@ def shape_of(data: DataConfig, config: WarmstartConfig) -> dict[str, Any]:
     return _shape(build_tokenizer(_questions(data)[0]), config).to_dict()
 
 
-def build_model(
-    tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig
-) -> "Qwen2ForCausalLM":
-    """Build a Qwen2 of the configured sizes with random weights."""
-    from transformers import GenerationConfig, Qwen2ForCausalLM
+def build_model(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -> "PreTrainedModel":
+    """Build a model of the configured sizes with random weights."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one file of 3 MB needs none
-    model = Qwen2ForCausalLM(_shape(tokenizer, config))
+    model = AutoModelForCausalLM.from_config(_shape(tokenizer, config), dtype=torch.float32)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     return model
 
 
-def _shape(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -> "Qwen2Config":
-    from transformers import Qwen2Config
+def _shape(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -> "PreTrainedConfig":
+    from transformers import AutoConfig
 
-    return Qwen2Config(
+    kind, experts = "qwen2", dict[str, Any]()
+    if config.experts:
+        kind = "qwen3_moe"
+        experts = dict(
+            head_dim=config.hidden // config.heads,
+            num_experts=config.experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=config.intermediate,
+            norm_topk_prob=True,
+        )
+    return AutoConfig.for_model(
+        kind,
         vocab_size=math.ceil(len(tokenizer) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         hidden_size=config.hidden,
         intermediate_size=config.intermediate,
@@ -189,6 +198,7 @@ def _shape(tokenizer: "PreTrainedTokenizerFast", config: WarmstartConfig) -> "Qw
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **experts,
     )
 
 
@@ -199,7 +209,7 @@ def encode(tokenizer: "PreTrainedTokenizerFast", question: Question) -> tuple[li
 
 
 def fit(
-    model: "Qwen2ForCausalLM",
+    model: "PreTrainedModel",
     pairs: Sequence[tuple[list[int], list[int]]],
     stop_id: int,
     config: WarmstartConfig,
@@ -250,7 +260,7 @@ def fit(
 
 @torch.no_grad()
 def accuracy(
-    model: "Qwen2ForCausalLM", tokenizer: "PreTrainedTokenizerFast", questions: Sequence[Question]
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", questions: Sequence[Question]
 ) -> float:
     """Return the share of questions whose greedy answer is right, with a full stop or without.
 
