@@ -12,7 +12,7 @@ whatever a broken one left.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +25,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
 from qurl_megatron.wire.group import GroupReceiver, GroupSender
-from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, checksum, piece_of
+from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, checksums, piece_of
 from qurl_megatron.wire.relay import RelayReceiver, RelaySender
 from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender
 from qurl_megatron.wire.transport import Receiver, Sender
@@ -134,34 +134,40 @@ class UpdateSession:
             return True
         return piece.part.overlap(target.part) is not None
 
-    def take(self, data: Tensor, piece: Piece) -> None:
-        """Copy this rank's part of a piece into place.
+    def take(self, data: Tensor, pieces: Sequence[Piece]) -> None:
+        """Copy this rank's part of each piece into place.
 
         Args:
-            data: bytes of the piece's blob, uint8, 1-D.
+            data: bytes of the pieces' blob, uint8, 1-D.
 
         Raises:
-            ConfigError: it does not match the engine's tensor of this name, comes a second time, or
-                is damaged; nothing of it has been written.
+            ConfigError: one does not match the engine's tensor of this name, comes a second time,
+                or is damaged; nothing of it has been written.
         """
-        target = self.targets.get(piece.name)
-        if target is None:
-            raise ConfigError(f"{piece.name} is not a tensor of the engine's model")
-        self._check(piece, target)
-        part = piece.part.overlap(target.part)
-        if part is None:
-            return
-        covered = self.covered.setdefault(piece.name, [])
-        if any(part.overlap(other) for other in covered):
-            raise ConfigError(f"{_what(piece)} came twice")
-        value = piece_of(data, piece)
-        if checksum(value) != piece.checksum:
-            raise ConfigError(f"{_what(piece)} is damaged: its checksum does not agree")
-        if piece.name.endswith("_scale") and not bool((value.isfinite() & (value > 0)).all()):
-            raise ConfigError(f"{_what(piece)} holds scales that are not positive and finite")
-        part.narrow(target.value, target.part).copy_(part.narrow(value, piece.part))
-        covered.append(part)
-        self.bytes += part.elements * target.value.element_size()
+        kept = []
+        for piece in pieces:
+            target = self.targets.get(piece.name)
+            if target is None:
+                raise ConfigError(f"{piece.name} is not a tensor of the engine's model")
+            self._check(piece, target)
+            part = piece.part.overlap(target.part)
+            if part is not None:
+                kept.append((piece, target, part, piece_of(data, piece)))
+        # A GPU is waited for once per blob: a model with experts has tens of thousands of pieces.
+        sums = checksums([value for *_, value in kept])
+        scales = [value.flatten() for piece, *_, value in kept if _is_scale(piece)]
+        sound = not scales or _usable(torch.cat(scales))
+        for (piece, target, part, value), own in zip(kept, sums, strict=True):
+            covered = self.covered.setdefault(piece.name, [])
+            if any(part.overlap(other) for other in covered):
+                raise ConfigError(f"{_what(piece)} came twice")
+            if own != piece.checksum:
+                raise ConfigError(f"{_what(piece)} is damaged: its checksum does not agree")
+            if not sound and _is_scale(piece) and not _usable(value):
+                raise ConfigError(f"{_what(piece)} holds scales that are not positive and finite")
+            part.narrow(target.value, target.part).copy_(part.narrow(value, piece.part))
+            covered.append(part)
+            self.bytes += part.elements * target.value.element_size()
 
     def complete(self, buckets: int) -> None:
         """Fail unless so many buckets, and all of every tensor, have come."""
@@ -258,11 +264,9 @@ class UpdateEnd:
             data = self._fetch(session, blob)
             if data is None:
                 continue
-            for piece in blob.pieces:
-                if session.error is not None:
-                    break  # fetched, and dropped
+            if session.error is None:  # or it is fetched, and dropped
                 with session.failing("loading"):
-                    session.take(data, piece)
+                    session.take(data, blob.pieces)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the sender may overwrite the bytes once this is answered
 
@@ -299,6 +303,14 @@ def pointers(targets: Mapping[str, Shard]) -> str:
     """Return a checksum of all addresses, which an update must not change."""
     places = [(name, t.value.data_ptr(), t.value.stride()) for name, t in sorted(targets.items())]
     return xxhash.xxh3_128_hexdigest(repr(places).encode())
+
+
+def _is_scale(piece: Piece) -> bool:
+    return piece.name.endswith("_scale")
+
+
+def _usable(scales: Tensor) -> bool:
+    return bool((scales.isfinite() & (scales > 0)).all())
 
 
 def _what(piece: Piece) -> str:

@@ -177,6 +177,15 @@ def test_a_damaged_piece_is_named_and_not_written():
     assert not engine.model.model.norm.weight.any()
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_that_no_quantizer_makes_is_named_and_not_written(value):
+    engine, whole = Engine(), whole_tensors()
+    whole[f"{O_PROJ}_scale"][3] = value
+    engine.bucket(engine.wire.put(parts(whole)[0]))
+    assert f"{O_PROJ}_scale holds scales that are not positive" in engine.check().error
+    assert not engine.model.model.layers[0].self_attn.o_proj.weight_scale.any()
+
+
 def test_the_first_error_is_told_and_the_rest_is_fetched_but_not_written():
     engine = Engine()
     whole = parts(whole_tensors())[0]
