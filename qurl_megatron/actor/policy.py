@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from qurl_megatron.actor.aligned import Align, aligned_layers, plain
 from qurl_megatron.actor.build import build_model, load_weights, parameter_ops, transformer_config
 from qurl_megatron.actor.megatron import Axis, Ranks
-from qurl_megatron.actor.replay import Replay, dtype_of
+from qurl_megatron.actor.routing import Routing, dtype_of, own_part
 from qurl_megatron.actor.trained import Trained, with_optimizer
 from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
@@ -67,7 +67,7 @@ class Policy(Trained):
         self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
         self._parameters = list(self.gpt.named_parameters())
         self._reference: WaitingWeights | None = None
-        self.replay: Replay | None = None  # of routers that do not always choose by themselves
+        self.routing = Routing(self.gpt, ranks) if self.arch.experts else None
         self._free = False  # routers choose, whatever a microbatch has
         self._routes: list[Tensor] | None = None  # that routers choose, while they are recorded
 
@@ -120,8 +120,6 @@ class Policy(Trained):
         for name, parameter in gpt.named_parameters():
             policy.write_master(parameter, fp32.pop(name))
         policy._reference = waiting
-        if model.routing_replay != "off":
-            policy.replay = Replay(gpt)
         return policy
 
     @contextmanager
@@ -151,17 +149,22 @@ class Policy(Trained):
 
     def _schedule(self, *arguments: Any, forward_only: bool) -> list:
         self._take_codes()
-        if self.replay:
-            self.replay.begin(backward=not forward_only)
+        if self.routing:
+            self.routing.begin(backward=not forward_only)
         return super()._schedule(*arguments, forward_only=forward_only)
 
     def before_pass(self, batch: TokenBatch) -> None:
-        if self.replay:
-            self.replay.give(None if self._free else batch.routes)
+        if self.routing:
+            routes, counted = batch.routes, None
+            if self._free:
+                routes = None
+            else:
+                counted = own_part(batch.real, batch, self.ranks)
+            self.routing.give(routes, counted)
 
     def after_pass(self) -> None:
-        if self.replay and self._routes is not None:
-            self._routes.append(self.replay.made(dtype_of(self.arch.routed.count)))
+        if self.routing and self._routes is not None:
+            self._routes.append(self.routing.made(dtype_of(self.arch.routed.count)))
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:

@@ -26,6 +26,7 @@ class TokenBatch:
 
     input_ids: Tensor  # [B, S] int64
     positions: Tensor  # [B, S] int64: within the response's own sequence
+    real: Tensor  # [B, S] bool: a token, not padding
     targets: Tensor  # [B, S] int64: the next token; 0 where there is none
     mask: Tensor  # [B, S] bool: the target is a response token that the policy wrote
     indices: tuple[int, ...]  # which response of the step each one is
@@ -34,7 +35,7 @@ class TokenBatch:
     behaviour: Tensor  # [N] float32: log-probs the engine reported
     weights: Tensor  # [N] float32: share of each token in the batch loss
     starts: tuple[int, ...] | None = None  # packed: where each sequence begins, and S
-    # Experts of this rank's tokens in its layers (``actor.replay``); None: routers choose them.
+    # Experts of this rank's tokens in its layers (``actor.routing``); None: routers choose them.
     routes: Tensor | None = None
     # The policies' scores of the batch, [N] float32 each. None until then, and
     # where the recipe does without; who reads one comes after the phase that found it.
@@ -102,7 +103,7 @@ def _batch(
     ids = torch.zeros(starts[-1], dtype=torch.int64)
     positions = torch.empty(starts[-1], dtype=torch.int64)
     targets = torch.zeros(starts[-1], dtype=torch.int64)
-    mask = torch.zeros(starts[-1], dtype=torch.bool)
+    real, mask = torch.zeros(2, starts[-1], dtype=torch.bool)
     behaviour = [responses.behaviour[:0]]
     for index, start, stop in zip(indices, starts, starts[1:], strict=False):
         tokens, length = responses.tokens_of[index], responses.summary.lengths[index]
@@ -110,6 +111,7 @@ def _batch(
         end = start + len(tokens)
         assert end <= stop, f"sample of {len(tokens)} tokens does not fit into {stop - start}"
         ids[start:end] = tokens
+        real[start:end] = True
         positions[start:stop] = torch.arange(stop - start)
         targets[start : end - 1] = tokens[1:]
         mask[end - length - 1 : end - 1] = responses.mask_of[index].bool()
@@ -119,6 +121,7 @@ def _batch(
     return TokenBatch(
         input_ids=ids.view(rows, -1),
         positions=positions.view(rows, -1),
+        real=real.view(rows, -1),
         targets=targets.view(rows, -1),
         mask=mask.view(rows, -1),
         indices=tuple(indices),

@@ -49,6 +49,8 @@ METRICS: dict[str, Known] = {
     "policy/dual_clip_fraction": Known("tokens at the dual clip", "share"),
     "policy/ratio_mean": Known("mean probability ratio of current to proximal policy", "near 1"),
     "policy/entropy": Known("mean entropy per token, in nats"),
+    "policy/expert_load_max": Known("tokens of the busiest expert over the mean of its layer"),
+    "policy/experts_idle_fraction": Known("experts that no token went to", "share"),
     "policy/routes_differ_fraction": Known(
         "tokens and layers whose replayed experts the router would not have chosen", "share"
     ),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.actor.megatron import Ranks, everywhere, held
-from qurl_megatron.actor.replay import dtype_of, own_part
+from qurl_megatron.actor.routing import dtype_of, own_part
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Responses
 from qurl_megatron.tensors.arch import Arch

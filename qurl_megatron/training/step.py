@@ -98,8 +98,8 @@ def improve(
                     metrics += _update(model, minibatch, loss)
     if ranks.last_stage and ranks.counted:
         metrics += [batch_mismatch(batch, algo.cap) for batch in batches[unscored:]]
-    if policy.replay:
-        metrics.append({"policy/routes_differ_fraction": policy.replay.differing()})
+    if policy.routing:
+        metrics.append(policy.routing.metrics())
     return _merged(metrics, algo.epochs * algo.minibatches / ranks.data.size), advantages
 
 

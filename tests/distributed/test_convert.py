@@ -14,7 +14,15 @@ from qurl_megatron.training.state import TrainState, latest
 from tests.support.cases import all_but
 from tests.support.logits import LAYOUTS, assert_logits
 from tests.support.models import FAMILIES, tiny_checkpoint
-from tests.support.policies import build, improve_at, recipe, save_weights, whole
+from tests.support.policies import (
+    EXPERT_LAYOUTS,
+    build,
+    improve_at,
+    recipe,
+    save_weights,
+    whole,
+)
+from tests.support.policies import LAYOUTS as TRAINER_LAYOUTS
 from tests.support.ranks import run_on_ranks
 
 
@@ -39,13 +47,19 @@ def train_and_save(device, config, run_dir, weights) -> None:
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize(
-    "layout", [dict(tensor=2, pipeline=2), dict(tensor=2, data=2), dict()], ids=str
+    "family, layout",
+    [
+        ("qwen2", "TP2 x PP2"),
+        ("qwen2", "TP2 x DP2"),
+        ("qwen3_moe", "TP2 x PP2"),
+        ("qwen3_moe", "EP2 x DP4"),
+        ("qwen3_moe", "EP2 x PP2"),
+    ],
 )
 def test_a_trained_checkpoint_converts_from_its_fp32_masters(family, layout, backend, tmp_path):
     hf = tiny_checkpoint(tmp_path / "hf", family)
-    config = recipe(hf, layout, dtype="bfloat16")
+    config = recipe(hf, {**TRAINER_LAYOUTS, **EXPERT_LAYOUTS}[layout], dtype="bfloat16")
     ranks, saved = config.parallel.world_size, tmp_path / "weights.pt"
     run_on_ranks(train_and_save, ranks, backend, tmp_path, config, tmp_path / "run", saved)
     masters = torch.load(saved)

@@ -19,7 +19,7 @@ from tests.support.critics import (
     observe,
 )
 from tests.support.models import tiny_checkpoint
-from tests.support.policies import LAYOUTS, joined, recipe, relative
+from tests.support.policies import EXPERT_LAYOUTS, LAYOUTS, joined, recipe, relative
 from tests.support.ranks import run_on_ranks
 
 SPLIT = ("TP2", "PP2", "TP2 x PP2", "DP2", "CP2", "TP2 x CP2")
@@ -67,10 +67,14 @@ def test_values_of_sequences_that_lie_end_to_end_are_those_of_each(backend, qwen
     assert_as_by_autograd(packed, expected, gradients)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_other_families_have_critics_as_well(family, backend, tmp_path):
+@pytest.mark.parametrize(
+    "family, layout",
+    [("llama", "TP2 x PP2"), ("qwen3_moe", "TP2 x PP2"), ("qwen3_moe", "EP2 x PP2")],
+)
+def test_other_families_have_critics_as_well(family, layout, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family)
-    actual = run(tmp_path, backend, recipe(folder, dict(tensor=2, pipeline=2)), "split")
+    config = recipe(folder, {**LAYOUTS, **EXPERT_LAYOUTS}[layout])
+    actual = run(tmp_path, backend, config, "split")
     expected, gradients, _ = expected_of(folder)
     assert_as_by_autograd(actual, expected, gradients, close=1e-4)
 

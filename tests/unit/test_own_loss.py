@@ -43,7 +43,7 @@ def tokens(kept: torch.Tensor | None = None) -> TokenBatch:
     proximal = behaviour + torch.tensor([0.1, 4.0, -0.3, 0.0, 0.05, -0.7])
     proximal[1] = behaviour[1] + torch.log(torch.tensor(4.0))
     return TokenBatch(
-        *(ids, ids, ids, ids == 0, (0, 1), (3, 3), owners),
+        *(ids, ids, ids == 0, ids, ids == 0, (0, 1), (3, 3), owners),
         behaviour=behaviour,
         weights=torch.tensor([0.3, 0.3, 0.3, 0.5, 0.5, 0.5]),
         proximal=proximal,

@@ -20,7 +20,7 @@ def batch(reference, *, behaviour=None, proximal=None, advantages=None):
     n = len(reference)
     zero, ids = torch.zeros(n), torch.zeros(1, n, dtype=torch.int64)
     return TokenBatch(
-        *(ids, ids, ids, ids == 0, (0,), (n,), torch.zeros(n, dtype=torch.int64)),
+        *(ids, ids, ids == 0, ids, ids == 0, (0,), (n,), torch.zeros(n, dtype=torch.int64)),
         behaviour=zero if behaviour is None else behaviour,
         weights=torch.ones(n),
         proximal=zero if proximal is None else proximal,
