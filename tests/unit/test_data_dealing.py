@@ -40,6 +40,17 @@ def test_data_ranks_get_like_loads_and_as_many_responses():
     assert [[lengths[i] for i in share] for share in shares] == [[100, 50, 4, 1], [70, 60, 3, 2]]
 
 
+def test_ranks_in_step_make_as_many_passes():
+    lengths = [90, 90, 90, 90, 8, 8, 8, 8, 8, 8, 8, 8]
+    minibatches = [list(range(12))]
+    [free] = deal(minibatches, lengths, 3, 1, budget=100)
+    [in_step] = deal(minibatches, lengths, 3, 1, budget=100, in_step=True)
+    assert len({len(passes) for passes in free}) > 1
+    assert {len(passes) for passes in in_step} == {max(map(len, free))}
+    for passes, before in zip(in_step, free, strict=True):
+        assert sorted(sum(passes, [])) == sorted(sum(before, [])) and all(passes)
+
+
 def test_sequences_of_like_length_share_a_pass():
     lengths = [100, 12, 90, 10, 11, 95, 9]
     # Three long ones take 300 of 320 positions; the short ones would cost 100 each there.

@@ -48,7 +48,8 @@ def test_all_tokens_count_unless_something_leaves_them_out(algo, counted):
 def weights_without(rejected: list[int], **algo) -> dict[int, float]:
     """Weight of a token of each response, all in one minibatch."""
     one = SimpleNamespace(rank=0, size=1)
-    ranks = SimpleNamespace(device=torch.device("cpu"), data=one, context=one, tensor=one)
+    axes = dict(data=one, context=one, tensor=one, expert=one)
+    ranks = SimpleNamespace(device=torch.device("cpu"), **axes)
     config = replace(
         PLAIN, algo=AlgoConfig(minibatches=1, **algo), train=TrainConfig(micro_batch=2)
     )

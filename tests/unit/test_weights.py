@@ -128,3 +128,8 @@ def test_layouts_that_do_not_divide_are_refused_with_those_that_do(tmp_path):
     experts = read_config(tiny_checkpoint(tmp_path / "moe", "qwen3_moe", moe_intermediate_size=3))
     with pytest.raises(ConfigError, match=r"moe_intermediate_size=3; use one of \[1\]"):
         read_arch(experts).check_parallel(2, 1)
+    read_arch(experts).check_parallel(2, 1, 2)  # experts are whole
+    with pytest.raises(ConfigError, match=r"expert=3 does not .* num_experts=4; use one of \[1, 2"):
+        read_arch(experts).check_parallel(1, 1, 3)
+    with pytest.raises(ConfigError, match="expert=2 does not .* MLPs, which are no experts"):
+        arch.check_parallel(1, 1, 2)
