@@ -133,7 +133,6 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
     if arguments.network_gbps:
         gpu = replace(gpu, network=arguments.network_gbps * GB)
     models = find_models(config, arguments.config)
-    models.policy.refuse_without_engine(f"model.path={config.model.path}: ")
     roof = Roofline(gpu=gpu, constants=Constants(), node=node)
     work = workload(config, arguments.mean_tokens, arguments.mean_prompt_tokens)
     return Planner(config, models, roof, work)

@@ -113,7 +113,6 @@ def look_over(config: RunConfig, arch: Arch) -> tuple[list[str], list[str]]:
 def _model_checks(config: RunConfig, arch: Arch) -> list[Callable[[], object]]:
     """Return the checks that the model and its tokenizer can roll out this recipe."""
     return [
-        partial(arch.refuse_without_engine, f"model.path={config.model.path}: "),
         partial(longest_prompt, config.rollout, arch),
         partial(refuse_without_tokenizer, config),
     ]

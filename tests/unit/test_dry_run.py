@@ -204,6 +204,7 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
 EXPERTS = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32},
+    **{"head_dim": 16},
     **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
 }
 
@@ -211,7 +212,6 @@ EXPERTS = {
 def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     recipe(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
-    (tmp_path / "tokenizer.json").touch()
     mistaken = ["rollout.backend=sglang", "rollout.sglang_python=no", "reward.function=no.py:near"]
     given = ["show", str(tmp_path / "recipe.toml"), f"model.path={tmp_path}", *mistaken]
     both = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -224,23 +224,43 @@ def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     assert [line.split(" ")[1].partition("=")[0] for line in lines[:4]] == [
         "model.path", "rollout.sglang_python", "reward.function", "data.path",
     ]  # fmt: skip
-    assert "no engine generates with qwen3_moe models yet, which have experts; take" in lines[0]
     assert "qwen3_moe, 0." in lines[4]
 
 
-@pytest.mark.parametrize("command", [["train"], ["plan", "--gpus", "8", "--gpu", "h100"]])
-def test_a_model_that_no_engine_serves_is_refused_before_anything_loads(
-    command, tmp_path, capsys, monkeypatch
+@pytest.mark.parametrize("command", [["train"], ["show", "--dry-run"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    ("change", "layout", "said"),
+    [
+        ({}, ["expert=2"], "parallel.expert=2 must divide the ranks of a pipeline stage, parallel"),
+        ({}, ["expert=2", "tensor=4"], "must be 1, or a multiple of parallel.tensor=4"),
+        ({}, ["expert=16", "data=16"], "num_experts=8; use one of [1, 2, 4, 8]"),
+        ({"model_type": "qwen3"}, ["expert=2", "data=2"], "the model has none; set it to 1"),
+        ({"moe_intermediate_size": 33}, ["tensor=2"], "moe_intermediate_size=33; use one of [1]"),
+        (
+            {"moe_intermediate_size": 33},
+            ["tensor=2", "expert=2"],
+            "rollout.engine_tensor=4 does not divide the model's num_attention_heads=4 and "
+            "num_key_value_heads=2 and moe_intermediate_size=33; use one of [1]",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_layout_that_experts_forbid_is_one_sentence(
+    command, change, layout, said, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    recipe(tmp_path, text='[rollout]\nmax_new_tokens = 8\nbackend = "sglang"\n')
+    engines = 'backend = "sglang"\nengine_tensor = 4\nengine_first_gpu = 16\n'
+    recipe(tmp_path, text=f"prompts_per_step = 32\n[rollout]\nmax_new_tokens = 8\n{engines}")
     monkeypatch.setattr(start, "refuse_not_installed", lambda config: None)
-    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS | change))
     (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    given = [f"model.path={tmp_path}", f"data.path={tmp_path}/x.jsonl", "train.run_dir=run"]
+    given = [
+        f"model.path={tmp_path}",
+        "train.run_dir=run",
+        *(f"parallel.{size}" for size in layout),
+    ]
     assert main([*command, "recipe.toml", *given]) == 2
-    said = f"model.path={tmp_path}: no engine generates with qwen3_moe models yet, which have exp"
-    assert said in capsys.readouterr().err
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_show_takes_the_folder_of_a_run(tmp_path, capsys):

@@ -7,19 +7,18 @@ from safetensors.torch import load_file, save_file
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.checkpoints.to_huggingface import to_quantized
-from qurl_megatron.engines.embedded.decoder import Decoder, rms_norm
+from qurl_megatron.engines.embedded.decoder import rms_norm
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import CONFIGS
-from qurl_megatron.tensors.arch import facts_of, read_arch, read_eos, read_stop_ids
+from qurl_megatron.tensors.arch import facts_of, read_eos, read_stop_ids
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
 from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Message
 from qurl_megatron.wire.session import UpdateEnd
 from tests.support.engine_models import (
-    CPU,
     TINY,
     decoding_by,
     engine_for,
@@ -205,14 +204,6 @@ def test_rms_norm_normalizes_in_float32_and_scales_in_the_model_dtype():
     x32 = x.float()
     normal = (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
     torch.testing.assert_close(rms_norm(x, w, 1e-6), w * normal, rtol=1e-2, atol=1e-6)
-
-
-def test_a_model_the_engine_would_compute_wrongly_is_not_served():
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    arch = read_arch({**TINY, "model_type": "qwen3_moe", **experts})
-    message = "no engine generates with qwen3_moe models yet, which have experts; take a Llama, "
-    with pytest.raises(ConfigError, match=message):
-        Decoder(arch, "int8", torch.float32, CPU)
 
 
 def test_generation_config_says_what_ends_a_response(tmp_path):
