@@ -292,6 +292,7 @@ BUILT = {
     ),
     "FP32": ("Qwen2.5-0.5B-Instruct", ["model.dtype=float32", "parallel.data=2"]),
     "14B, PP4 x DP64": ("Qwen2.5-14B", ["parallel.pipeline=4", "parallel.data=64"]),
+    "30B-A3B, EP8 x DP16": ("Qwen3-30B-A3B", ["parallel.expert=8", "parallel.data=16"]),
 }
 
 
@@ -315,11 +316,23 @@ def test_memory_from_shapes_is_that_of_built_models(case, tmp_path):
     assert_as_built(config, padding=1e-5)
 
 
-def test_so_is_that_of_experts(tmp_path):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(tensor=2, data=2, pipeline=2),
+        dict(expert=2, data=2),
+        dict(expert=4, tensor=2, data=4, pipeline=2),
+        dict(expert=2, tensor=2, context=2, data=2),
+        dict(expert=8, data=8),
+    ],
+    ids=lambda sizes: " ".join(f"{key}={size}" for key, size in sizes.items()),
+)
+def test_so_is_that_of_experts(sizes, tmp_path):
     shape = tmp_path / "config.json"
-    shape.write_text(json.dumps(EXPERTS | {"vocab_size": 101}))
-    layout = ["parallel.tensor=2", "parallel.data=2", "parallel.pipeline=2"]
-    assert_as_built(recipe(tmp_path, *layout), shape, padding=5e-3)
+    wider = {"hidden_size": 256, "moe_intermediate_size": 128, "vocab_size": 101}
+    shape.write_text(json.dumps(EXPERTS | wider))
+    layout = [f"parallel.{key}={size}" for key, size in sizes.items()]
+    assert_as_built(recipe(tmp_path, *layout), shape, padding=1e-3)
 
 
 def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(tmp_path):
