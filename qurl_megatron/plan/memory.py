@@ -187,7 +187,7 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
     # The inputs of both norms, of q/k/v, and of the MLP: split by their positions.
     unsplit = 4 * arch.hidden
     # q, k, v as the kernel reads them, and its output, which is also o_proj's input.
-    split = 2 * queries + 2 * keys
+    split: float = 2 * queries + 2 * keys
     if arch.qk_norm:
         split += queries + keys
     gathered, routed = 0.0, 0
