@@ -379,10 +379,15 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 SMALL = RECIPES / "gsm8k_ppo_qwen2.5_0.5b.toml"
 
 
-def test_the_page_tells_what_the_command_prints_for_32b_on_32_256_and_up_to_1024_gpus(capsys):
+def test_the_page_tells_what_the_command_prints_for_32b_and_for_experts(capsys):
     page = (RECIPES.parents[1] / "docs/planning.md").read_text(encoding="utf-8")
-    recipe = RECIPES / "grpo_qwen2.5_32b.toml"
-    for options in (["32"], ["256", "--up-to", "0", "--top", "6"]):
+    dense, experts = RECIPES / "grpo_qwen2.5_32b.toml", RECIPES / "grpo_qwen3_30b_a3b.toml"
+    for recipe, options in (
+        (dense, ["32"]),
+        (dense, ["256", "--up-to", "0", "--top", "6"]),
+        (experts, ["16", "--up-to", "128"]),
+        (experts, ["64", "--up-to", "0", "--top", "4"]),
+    ):
         code, out, _ = call(capsys, recipe, "--gpu", "h100", "--gpus", *options)
         assert code == 0 and f"```\n{out}```\n" in page, out
 
@@ -391,7 +396,7 @@ def test_the_page_on_what_pays_has_what_the_command_prints(capsys, monkeypatch):
     monkeypatch.chdir(RECIPES.parents[1])
     page = Path("docs/does_it_pay.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^\$ qurl (plan .*)\n((?:(?!\$ |```).*\n)+)", page, re.M)
-    assert len(blocks) == 9
+    assert len(blocks) == 13
     for words, printed in blocks:
         main(words.split())
         seen = capsys.readouterr()
