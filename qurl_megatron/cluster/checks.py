@@ -23,7 +23,7 @@ from qurl_megatron.kit.filesystem import free, refusing
 from qurl_megatron.plan.footprint import footprint
 from qurl_megatron.tensors.arch import Arch, read_arch, read_config
 from qurl_megatron.training.inputs import sources
-from qurl_megatron.training.shapes import find_models
+from qurl_megatron.training.shapes import check_division, find_models
 from qurl_megatron.training.state import latest, refuse_other_run
 
 GIB = 1 << 30
@@ -155,13 +155,12 @@ def check_engines(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> Arch:
-    """The model is there, as ``check_checkpoint`` wants it, and divides over the ranks."""
+    """The model is there, as ``check_checkpoint`` wants it, and divides over ranks and engines."""
     fix = THERE
     if config.warmstart.steps:
         fix = "`qurl train RECIPE train.steps=0`, called here once, makes it"
     arch = check_checkpoint("model.path", Path(config.model.path), fix=fix)
-    parallel = config.parallel
-    arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
+    check_division(config, arch)
     return arch
 
 

@@ -16,7 +16,7 @@ from qurl_megatron.plan.memory import GIB
 from qurl_megatron.plan.planner import Planner, Prediction
 from qurl_megatron.plan.seconds import Roofline, Workload
 from qurl_megatron.schemes import title
-from qurl_megatron.training.shapes import find_models
+from qurl_megatron.training.shapes import check_division, find_models
 
 HEAD = ("layout", "GiB", "rollout", "train", "publish", "step s", "tokens/s/GPU", "limited by")
 COMPARE_HEAD = ("scheme", "best layout", *HEAD[1:6], "x BF16", "range", "limited by")
@@ -196,7 +196,7 @@ def render(
         f"Fastest, as overrides: {settings}",
     ]
     if not any(layout.own for layout in layouts):
-        text.insert(-1, f"The recipe's own layout is not among those of {arguments.gpus} GPUs.")
+        text.insert(-1, _why_not_own(planner, arguments.gpus))
     if curve:
         scaling = [SCALING_HEAD]
         for best in curve:
@@ -208,6 +208,16 @@ def render(
             stop_sentence(curve, planner.roof.constants.worth),
         ]
     return "\n".join(text) + "\n"
+
+
+def _why_not_own(planner: Planner, gpus: int) -> str:
+    """Say that the recipe's layout is not among those planned, and why if its model forbids it."""
+    reason = ""
+    try:
+        check_division(planner.config, planner.models.policy)
+    except ConfigError as error:
+        reason = f": {error}"
+    return f"The recipe's own layout is not among those of {gpus} GPUs{reason or '.'}"
 
 
 def _heading(planner: Planner, arguments: argparse.Namespace) -> str:

@@ -80,8 +80,19 @@ class Constants:
     layer_launch: float = 0.25e-3
     """Seconds a layer and pass, one way; estimate: 30 to 50 kernels, launched from Python."""
 
+    expert_launch: float = 0.05e-3
+    """Seconds an expert, layer and pass, one way; estimate: 8 kernels, for experts are multiplied
+    one after another."""
+
+    crowded: float = 1.2
+    """Copies of tokens at the fullest of the ranks that experts are dealt to, times an even share;
+    estimate, of the mean over layers and passes."""
+
     decode_layer: float = 25e-6
     """Seconds a layer and decode step; estimate: 8 to 10 small kernels in a CUDA graph."""
+
+    decode_experts: float = 20e-6
+    """Seconds a layer with experts and decode step; estimate: 6 more kernels, for routing."""
 
     decode_step: float = 3e-3
     """Seconds a decode step; estimate: scheduling, sampling and log-probs of an engine."""

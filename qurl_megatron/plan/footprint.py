@@ -181,6 +181,7 @@ def _pass(config: RunConfig) -> Pass:
         tokens=round_up(tokens, chunks * parallel.tensor) // parallel.context,
         tensor=parallel.tensor,
         itemsize=config.model.itemsize,
+        expert=parallel.expert,
         transposed=not train.packed and (train.micro_batch > 1 or train.max_tokens > 0),
         fp32_output=config.model.fp32_output and config.model.dtype != "float32",
     )
@@ -201,9 +202,8 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
     one_layer = memory.layer_activations(arch, passed)
     codes = cast = 0
     if config.train.align != "none":
-        stage_layers = range(index * layers, (index + 1) * layers)
         # FP8 codes without FP8 hardware are multiplied in FP32, of which this counts half.
-        codes, cast = memory.aligned(arch, stage_layers, parallel.tensor, passed.itemsize)
+        codes, cast = memory.aligned(arch, layers, parallel, passed.itemsize)
     reference = 0
     if config.algo.kl_coef > 0 and config.algo.reference_memory == "device":
         reference = policy.parameters * passed.itemsize
@@ -212,7 +212,7 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
         # A matrix is never divided, so that each machine's part has one; of embedding and output
         # layer one part each.
         machines = math.ceil(parallel.world_size / NODE)
-        matrix = 2 * arch.hidden * arch.intermediate // parallel.tensor
+        matrix = memory.largest_matrix(arch, parallel)
         if config.quant.scheme == "none":
             matrix *= itemsize
         bucket = max(bucket, machines * matrix) + 2 * itemsize * policy.largest
@@ -225,7 +225,9 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
         passes=passes,
         activations=passes * kept,
         # Made again, and its gradients; without recomputation these alone.
-        working=(2 * one_layer if recompute else one_layer) + cast,
+        working=(2 * one_layer if recompute else one_layer)
+        + memory.dispatched(arch, passed)
+        + cast,
         logits=memory.logits(arch, passed) if index == parallel.pipeline - 1 else 0,
         publishing=memory.publishing(policy.largest, bucket, slots=SLOTS),
     )
@@ -278,11 +280,12 @@ def render(run: Footprint) -> str:
     source = os.path.relpath(described_by)
     if not described_by.is_file():
         source += ", to be made"
+    experts = f", expert {parallel.expert}" if arch.experts else ""
     lines = [
         f"{arch.family}, {_count(parameter_count(arch))} parameters, {arch.num_layers} layers: "
         f"{source}",
         f"{parallel.world_size} training ranks: tensor {parallel.tensor}, pipeline "
-        f"{parallel.pipeline}, context {parallel.context}, data {parallel.data}",
+        f"{parallel.pipeline}, context {parallel.context}, data {parallel.data}{experts}",
         "",
         f"GiB per rank, passes of {run.tokens} tokens, activations "
         f"{'recomputed' if config.model.recompute else 'kept'}",

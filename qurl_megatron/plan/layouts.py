@@ -39,6 +39,7 @@ class Choice:
             "TP": parallel.tensor,
             "PP": parallel.pipeline,
             "CP": parallel.context,
+            "EP": parallel.expert,
             "DP": parallel.data,
         }
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["1 rank"]
@@ -77,15 +78,20 @@ def choices(arch: Arch, own: ParallelConfig, gpus: int, node: int, shares: int) 
 def _trainers(
     arch: Arch, own: ParallelConfig, gpus: int, within: list[int]
 ) -> Iterator[ParallelConfig]:
-    for tensor, pipeline in product(within, _divisors(arch.num_layers)):
+    experts = _divisors(arch.experts.count) if arch.experts else [1]
+    for tensor, pipeline, expert in product(within, _divisors(arch.num_layers), experts):
+        dealt, uneven = divmod(gpus, pipeline * expert)
+        if not dealt or uneven or (expert > 1 and expert % tensor):
+            continue
         try:
-            arch.check_parallel(tensor, pipeline)
+            arch.check_parallel(tensor, pipeline, expert)
         except ConfigError:
             continue
         for context in within:
             data, unused = divmod(gpus, tensor * pipeline * context)
             if data and not unused:
-                yield replace(own, tensor=tensor, pipeline=pipeline, context=context, data=data)
+                sizes = dict(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
+                yield replace(own, **sizes, data=data)
 
 
 def _divisors(number: int) -> list[int]:

@@ -11,14 +11,15 @@ projections, t = tensor-parallel size. All sizes are bytes.
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from qurl_megatron.checkpoints.ops import stage_ops
+from qurl_megatron.checkpoints.ops import Op, layer_ops, stage_ops
 from qurl_megatron.config import ParallelConfig
 from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.tensors.arch import Arch
-from qurl_megatron.tensors.table import HfTensor
+from qurl_megatron.tensors.table import HfTensor, is_expert
 
 GIB = 1 << 30
 
@@ -38,6 +39,11 @@ its weights' and cache's memory. (SGLang's own rule for a GPU of this size leave
 SCRATCH = 64 << 20
 """Each of two buffers in which a GPU works out log-probs: ``algo.log_probs.SCRATCH_BYTES``, which a
 test holds equal to it, for that module is torch's."""
+
+CROWDED = 1.5
+"""Copies of tokens at the fullest of the ranks that experts are dealt to, times an even share; an
+estimate of a bad layer and pass. Nothing balances experts while a policy learns, and no token is
+dropped."""
 
 GAPS = 0.05
 """Share of a trainer's memory that lies unused between its allocations."""
@@ -83,18 +89,22 @@ def held_from_shapes(
 ) -> Held:
     """Return the memory that a rank of a pipeline stage would hold.
 
-    Masters and moments are divided over the ranks that share the data.
+    Masters and moments are divided over the ranks that hold the same weights: experts dealt to
+    ranks have fewer copies than the rest.
 
     Args:
         itemsize: bytes of a weight; weights of 4 bytes are their own masters.
         critic: a head of one value takes the output layer's place.
     """
-    sizes = _parameters(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
-    numbers = sum(sizes)
-    owned = -(-numbers // (parallel.data * parallel.context))
+    shared, experts = _layer_sizes(arch, parallel.tensor, parallel.expert, parallel.expert_tensor)
+    others = _outer_sizes(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
+    layers = arch.num_layers // parallel.pipeline
+    rest, dealt = layers * sum(shared) + sum(others), layers * sum(experts)
+    numbers = rest + dealt
+    owned = -(-rest // (parallel.data * parallel.context)) + -(-dealt // parallel.expert_copies)
     return Held(
         parameters=numbers,
-        largest=max(sizes),
+        largest=max(shared + experts + others),
         weights=itemsize * numbers,
         gradients=4 * numbers,
         masters=4 * owned * (itemsize != 4),
@@ -102,25 +112,45 @@ def held_from_shapes(
     )
 
 
-def _parameters(arch: Arch, tensor: int, pipeline: int, stage: int, *, critic: bool) -> list[int]:
-    """Numbers in each parameter of a stage."""
-    layers = arch.num_layers // pipeline
+@cache
+def _layer_sizes(
+    arch: Arch, tensor: int, expert: int, expert_tensor: int
+) -> tuple[list[int], list[int]]:
+    """Numbers in each parameter that a rank holds of a layer: of all but experts, and of these."""
+    shared, experts = [], []
+    for op in layer_ops(arch, 0, fused_norms=False):
+        if is_expert(op.hf[0].name):
+            experts.append(_numbers(op, expert_tensor))
+        else:
+            shared.append(_numbers(op, tensor))
+    return shared, experts[: len(experts) // expert]
+
+
+def _outer_sizes(arch: Arch, tensor: int, pipeline: int, stage: int, *, critic: bool) -> list[int]:
+    """Numbers in each parameter of a stage outside of its layers."""
     first, last = stage == 0, stage == pipeline - 1
-    ops = stage_ops(
-        arch, range(stage * layers, (stage + 1) * layers), first=first, last=last and not critic
-    )
-    sizes = []
-    for op in ops:
-        numbers = 0
-        for part in op.hf:
-            shape = part.shape
-            if part.vocabulary:
-                shape = (round_up(shape[0], tensor), *shape[1:])
-            numbers += math.prod(shape) // _ranks_of(part, tensor)
-        sizes.append(numbers)
+    ops = stage_ops(arch, range(0), first=first, last=last and not critic)
+    sizes = [_numbers(op, tensor) for op in ops]
     if critic and last:
         sizes += [arch.hidden, arch.hidden, 1]  # norm; weight and bias of the head
     return sizes
+
+
+def _numbers(op: Op, ranks: int) -> int:
+    """Numbers of a parameter on one of the ranks that it is split over."""
+    numbers = 0
+    for part in op.hf:
+        shape = part.shape
+        if part.vocabulary:
+            shape = (round_up(shape[0], ranks), *shape[1:])
+        numbers += math.prod(shape) // _ranks_of(part, ranks)
+    return numbers
+
+
+def largest_matrix(arch: Arch, parallel: ParallelConfig) -> int:
+    """Numbers in the largest matrix that a rank holds of a layer."""
+    shared, experts = _layer_sizes(arch, parallel.tensor, parallel.expert, parallel.expert_tensor)
+    return max(shared + experts)
 
 
 def round_up(number: int, step: int) -> int:
@@ -141,6 +171,7 @@ class Pass:
     itemsize: int  # of an activation
     transposed: bool  # several rows: Megatron copies [s, b, v] logits to [b, s, v]
     fp32_output: bool = False  # logits in FP32, of a model in BF16
+    expert: int = 1  # ranks that a layer's experts are dealt to
 
 
 def layer_activations(arch: Arch, passed: Pass) -> int:
@@ -156,17 +187,36 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
     # The inputs of both norms, of q/k/v, and of the MLP: split by their positions.
     unsplit = 4 * arch.hidden
     # q, k, v as the kernel reads them, and its output, which is also o_proj's input.
-    split = 2 * queries + 2 * keys
+    split: float = 2 * queries + 2 * keys
     if arch.qk_norm:
         split += queries + keys
-    if arch.experts:
-        # Every token's copies for its experts, gathered on each tensor rank.
-        copies = arch.experts.top_k
-        gathered, split = copies * arch.hidden, split + copies * 3 * arch.experts.intermediate
+    gathered, routed = 0.0, 0
+    if arch.experts is None:
+        split += 3 * arch.intermediate  # gate and up; their product
     else:
-        gathered, split = 0, split + 3 * arch.intermediate  # gate and up; their product
+        routed = 2 * arch.experts.count  # the router's logits and probabilities
+        inner = 3 * arch.experts.intermediate
+        if passed.expert == 1:
+            # Every tensor rank has all tokens' copies for their experts, and a slice of each one.
+            gathered, split = arch.experts.top_k * arch.hidden, split + arch.experts.top_k * inner
+        else:
+            split += CROWDED * arch.experts.top_k * (arch.hidden + inner)
     numbers = unsplit / t + gathered + split / t
-    return round(T * (passed.itemsize * numbers + 4 * arch.heads / t))
+    return round(T * (passed.itemsize * numbers + 4 * (arch.heads + routed) / t))
+
+
+def dispatched(arch: Arch, passed: Pass) -> int:
+    """Return the bytes of tokens on their way to experts or back, which no backward pass reads.
+
+    Dealt experts: the copies that a rank sends, and those that it gets, before they are sorted by
+    expert. Else: the experts' outputs, before they are added up.
+    """
+    if arch.experts is None:
+        return 0
+    copies = passed.tokens * arch.experts.top_k
+    if passed.expert > 1:
+        copies = round((1 + CROWDED) * copies / passed.tensor)
+    return copies * arch.hidden * passed.itemsize
 
 
 def stage_activations(arch: Arch, layers: int, passed: Pass, *, recompute: bool) -> int:
@@ -197,7 +247,20 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
 
     Ranks that share a key/value head each have it.
     """
-    ops = stage_ops(arch, range(arch.num_layers), first=True, last=True)
+    outer = stage_ops(arch, range(0), first=True, last=True)
+    layer = layer_ops(arch, 0, fused_norms=False)
+    sizes = [_engine_bytes(ops, scheme, tensor, itemsize) for ops in (outer, layer)]
+    return round(sizes[0] + arch.num_layers * sizes[1])
+
+
+@cache
+def engine_experts(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
+    """Bytes of experts among ``engine_weights``."""
+    experts = [op for op in layer_ops(arch, 0, fused_norms=False) if is_expert(op.hf[0].name)]
+    return round(arch.num_layers * _engine_bytes(experts, scheme, tensor, itemsize))
+
+
+def _engine_bytes(ops: Iterable[Op], scheme: str, tensor: int, itemsize: int) -> float:
     total = 0.0
     for part in itertools.chain.from_iterable(op.hf for op in ops):
         size, channels = math.prod(part.shape), part.shape[0]
@@ -209,7 +272,7 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
             total += 4 * _share(channels, part, shared)
         else:
             total += size * itemsize / shared
-    return round(total)
+    return total
 
 
 def _share(channels: int, part: HfTensor, ranks: int) -> float:
@@ -218,7 +281,7 @@ def _share(channels: int, part: HfTensor, ranks: int) -> float:
 
 
 @cache
-def aligned(arch: Arch, layers: range, tensor: int, itemsize: int) -> tuple[int, int]:
+def aligned(arch: Arch, layers: int, parallel: ParallelConfig, itemsize: int) -> tuple[int, int]:
     """Return the extra bytes of a rank whose layers compute with the engines' codes.
 
     Returns:
@@ -226,13 +289,15 @@ def aligned(arch: Arch, layers: range, tensor: int, itemsize: int) -> tuple[int,
         model's format, for as long as it takes.
     """
     codes, largest = 0, 0
-    for op in stage_ops(arch, layers, first=False, last=False):
+    for op in layer_ops(arch, 0, fused_norms=False):
+        expert = is_expert(op.hf[0].name)
+        split = parallel.expert_tensor if expert else parallel.tensor
         parts = [part for part in op.hf if part.quantized]
-        numbers = sum(math.prod(part.shape) // tensor for part in parts)
-        channels = sum(int(_share(part.shape[0], part, tensor)) for part in parts)
-        codes += numbers + 4 * channels
+        numbers = sum(math.prod(part.shape) // split for part in parts)
+        channels = sum(int(_share(part.shape[0], part, split)) for part in parts)
+        codes += (numbers + 4 * channels) // (parallel.expert if expert else 1)
         largest = max(largest, numbers * itemsize)
-    return codes, largest
+    return layers * codes, largest
 
 
 def cached_token(arch: Arch, tensor: int, itemsize: int) -> int:

@@ -20,7 +20,7 @@ from qurl_megatron.config import ParallelConfig, RunConfig, TrainConfig
 from qurl_megatron.plan import memory
 from qurl_megatron.plan.constants import Constants, Gpu
 from qurl_megatron.tensors.arch import Arch
-from qurl_megatron.tensors.table import is_quantized
+from qurl_megatron.tensors.table import is_expert, is_quantized
 
 LONGEST = "the longest response"
 ROOM, REQUESTS = "room for keys and values", "rollout.requests_per_engine"
@@ -111,16 +111,32 @@ class Roofline:
         bandwidth = self.gpu.nvlink if extent <= self.node else self.gpu.network
         return size / (bandwidth * self.constants.collective)
 
+    def exchange(self, size: float, ranks: int) -> float:
+        """Seconds of a rank that sends ``size`` bytes in equal parts to ``ranks``, itself included.
+
+        They are neighbours; what stays on a machine travels while the rest crosses the network.
+        """
+        near = min(ranks, self.node)
+        within = self.send((near - 1) / ranks * size, near)
+        return max(within, self.send((ranks - near) / ranks * size, ranks))
+
 
 @cache
 def linear_parameters(arch: Arch) -> float:
     """Numbers in the layers' linear weights that a token meets: of experts, the chosen ones."""
-    total = 0.0
+    total = expert_parameters(arch)
     for name, shape in hf_shapes(arch).items():
-        if is_quantized(name):
-            met = arch.routed.top_k / arch.routed.count if ".experts." in name else 1
-            total += shape[0] * shape[1] * met
+        if is_quantized(name) and not is_expert(name):
+            total += shape[0] * shape[1]
     return total
+
+
+def expert_parameters(arch: Arch) -> float:
+    """Numbers in the experts of all layers that a token meets."""
+    if arch.experts is None:
+        return 0.0
+    met = arch.num_layers * arch.experts.top_k
+    return float(met * 3 * arch.hidden * arch.experts.intermediate)
 
 
 @dataclass(frozen=True)
@@ -142,6 +158,9 @@ def decode_step(roof: Roofline, engine: Engine, running: float, context: float) 
     weights: float = memory.engine_weights(arch, engine.scheme, tensor, BF16)
     if not arch.tied:  # of the embedding a step reads a row per response
         weights -= BF16 * embedding
+    if arch.experts:  # of experts those that any response has chosen, of all alike
+        idle = (1 - arch.experts.top_k / arch.experts.count) ** running
+        weights -= idle * memory.engine_experts(arch, engine.scheme, tensor, BF16)
     read = roof.read(weights)
     multiply = roof.compute(2 * running * linear_parameters(arch) / tensor, engine.scheme)
     multiply += roof.compute(2 * running * embedding)
@@ -155,6 +174,8 @@ def decode_step(roof: Roofline, engine: Engine, running: float, context: float) 
     layer = roof.constants.decode_layer
     if engine.scheme != "none":
         layer += roof.constants.activation_codes
+    if arch.experts:
+        layer += roof.constants.decode_experts
     return {
         # The weights are read while they are multiplied: the longer of the two counts.
         WEIGHTS: read * (read >= multiply),
@@ -240,9 +261,11 @@ def forward(
     Args:
         head: an output layer; a critic's has one row.
     """
-    t, c = parallel.tensor, parallel.context
+    t, c, e = parallel.tensor, parallel.context, parallel.expert
     layers = arch.num_layers // parallel.pipeline
     weights = linear_parameters(arch) / parallel.pipeline
+    if e > 1:  # all wait for the rank with most
+        weights += (roof.constants.crowded - 1) * expert_parameters(arch) / parallel.pipeline
     if head:  # of the last stage
         weights += arch.vocab * arch.hidden
     attention = roof.compute(2 * layers * arch.heads * arch.head_dim * hand.squares / (t * c))
@@ -252,7 +275,14 @@ def forward(
     # Each block of keys travels while attention to the one before is computed.
     exchange = max(0.0, layers * roof.send(keys, t * c) - attention)
     sends = 2 * layers * roof.send(sums, t) + exchange
-    launches = hand.passes * layers * roof.constants.layer_launch
+    launch = roof.constants.layer_launch
+    if arch.experts:
+        launch += arch.experts.count // e * roof.constants.expert_launch
+        if e > 1:  # in place of one of the sums
+            copies = hand.tokens / (t * c) * arch.experts.top_k
+            size = roof.constants.crowded * copies * arch.hidden * BF16
+            sends += layers * (2 * roof.exchange(size, e) - roof.send(sums, t))
+    launches = hand.passes * layers * launch
     return {
         COMPUTE: compute,
         SENDS: sends,
@@ -303,7 +333,7 @@ def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:
     parallel, rollout, constants = config.parallel, config.rollout, roof.constants
     version = memory.engine_weights(arch, config.quant.scheme, 1, config.model.itemsize)
     ranks = parallel.tensor * parallel.pipeline
-    # Data-parallel replicas take turns, bucket by bucket.
+    # Data-parallel replicas take turns, bucket by bucket; experts have fewer, which hold fewer.
     quantized = version / ranks / parallel.data
     received = version / rollout.engine_tensor
     weights = _parameters(arch) / ranks / parallel.data

@@ -22,6 +22,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     routed: bool = False  # every layer has experts in place of one MLP
+    head_dim: int | None = None  # unless the config says; None: hidden size over heads
     window: int | None = None  # sliding attention window, unless the config says
 
 
@@ -29,7 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "mistral": Family(window=4096),
     "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
+    "qwen3": Family(qk_norm=True, head_dim=128),
     "qwen3_moe": Family(qk_norm=True, routed=True),
 }
 
@@ -140,12 +141,15 @@ class Arch:
                 f"{keys[1]}={pipeline} does not divide the model's "
                 f"num_hidden_layers={self.num_layers}; use one of {_divisors(self.num_layers)}"
             )
-        experts = self.experts.count if self.experts else 1
-        if experts % expert:
-            has = f"num_experts={experts}" if self.experts else "MLPs, which are no experts"
+        if expert > 1 and self.experts is None:
             raise ConfigError(
-                f"parallel.expert={expert} does not divide the model's {has}; use one of "
-                f"{_divisors(experts)}"
+                f"parallel.expert={expert} deals experts to ranks, and the model has none; set it "
+                "to 1"
+            )
+        if self.experts and self.experts.count % expert:
+            raise ConfigError(
+                f"parallel.expert={expert} does not divide the model's "
+                f"num_experts={self.experts.count}; use one of {_divisors(self.experts.count)}"
             )
 
     def check_megatron(self) -> None:
@@ -216,7 +220,7 @@ def _arch(config: dict[str, Any]) -> Arch:
         hidden=hidden,
         heads=heads,
         kv_heads=_count(config, "num_key_value_heads", heads),
-        head_dim=_count(config, "head_dim", hidden // heads),
+        head_dim=_count(config, "head_dim", family.head_dim or hidden // heads),
         intermediate=_count(config, "intermediate_size"),
         vocab=_count(config, "vocab_size"),
         rms_eps=_number(config, "rms_norm_eps", 1e-6),

@@ -148,6 +148,12 @@ def is_vocabulary(name: str) -> bool:
     return _row_of_weight(name).rows == "vocabulary"
 
 
+def is_expert(name: str) -> bool:
+    """True for the weights of experts, which are dealt to ranks."""
+    row = _row_of_weight(name)
+    return "expert" in (row.rows, row.columns)
+
+
 def uaq_role(name: str) -> Literal["norm", "reader"] | None:
     """The effect of UAQ on a tensor: a norm is scaled up, its readers down; None: nothing."""
     return _row_of_weight(name).uaq

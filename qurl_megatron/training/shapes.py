@@ -56,14 +56,21 @@ def check_division(config: RunConfig, arch: Arch) -> None:
             f"and a {arch.family} model has none; leave it out"
         )
     if not engine_divides(arch, config.engine_tensor):
+        sizes = f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
+        if arch.experts:
+            sizes += f" and moe_intermediate_size={arch.experts.intermediate}"
+        fitting = [n for n in range(1, arch.heads + 1) if engine_divides(arch, n)]
         raise ConfigError(
-            f"rollout.engine_tensor={config.engine_tensor} does not divide the model's "
-            f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
+            f"rollout.engine_tensor={config.engine_tensor} does not divide the model's {sizes}; "
+            f"use one of {fitting}"
         )
 
 
 def engine_divides(arch: Arch, tensor: int) -> bool:
-    """Whether an engine of ``tensor`` GPUs can split the heads; keys and values may be shared."""
+    """Whether an engine of ``tensor`` GPUs can split the heads, and each expert, of which every GPU
+    has its part; keys and values may be shared."""
+    if arch.experts and arch.experts.intermediate % tensor:
+        return False
     return not (arch.heads % tensor or (arch.kv_heads % tensor and tensor % arch.kv_heads))
 
 

@@ -1,4 +1,4 @@
-"""The scripts that ship in slurm/: 14B and 32B on nodes of 8 x H100, of runs and of commands.
+"""The scripts that ship in slurm/: 14B, 32B and 30B-A3B on nodes of 8 x H100, runs and commands.
 
 ``python -m tests.support.slurm_scripts`` writes them again; a test compares with ``rendered``.
 """
@@ -15,6 +15,7 @@ CONVERT = "convert --hf models/{0} --out models/{0}-s1.5 --uaq-scale 1.5 --tenso
 READY = {
     "train_14b.sbatch": "train launch/recipes/grpo_qwen2.5_14b.toml",
     "train_32b.sbatch": "train launch/recipes/grpo_qwen2.5_32b.toml",
+    "train_30b_a3b.sbatch": "train launch/recipes/grpo_qwen3_30b_a3b.toml",
     "convert_14b.sbatch": CONVERT.format("Qwen2.5-14B"),
     "convert_32b.sbatch": CONVERT.format("Qwen2.5-32B"),
     "bench_32b.sbatch": "bench rollout --model Qwen2.5-32B --engine sglang --tensor 8 "

@@ -203,6 +203,7 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
 EXPERTS = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32},
+    **{"head_dim": 16},
     **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
 }
 
@@ -210,7 +211,6 @@ EXPERTS = {
 def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     recipe(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
-    (tmp_path / "tokenizer.json").touch()
     mistaken = ["rollout.backend=sglang", "rollout.sglang_python=no", "reward.function=no.py:near"]
     mistaken.append("rollout.max_new_tokens=9999")
     given = ["show", str(tmp_path / "recipe.toml"), f"model.path={tmp_path}", *mistaken]
@@ -225,6 +225,42 @@ def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
         "rollout.max_new_tokens", "rollout.sglang_python", "reward.function", "data.path",
     ]  # fmt: skip
     assert "qwen3_moe, 0." in lines[4]
+
+
+@pytest.mark.parametrize("command", [["train"], ["show", "--dry-run"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    ("change", "layout", "said"),
+    [
+        ({}, ["expert=2"], "parallel.expert=2 must divide the ranks of a pipeline stage, parallel"),
+        ({}, ["expert=2", "tensor=4"], "must be 1, or a multiple of parallel.tensor=4"),
+        ({}, ["expert=16", "data=16"], "num_experts=8; use one of [1, 2, 4, 8]"),
+        ({"model_type": "qwen3"}, ["expert=2", "data=2"], "the model has none; set it to 1"),
+        ({"moe_intermediate_size": 33}, ["tensor=2"], "moe_intermediate_size=33; use one of [1]"),
+        (
+            {"moe_intermediate_size": 33},
+            ["tensor=2", "expert=2"],
+            "rollout.engine_tensor=4 does not divide the model's num_attention_heads=4 and "
+            "num_key_value_heads=2 and moe_intermediate_size=33; use one of [1]",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_layout_that_experts_forbid_is_one_sentence(
+    command, change, layout, said, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    engines = 'backend = "sglang"\nengine_tensor = 4\nengine_first_gpu = 16\n'
+    recipe(tmp_path, text=f"prompts_per_step = 32\n[rollout]\nmax_new_tokens = 8\n{engines}")
+    monkeypatch.setattr(start, "refuse_not_installed", lambda config: None)
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS | change))
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    given = [
+        f"model.path={tmp_path}",
+        "train.run_dir=run",
+        *(f"parallel.{size}" for size in layout),
+    ]
+    assert main([*command, "recipe.toml", *given]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_show_takes_the_folder_of_a_run(tmp_path, capsys):
@@ -256,6 +292,7 @@ BUILT = {
     ),
     "FP32": ("Qwen2.5-0.5B-Instruct", ["model.dtype=float32", "parallel.data=2"]),
     "14B, PP4 x DP64": ("Qwen2.5-14B", ["parallel.pipeline=4", "parallel.data=64"]),
+    "30B-A3B, EP8 x DP16": ("Qwen3-30B-A3B", ["parallel.expert=8", "parallel.data=16"]),
 }
 
 
@@ -279,11 +316,23 @@ def test_memory_from_shapes_is_that_of_built_models(case, tmp_path):
     assert_as_built(config, padding=1e-5)
 
 
-def test_so_is_that_of_experts(tmp_path):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(tensor=2, data=2, pipeline=2),
+        dict(expert=2, data=2),
+        dict(expert=4, tensor=2, data=4, pipeline=2),
+        dict(expert=2, tensor=2, context=2, data=2),
+        dict(expert=8, data=8),
+    ],
+    ids=lambda sizes: " ".join(f"{key}={size}" for key, size in sizes.items()),
+)
+def test_so_is_that_of_experts(sizes, tmp_path):
     shape = tmp_path / "config.json"
-    shape.write_text(json.dumps(EXPERTS | {"vocab_size": 101}))
-    layout = ["parallel.tensor=2", "parallel.data=2", "parallel.pipeline=2"]
-    assert_as_built(recipe(tmp_path, *layout), shape, padding=5e-3)
+    wider = {"hidden_size": 256, "moe_intermediate_size": 128, "vocab_size": 101}
+    shape.write_text(json.dumps(EXPERTS | wider))
+    layout = [f"parallel.{key}={size}" for key, size in sizes.items()]
+    assert_as_built(recipe(tmp_path, *layout), shape, padding=1e-3)
 
 
 def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(tmp_path):

@@ -18,7 +18,7 @@ from qurl_megatron.plan.layouts import choices, overrides, own_choice, scaled
 from qurl_megatron.plan.memory import GIB, engine_weights
 from qurl_megatron.plan.planner import Planner
 from qurl_megatron.plan.seconds import Engine, Hand, Roofline, Workload
-from qurl_megatron.tensors.arch import read_arch
+from qurl_megatron.tensors.arch import Experts, read_arch
 from qurl_megatron.training.shapes import find_models
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
@@ -48,6 +48,9 @@ ARCH = read_arch(
         "vocab_size": 10,
         "max_position_embeddings": 64,
     }
+)
+MOE = replace(
+    ARCH, experts=Experts(count=8, top_k=2, intermediate=6, norm_topk_prob=True), family="qwen3_moe"
 )
 # q and o 8 x 8 each, k and v 4 x 8, gate, up and down 16 x 8, in four layers.
 LINEAR = 4 * (2 * 64 + 2 * 32 + 3 * 128)
@@ -112,6 +115,22 @@ def test_the_ranks_of_an_engine_add_up_twice_a_layer():
     assert step[seconds.SENDS] == pytest.approx(8 * (80 / 10 + 0.5))
 
 
+def test_a_decode_step_reads_the_experts_that_any_response_has_chosen():
+    """Each of 8 stays unread where none of 3 responses has it among its 2: (3/4)^3."""
+    roof, engine = with_constants(decode_experts=0.5), replace(ENGINE, arch=MOE)
+    step = seconds.decode_step(roof, engine, running=3, context=20)
+    expert = 3 * 8 * 6 + 4 * (6 + 6 + 8)  # INT8 codes and scales of gate, up and down
+    unread = 4 * 8 * expert * 0.75**3
+    embedding = 2 * 80
+    read = engine_weights(MOE, "int8", 1, 2) - embedding - unread
+    assert step[seconds.WEIGHTS] == pytest.approx(read / 100)
+    assert step[seconds.LAUNCH] == 4 * 0.5
+    # Of products each response has its own two.
+    met = 4 * (2 * 64 + 2 * 32 + 2 * 3 * 48)
+    full = seconds.decode_step(roof, engine, running=100, context=20)
+    assert full[seconds.COMPUTE] == pytest.approx(100 * (2 * met / 2000 + 160 / 1000))
+
+
 def rollout(asked=None, engine=ENGINE, roof=ROOF, **changes):
     options = {**dict(engines=1, room=10**6, requests=256), **changes}
     return seconds.rollout_time(roof, engine, asked or work(), **options)
@@ -142,8 +161,8 @@ def test_what_limits_a_rollout_is_named():
     assert rollout(many).limit == seconds.CACHE
 
 
-def forward(roof=ROOF, head=True, **sizes) -> dict[str, float]:
-    return seconds.forward(roof, ARCH, ParallelConfig(**sizes), HAND, head=head)
+def forward(roof=ROOF, head=True, arch=ARCH, **sizes) -> dict[str, float]:
+    return seconds.forward(roof, arch, ParallelConfig(**sizes), HAND, head=head)
 
 
 HAND = Hand(passes=2, tokens=50, squares=1000)
@@ -164,6 +183,33 @@ def test_a_forward_pass_by_hand():
     # Kernels shorter than their launches wait for the host.
     launched = forward(with_constants(layer_launch=100.0))
     assert sum(launched.values()) == pytest.approx(2 * 4 * 100.0)
+
+
+def test_tokens_travel_to_experts_and_back():
+    """Two copies of 50 tokens of 8 x 2 bytes, 1.5 times as many for the fullest rank, in 4 layers:
+    to ranks of a machine, at 10/s; to 8 of two, between which half cross the network, at 1/s."""
+    crowded = with_constants(crowded=1.5)
+    size = 1.5 * 2 * 50 * 8 * 2
+    near, far = (forward(crowded, arch=MOE, expert=n, data=n)[seconds.SENDS] for n in (2, 8))
+    assert (near, far) == pytest.approx((4 * 2 * size / 2 / 10, 4 * 2 * size * 7 / 8 / 10))
+    sent = forward(replace(crowded, node=4), arch=MOE, expert=8, data=8)[seconds.SENDS]
+    assert sent == pytest.approx(4 * 2 * size / 2 / 1)
+    # In place of one of two sums over tensor ranks, each of which sends half of the tokens.
+    both = forward(crowded, arch=MOE, expert=2, tensor=2)[seconds.SENDS]
+    assert both == pytest.approx(4 * (2 * 0.5 * 50 * 8 * 2) / 10 + near / 2)
+
+
+def test_experts_are_multiplied_one_after_another_and_the_fullest_rank_is_waited_for():
+    experts = 4 * 2 * 3 * 48  # that a token meets
+    even, crowded = (
+        forward(with_constants(crowded=x), arch=MOE, expert=4, data=4)[seconds.COMPUTE]
+        for x in (1.0, 1.5)
+    )
+    assert crowded - even == pytest.approx(0.5 * 2 * experts * 50 / 1000)
+    launched = with_constants(layer_launch=100.0, expert_launch=50.0)
+    for dealt, launches in ((1, 100 + 8 * 50), (4, 100 + 2 * 50)):
+        ahead = forward(launched, arch=MOE, expert=dealt, data=dealt)
+        assert sum(ahead.values()) == pytest.approx(2 * 4 * launches)
 
 
 def test_context_ranks_pass_keys_on_behind_attention():
@@ -242,6 +288,20 @@ def test_layouts_divide_the_model_the_batch_and_the_machines():
     for several in (found, choices(ARCH, ParallelConfig(), 8, 8, shares=8)):
         assert {one.colocated for one in several} == {True, False}
     assert {one.recompute for one in found} == {True, False}
+    assert {one.parallel.expert for one in found} == {1}
+
+
+def test_experts_are_dealt_to_the_ranks_of_a_stage_in_every_way():
+    found = [*choices(MOE, ParallelConfig(), 16, 8, shares=16)]
+    assert {one.parallel.expert for one in found} == {1, 2, 4, 8}
+    for one in found:
+        parallel = one.parallel
+        assert parallel.expert_copies * parallel.expert * parallel.expert_tensor == (
+            parallel.tensor * parallel.context * parallel.data
+        )
+        assert parallel.expert == 1 or parallel.expert % parallel.tensor == 0
+        assert 6 % parallel.expert_tensor == 0 and 6 % one.engine_tensor == 0
+    assert any("EP8" in one.label() for one in found)
 
 
 def test_the_recipes_own_layout_is_scaled_by_data_ranks_and_engines():
@@ -319,10 +379,15 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 SMALL = RECIPES / "gsm8k_ppo_qwen2.5_0.5b.toml"
 
 
-def test_the_page_tells_what_the_command_prints_for_32b_on_32_256_and_up_to_1024_gpus(capsys):
+def test_the_page_tells_what_the_command_prints_for_32b_and_for_experts(capsys):
     page = (RECIPES.parents[1] / "docs/planning.md").read_text(encoding="utf-8")
-    recipe = RECIPES / "grpo_qwen2.5_32b.toml"
-    for options in (["32"], ["256", "--up-to", "0", "--top", "6"]):
+    dense, experts = RECIPES / "grpo_qwen2.5_32b.toml", RECIPES / "grpo_qwen3_30b_a3b.toml"
+    for recipe, options in (
+        (dense, ["32"]),
+        (dense, ["256", "--up-to", "0", "--top", "6"]),
+        (experts, ["16", "--up-to", "128"]),
+        (experts, ["64", "--up-to", "0", "--top", "4"]),
+    ):
         code, out, _ = call(capsys, recipe, "--gpu", "h100", "--gpus", *options)
         assert code == 0 and f"```\n{out}```\n" in page, out
 
@@ -331,7 +396,7 @@ def test_the_page_on_what_pays_has_what_the_command_prints(capsys, monkeypatch):
     monkeypatch.chdir(RECIPES.parents[1])
     page = Path("docs/does_it_pay.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^\$ qurl (plan .*)\n((?:(?!\$ |```).*\n)+)", page, re.M)
-    assert len(blocks) == 9
+    assert len(blocks) == 13
     for words, printed in blocks:
         main(words.split())
         seen = capsys.readouterr()
@@ -397,3 +462,6 @@ def test_where_nothing_fits_the_nearest_layout_is_named(capsys):
 def test_a_layout_of_the_recipe_that_cannot_be_scaled_is_said(capsys):
     code, out, _ = call(capsys, SMALL, "--gpus", "7", "--up-to", "0")
     assert code == 0 and "The recipe's own layout is not among those of 7 GPUs." in out
+    dealt = ["parallel.expert=4", "--gpus", "4", "--up-to", "0"]
+    _, out, _ = call(capsys, SMALL, *dealt)
+    assert "not among those of 4 GPUs: parallel.expert=4 deals experts to ranks, and the" in out

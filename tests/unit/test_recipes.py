@@ -23,6 +23,9 @@ ON_GPUS = {
     "grpo_qwen2.5_14b": 80,
     "grpo_qwen2.5_32b": 80,
     "grpo_qwen2.5_32b_colocated": 80,
+    "grpo_qwen3_14b": 80,
+    "grpo_qwen3_32b": 80,
+    "grpo_qwen3_30b_a3b": 80,
 }
 
 METHODS = {
@@ -49,9 +52,12 @@ def row(name: str) -> str:
     """The line of a recipe in the page's table of memory."""
     run = rehearsed(name)
     parallel, rollout, engine = run.config.parallel, run.config.rollout, run.engine
+    sizes = f"{parallel.tensor} x {parallel.pipeline} x {parallel.data}"
+    if parallel.expert > 1:
+        sizes += f", context {parallel.context}, expert {parallel.expert}"
     cells = [
         f"`{name}`",
-        f"{parallel.tensor} x {parallel.pipeline} x {parallel.data}",
+        sizes,
         f"{max(stage.at_rest for stage in run.stages) / GIB:.1f}",
         f"{max(stage.total for stage in run.stages) / GIB:.1f}",
         f"{run.fullest[2] / GIB:.1f}",

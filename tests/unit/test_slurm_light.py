@@ -76,10 +76,10 @@ def test_a_login_node_needs_no_more_than_its_requirements(tmp_path):
         given = [QUICK, f"model.path={model}", f"train.run_dir=run-{family}", *words]
         return ["slurm", "submit", *given, "--cluster", "cluster.toml"]
 
-    # The memory of a critic is known, and of experts.
-    asked = ("algo.advantage=gae", "--dry-run")
-    families = [submit(family, *asked) for family in ("qwen3", "qwen3_moe")]
-    assert called(tmp_path, submit("qwen2"), *families) == "[0, 0, 0]"
+    # The memory of a critic and of experts is known; only these are dealt to ranks.
+    asked = ("algo.advantage=gae", "parallel.expert=2", "--dry-run")
+    families = [submit(family, *asked) for family in ("qwen3_moe", "qwen3")]
+    assert called(tmp_path, submit("qwen2"), *families) == "[0, 0, 2]"
 
     run = tmp_path / "run-qwen2"
     attempt = records.open_attempt(run, job=41)

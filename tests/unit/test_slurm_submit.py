@@ -166,7 +166,7 @@ def test_the_overrides_of_a_plan_can_be_pasted(recipe, gpus, here, slurm, monkey
     given = ["algo.clip_high=0.3"]
     code = main(["plan", str(recipe), *given, "--gpus", str(gpus), "--up-to", "0", "--top", "1"])
     out, error = capsys.readouterr()
-    if gpus == 8 and "32b" in recipe.stem:
+    if gpus == 8 and ("32b" in recipe.stem or "30b" in recipe.stem):
         assert code == 2 and "no layout fits on 8 GPUs" in error
         return
     words = [str(recipe), *shlex.split(out.rpartition("as overrides: ")[2])]

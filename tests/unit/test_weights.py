@@ -6,7 +6,7 @@ import torch
 from qurl_megatron.checkpoints.ops import FusedQKV, GateUp
 from qurl_megatron.checkpoints.uaq import fold_uaq, unfold_uaq
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import FIXED, read_arch, read_config
+from qurl_megatron.tensors.arch import FAMILIES, FIXED, read_arch, read_config
 from qurl_megatron.tensors.table import HfTensor
 from tests.support.models import tiny_checkpoint
 
@@ -117,6 +117,17 @@ def test_real_mistral_configs_are_understood():
     del mistral["sliding_window"]  # and transformers takes 4096
     with pytest.raises(ConfigError, match="sliding_window=4096 is not supported; it must be null"):
         read_arch(mistral)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_size_of_a_head_that_a_config_leaves_out_is_transformers(family):
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 128, "sliding_window": None}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    theirs = getattr(AutoConfig.for_model(family, **sizes), "head_dim", 64 // 4)
+    assert read_arch({"model_type": family, **sizes, **experts}).head_dim == theirs
 
 
 def test_layouts_that_do_not_divide_are_refused_with_those_that_do(tmp_path):
