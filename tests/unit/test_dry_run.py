@@ -19,6 +19,7 @@ from qurl_megatron.plan import memory
 from qurl_megatron.plan.footprint import footprint, render
 from qurl_megatron.plan.memory import GIB, Pass
 from qurl_megatron.tensors.arch import read_arch
+from qurl_megatron.training import start
 from qurl_megatron.training.shapes import find_models
 from qurl_megatron.training.warmstart import warmstart
 from tests.support.descriptions import QWEN2
@@ -211,6 +212,7 @@ EXPERTS = {
 def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     recipe(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    (tmp_path / "tokenizer.json").touch()
     mistaken = ["rollout.backend=sglang", "rollout.sglang_python=no", "reward.function=no.py:near"]
     mistaken.append("rollout.max_new_tokens=9999")
     given = ["show", str(tmp_path / "recipe.toml"), f"model.path={tmp_path}", *mistaken]
