@@ -84,18 +84,13 @@ def to_quantized(
         file_bytes: where a file is full.
 
     Raises:
-        ConfigError: the backend does not make the scheme, the checkpoint contradicts its config, or
-            no engine would serve it.
+        ConfigError: the backend does not make the scheme, or the checkpoint contradicts its config.
     """
-    if source.arch.experts and scheme == "int8":
-        raise ConfigError(
-            "SGLang serves INT8 experts of this layout (compressed-tensors) on no GPU; use "
-            "scheme fp8. Rollouts may be INT8 all the same: they need no such folder"
-        )
     unquantized = ["lm_head"]  # linear modules that stay in high precision
     if source.arch.experts:
         unquantized += [f"model.layers.{i}.mlp.gate" for i in range(source.arch.num_layers)]
-    quantization = quantization_config(scheme, unquantized)
+    experts = source.arch.experts is not None
+    quantization = quantization_config(scheme, unquantized, experts=experts)
     check_backend(backend, scheme)
     refuse_second_fold(source.config, uaq_scale)
     source.reader.check(source.arch)

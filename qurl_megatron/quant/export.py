@@ -1,7 +1,8 @@
 """The layout in which a quantized checkpoint is written: compressed-tensors'.
 
-SGLang, vLLM and transformers read it, but SGLang no INT8 experts on a GPU. It stores a weight's
-values under the weight's own name, [O, I], and a float32 scale beside it that multiplies them.
+SGLang, vLLM and transformers read it, but SGLang no INT8 experts on a GPU: a model with these says
+that it has SGLang's own W8A8 instead. Either stores a weight's values under the weight's own name,
+[O, I], and a float32 scale beside it that multiplies them.
 
 Shapes: O = output channels, I = input channels.
 """
@@ -46,6 +47,9 @@ CONFIGS: dict[str, dict] = {
     "fp8_block": _config("float", *_BY_BLOCK),
 }
 """``quantization_config`` of config.json by scheme, without the modules left as they were."""
+
+INT8_EXPERTS = {"quant_method": "w8a8_int8"}
+"""The same of INT8 where a model has experts: SGLang's, the only one of its that serves them."""
 
 # Keys of a found config that may differ and the tensors still mean the same.
 _INCIDENTAL = {"targets", "quantization_status"}
@@ -116,14 +120,16 @@ def _long_sizes(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def quantization_config(scheme: str, ignore: Sequence[str]) -> dict:
+def quantization_config(scheme: str, ignore: Sequence[str], *, experts: bool = False) -> dict:
     """Return the entry ``quantization_config`` of config.json.
 
     Args:
+        experts: the model has some.
         ignore: linear modules that stay in high precision (``lm_head``, MoE routers), named as in
             the checkpoint.
     """
-    return {**copy.deepcopy(CONFIGS[scheme]), "ignore": list(ignore)}
+    layout = INT8_EXPERTS if experts and scheme == "int8" else CONFIGS[scheme]
+    return {**copy.deepcopy(layout), "ignore": list(ignore)}
 
 
 def read_quantization(config: Mapping) -> str | None:
@@ -139,7 +145,7 @@ def read_quantization(config: Mapping) -> str | None:
         return None
     if not isinstance(stated, dict):
         raise ConfigError(f"config.json: quantization_config must be an object, got {stated!r:.80}")
-    for scheme, expected in CONFIGS.items():
+    for scheme, expected in (*CONFIGS.items(), ("int8", INT8_EXPERTS)):
         if _agrees(expected, stated):
             return scheme
     method = stated.get("quant_algo") or stated.get("format") or stated.get("quant_method")
