@@ -58,7 +58,7 @@ def check_division(config: RunConfig, arch: Arch) -> None:
     if not engine_divides(arch, config.engine_tensor):
         sizes = f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
         if arch.experts:
-            sizes += f" and moe_intermediate_size={arch.experts.intermediate}"
+            sizes += f", or its moe_intermediate_size={arch.experts.intermediate}"
         fitting = [n for n in range(1, arch.heads + 1) if engine_divides(arch, n)]
         raise ConfigError(
             f"rollout.engine_tensor={config.engine_tensor} does not divide the model's {sizes}; "

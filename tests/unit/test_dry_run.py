@@ -242,7 +242,7 @@ def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
             {"moe_intermediate_size": 33},
             ["tensor=2", "expert=2"],
             "rollout.engine_tensor=4 does not divide the model's num_attention_heads=4 and "
-            "num_key_value_heads=2 and moe_intermediate_size=33; use one of [1]",
+            "num_key_value_heads=2, or its moe_intermediate_size=33; use one of [1]",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
