@@ -39,6 +39,7 @@ FAMILIES = {
     LOSS: ("naive", "proximal", "decoupled", "tis", "acr", "icepop", "rejection"),
     "Shape the weights": ("uaq", "stochastic", "dithered"),
     "Align the forward": ("align_weights", "align_full"),
+    "Replay the routing": ("tis_replay", "acr_replay"),
 }
 """Methods of the studies, by the heading under which the page lists them."""
 
