@@ -3,6 +3,7 @@
 torch is imported where a row's ``dtype`` is asked for, so that commands and plans stay light.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 """Edge of the squares of "fp8_block"."""
+
+SCALES = ("_scale", "_scale_inv")
+"""Ends of the names of scales, behind the weight's: one per row; one per square, as DeepSeek named
+it. Either is a factor."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Scheme:
     stored: str = ""  # torch's name for the codes' dtype; empty: weights stay as trained
     largest: float = 0.0  # the code that amax is mapped to
     block: int | None = None  # edge of the squares that share a weight scale; None: a scale per row
-    rollouts: bool = True  # quant.scheme may name it; else checkpoints alone are exported in it
+    scale: str = SCALES[0]  # end of the names of its scales
     simulated: bool = False  # by the embedded engine alone
 
     @property
@@ -42,13 +47,13 @@ SCHEMES: dict[str, Scheme] = {
     "none": Scheme(),
     "int8": Scheme("int8", 127.0),
     "fp8": Scheme("float8_e4m3fn", 448.0),
-    "fp8_block": Scheme("float8_e4m3fn", 448.0, block=BLOCK, rollouts=False),
+    "fp8_block": Scheme("float8_e4m3fn", 448.0, block=BLOCK, scale=SCALES[1]),
     "int6": Scheme("int8", 31.0, simulated=True),
     "int5": Scheme("int8", 15.0, simulated=True),
     "int4": Scheme("int8", 7.0, simulated=True),
 }
 
-ROLLOUT = tuple(name for name, row in SCHEMES.items() if row.rollouts)
+ROLLOUT = tuple(SCHEMES)
 """Values of ``quant.scheme``."""
 
 SERVED = tuple(name for name in ROLLOUT if not SCHEMES[name].simulated)
@@ -63,7 +68,15 @@ INTEGER = {name: row.largest for name, row in SCHEMES.items() if row.stored == "
 
 def title(name: str) -> str:
     """Return a scheme's name as people write it."""
-    return "BF16" if name == "none" else name.upper()
+    return "BF16" if name == "none" else name.upper().replace("_", " ")
+
+
+def scale_grid(shape: Sequence[int], block: int | None) -> tuple[int, int]:
+    """Return how many scales a weight of this shape has, down and across."""
+    rows, columns = shape
+    if block is None:
+        return rows, 1
+    return -(-rows // block), -(-columns // block)
 
 
 def simulation(name: str) -> str:

@@ -128,7 +128,7 @@ class Version:
         weights = self._read(folder) if has_weights(folder) else self._random(device)
         self.shards: list[Shard] = []
         for name, weight in weights:
-            tensors = {name: weight} if isinstance(weight, Tensor) else stored(name, weight)
+            tensors = {name: weight} if isinstance(weight, Tensor) else stored(name, weight, scheme)
             self.shards += [Shard.whole(each, value) for each, value in tensors.items()]
         self.sender = MemorySender("bench", 0, leads=False, device=device, root=root)
         torch.cuda.empty_cache()  # an engine takes what it finds free

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import QuantizedWeight, quantize
-from qurl_megatron.quant.weights import scale_grid
-from qurl_megatron.schemes import BLOCK, SCHEMES
+from qurl_megatron.schemes import BLOCK, SCHEMES, scale_grid
 
 # TensorQuantizer's settings; {-1: n, -2: n} are squares of n x n.
 _MODELOPT: dict[str, dict[str, Any]] = {

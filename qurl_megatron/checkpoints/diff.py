@@ -17,7 +17,8 @@ from qurl_megatron.checkpoints.ops import Op
 from qurl_megatron.checkpoints.source import Checkpoint
 from qurl_megatron.checkpoints.uaq import unfolded
 from qurl_megatron.quant import QuantizedWeight, code_flips, dequantize
-from qurl_megatron.quant.export import loaded, scale_name
+from qurl_megatron.quant.export import loaded
+from qurl_megatron.schemes import SCALES
 from qurl_megatron.tensors.table import HfTensor, is_quantized
 
 _CHUNK = 4 << 20  # elements in float64 at once: 32 MB
@@ -75,7 +76,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[HfTensor, Op | None]]:
     unread = set(reader.stored)
     for tensor, op in ops:
         if tensor.name in unread:
-            unread -= {tensor.name, f"{tensor.name}_scale"}
+            unread -= {tensor.name, *(tensor.name + end for end in SCALES)}
             yield tensor, op
     if checkpoint.arch.tied:
         unread.discard(HEAD)  # the embedding once more
@@ -91,7 +92,7 @@ def _read(checkpoint: Checkpoint, tensor: HfTensor, op: Op | None) -> Tensor | Q
         return reader.shards(op)[tensor.name]
     if not checkpoint.scheme or not tensor.quantized:
         return reader.whole(tensor.name)
-    names = {tensor.name, scale_name(tensor.name)} & reader.stored.keys()
+    names = {tensor.name, *(tensor.name + end for end in SCALES)} & reader.stored.keys()
     parts = {name: reader.whole(name) for name in names}
     return loaded(tensor.name, parts, checkpoint.scheme)
 

@@ -112,7 +112,7 @@ def to_quantized(
         made: dict[str, Tensor] = {}
         for name, tensor in read_tensors(source, op, None, fold=uaq_scale).items():
             try:
-                made |= stored(name, quantizer(tensor, scheme))
+                made |= stored(name, quantizer(tensor, scheme), scheme)
             except ConfigError as error:
                 raise ConfigError(f"tensor {name}: {error}") from error
         return made

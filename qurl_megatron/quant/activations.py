@@ -2,6 +2,10 @@
 
     y[t, o] = (sum_i a[t, i] * w[o, i]) * weight_scale[o] * scale[t] + addend[t, o]
 
+With a scale per square of the weight, and per token and group of as many features, ``g``:
+
+    y[t, o] = sum_g (sum_(i in g) a[t, i] * w[o, i]) * weight_scale[o, g] * scale[t, g] + addend
+
 The one definition of both, for the embedded engine, for the trainer where it computes as the
 engines do, and for tests of parity. The native decode step does the same to the last bit. SGLang's
 kernels for GPUs have formulas of their own: they multiply by reciprocals, and round halves of INT8
@@ -18,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qurl_megatron.quant.rounding import round_to_grid_, scheme_named
-from qurl_megatron.schemes import Scheme
+from qurl_megatron.schemes import BLOCK, Scheme
 
 Arithmetic = Literal["exact", "sglang"]
 """Whose: "exact" divides by the scale and rounds half to even; "sglang" follows its GPU kernels, as
@@ -131,6 +135,28 @@ def scaled_product(
     if addend is None:
         return y_TO.mul_(scale_T1).to(dtype)
     return torch.addcmul(addend.to(torch.float32), y_TO, scale_T1).to(dtype)
+
+
+def product_of_groups(
+    codes_TI: Tensor,
+    scale_TG: Tensor,
+    w_OI: Tensor,
+    scale_OG: Tensor,
+    addend: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[T, O] of ``dtype``: the groups' products of FP8 codes, scaled and summed in FP32, in order.
+
+    Args:
+        w_OI: the codes of the weight, or the same values in FP32.
+        addend: as of ``scaled_product``.
+    """
+    y_TO = codes_TI.new_zeros(len(codes_TI), len(w_OI), dtype=torch.float32)
+    groups = zip(codes_TI.split(BLOCK, dim=1), w_OI.split(BLOCK, dim=1), strict=True)
+    for group, (codes_Ti, w_Oi) in enumerate(groups):
+        part_TO = (codes_Ti.float() @ w_Oi.float().t()).mul_(scale_OG[:, group])
+        y_TO.addcmul_(part_TO, scale_TG[:, group, None])
+    return (y_TO if addend is None else y_TO.add_(addend)).to(dtype)
 
 
 def int8_matmul(a_TI: Tensor, w_OI: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""The layout in which a quantized checkpoint is written: compressed-tensors'.
+"""The layouts in which quantized checkpoints are written: compressed-tensors', or DeepSeek's.
 
-SGLang, vLLM and transformers read it, but SGLang no INT8 experts on a GPU: a model with these says
-that it has SGLang's own W8A8 instead. Either stores a weight's values under the weight's own name,
-[O, I], and a float32 scale beside it that multiplies them.
+SGLang, vLLM and transformers read both. fp8_block is written in DeepSeek's ("fp8"), all else in
+compressed-tensors', but SGLang reads no INT8 experts of that on a GPU: a model with these says that
+it has SGLang's own W8A8 instead. Each stores a weight's values under the weight's own name, [O, I],
+and a float32 scale beside it that multiplies them.
 
 Shapes: O = output channels, I = input channels.
 """
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant.weights import QuantizedWeight, scale_grid
-from qurl_megatron.schemes import BLOCK, SCHEMES
+from qurl_megatron.quant.weights import QuantizedWeight
+from qurl_megatron.schemes import BLOCK, SCALES, SCHEMES, scale_grid
 
 
 def _config(number: str, weights: dict, activations: dict) -> dict:
@@ -44,21 +45,25 @@ _BY_BLOCK = (
 CONFIGS: dict[str, dict] = {
     "int8": _config("int", *_BY_CHANNEL),
     "fp8": _config("float", *_BY_CHANNEL),
-    "fp8_block": _config("float", *_BY_BLOCK),
+    "fp8_block": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    },
 }
 """``quantization_config`` of config.json by scheme, without the modules left as they were."""
 
 INT8_EXPERTS = {"quant_method": "w8a8_int8"}
 """The same of INT8 where a model has experts: SGLang's, the only one of its that serves them."""
 
+COMPRESSED_BLOCKS = _config("float", *_BY_BLOCK)
+"""The same of fp8_block where compressed-tensors has written it; it is read alone."""
+
+_READ = (*CONFIGS.items(), ("int8", INT8_EXPERTS), ("fp8_block", COMPRESSED_BLOCKS))
+
 # Keys of a found config that may differ and the tensors still mean the same.
-_INCIDENTAL = {"targets", "quantization_status"}
-
-
-def scale_name(name: str) -> str:
-    """Return the name of the tensor that holds the scale of the weight ``name`` (``X.weight``)."""
-    assert name.endswith(".weight"), name
-    return f"{name}_scale"
+_INCIDENTAL = {"targets", "quantization_status", "fmt"}
 
 
 def stored_shapes(
@@ -80,28 +85,30 @@ def stored_shapes(
     scale_shape = scale_grid(shape, block)
     return {
         name: (tuple(shape), SCHEMES[scheme].dtype),
-        scale_name(name): (scale_shape, torch.float32),
+        name + SCHEMES[scheme].scale: (scale_shape, torch.float32),
     }
 
 
-def stored(name: str, quantized: QuantizedWeight) -> dict[str, Tensor]:
+def stored(name: str, quantized: QuantizedWeight, scheme: str) -> dict[str, Tensor]:
     """Return the tensors that stand for a weight, as ``stored_shapes`` announces them."""
-    return {name: quantized.values, scale_name(name): quantized.scale}
+    return {name: quantized.values, name + SCHEMES[scheme].scale: quantized.scale}
 
 
 def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str) -> QuantizedWeight:
     """Undo ``stored``.
 
-    Other writers store scales in BF16, or without the dimensions of size 1; both are read.
+    Other writers store scales in BF16, or without the dimensions of size 1, and those of fp8_block
+    also under the other name; all are read.
 
     Raises:
         ConfigError: a tensor is missing, or does not fit the layout; names it.
     """
     rules = SCHEMES[scheme]
-    for part in (name, scale_name(name)):
+    scale_name = next((name + end for end in SCALES if name + end in tensors), name + rules.scale)
+    for part in (name, scale_name):
         if part not in tensors:
             raise ConfigError(f"{part} is missing from a checkpoint of {scheme}")
-    values, scale = tensors[name], tensors[scale_name(name)]
+    values, scale = tensors[name], tensors[scale_name]
     if values.dtype != rules.dtype or values.ndim != 2:
         raise ConfigError(
             f"{name} is {values.dtype} {list(values.shape)}, {scheme} weights are {rules.dtype} "
@@ -110,7 +117,7 @@ def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str) -> QuantizedWe
     shape = scale_grid(values.shape, rules.block)
     if not scale.is_floating_point() or _long_sizes(scale.shape) != _long_sizes(shape):
         raise ConfigError(
-            f"{scale_name(name)} is {scale.dtype} {list(scale.shape)}, the scale of "
+            f"{scale_name} is {scale.dtype} {list(scale.shape)}, the scale of "
             f"{name} {list(values.shape)} must be torch.float32 {list(shape)}"
         )
     return QuantizedWeight(values, scale.float().reshape(shape), rules.block)
@@ -129,7 +136,8 @@ def quantization_config(scheme: str, ignore: Sequence[str], *, experts: bool = F
             the checkpoint.
     """
     layout = INT8_EXPERTS if experts and scheme == "int8" else CONFIGS[scheme]
-    return {**copy.deepcopy(layout), "ignore": list(ignore)}
+    unquantized = "modules_to_not_convert" if layout["quant_method"] == "fp8" else "ignore"
+    return {**copy.deepcopy(layout), unquantized: list(ignore)}
 
 
 def read_quantization(config: Mapping) -> str | None:
@@ -145,14 +153,14 @@ def read_quantization(config: Mapping) -> str | None:
         return None
     if not isinstance(stated, dict):
         raise ConfigError(f"config.json: quantization_config must be an object, got {stated!r:.80}")
-    for scheme, expected in (*CONFIGS.items(), ("int8", INT8_EXPERTS)):
+    for scheme, expected in _READ:
         if _agrees(expected, stated):
             return scheme
     method = stated.get("quant_algo") or stated.get("format") or stated.get("quant_method")
     raise ConfigError(
         f"config.json: quantization_config ({method}) is not a layout this package reads; it reads "
-        "compressed-tensors' W8A8 with dynamic activations: int8 or FP8 per channel, FP8 in blocks "
-        "of 128 x 128"
+        "W8A8 with dynamic activations: compressed-tensors' int8 or FP8 per channel, and FP8 in "
+        "blocks of 128 x 128"
     )
 
 

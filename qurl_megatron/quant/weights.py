@@ -18,7 +18,7 @@ from torch import Tensor
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.fused import has_kernels_for
 from qurl_megatron.quant.rounding import Draws, Rounding, round_to_grid_, scale_of, scheme_named
-from qurl_megatron.schemes import Scheme
+from qurl_megatron.schemes import Scheme, scale_grid
 
 # Float32 elements in flight at once, however large the weight: of a run, which shares the operators
 # that find its scales, and of the scratch in which a part of it becomes codes. On a CPU a run is
@@ -197,14 +197,6 @@ def _encode(
         torch.div(squares, scale, out=scratch_rhCw)
         codes.copy_(round_(unpadded, first))
         first += len(codes)
-
-
-def scale_grid(shape: Sequence[int], block: int | None) -> tuple[int, int]:
-    """Return how many scales a weight of this shape has, down and across."""
-    rows, columns = shape
-    if block is None:
-        return rows, 1
-    return -(-rows // block), -(-columns // block)
 
 
 def _square(shape: Sequence[int], block: int | None) -> tuple[int, int, int]:

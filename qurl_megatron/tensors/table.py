@@ -13,10 +13,11 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.schemes import BLOCK, SCALES, scale_grid
 from qurl_megatron.tensors.arch import Arch
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
-VALUES = ("weight", "bias", "weight_scale")
+VALUES = ("weight", "bias", *(f"weight{end}" for end in SCALES))
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,34 @@ class HfTensor(NamedTuple):  # models have 100,000: a frozen dataclass takes lon
     name: str
     shape: tuple[int, ...]
     split_dim: int | None = None  # that tensor parallelism splits; None: every rank has it all
-    units: Units | None = None  # of that dimension
+    units: Units | None = None  # of that dimension, in elements of the weight
     quantized: bool = False  # see ``is_quantized``
     vocabulary: bool = False  # see ``is_vocabulary``
+    block: int = 1  # rows and columns of the weight that a value stands for
+
+    def part(self, start: int, stop: int, mend: str) -> tuple[int, int]:
+        """Return where values for rows (or columns) ``[start, stop)`` of the weight begin and end.
+
+        Raises:
+            ConfigError: a square would be cut; names the ``mend``.
+        """
+        assert self.units is not None, "what is split has units"
+        first, last = -(-start // self.block), -(-stop // self.block)
+        inner = stop < self.units.length and stop % self.block
+        if start % self.block or inner:
+            weight = self.name.removesuffix(SCALES[1])
+            lines = ("rows", "columns")[self.split_dim or 0]
+            raise ConfigError(
+                f"tensor {weight}: {lines} [{start}, {stop}) of {self.units.length} begin or end "
+                f"inside a square of {self.block} x {self.block} that shares a scale; use {mend}, "
+                "or quant.scheme=fp8"
+            )
+        return first, last
 
 
 def hf_tensor(arch: Arch, name: str) -> HfTensor:
-    """The tensor of this name in a model: a weight, a bias, or a ``weight_scale`` [rows, 1].
+    """The tensor of this name in a model: a weight, a bias, a ``weight_scale`` [rows, 1], or a
+    ``weight_scale_inv`` with a value per square of the weight.
 
     Raises:
         ConfigError: there is no row for it, or it is of experts and the model has none.
@@ -124,15 +146,19 @@ def _facts(arch: Arch, key: str) -> tuple | None:
     shape: tuple[int, ...] = (rows.length, 1) if value == "weight_scale" else (rows.length,)
     if row.columns is None:
         return HfTensor(key, shape)[1:]
+    columns = AXES[row.columns](arch)
+    split = None if row.split is None else (rows, columns)[row.split]
+    if value == "weight_scale_inv":
+        grid = scale_grid((rows.length, columns.length), BLOCK)
+        return HfTensor(key, grid, row.split, split, block=BLOCK)[1:]
     if value != "weight":
         # They run along the output rows, of which every rank of split columns has all.
         return HfTensor(key, shape, *((0, rows) if row.split == 0 else ()))[1:]
-    columns = AXES[row.columns](arch)
     return HfTensor(
         key,
         (rows.length, columns.length),
         row.split,
-        None if row.split is None else (rows, columns)[row.split],
+        split,
         quantized=row.quantized,
         vocabulary=row.rows == "vocabulary",
     )[1:]

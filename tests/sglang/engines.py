@@ -72,7 +72,7 @@ def _version(case: Case, base: Path, folder: Path, seed: int) -> Checkpoint:
     for name, value in sorted(load_file(base / "model.safetensors").items()):
         value = value + 0.05 * torch.randn(value.shape, generator=generator)
         if case.scheme != "none" and name.endswith("_proj.weight"):
-            tensors |= stored(name, quantize(value, case.scheme))
+            tensors |= stored(name, quantize(value, case.scheme), case.scheme)
         else:
             tensors[name] = value.to(getattr(torch, case.dtype))
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors"))

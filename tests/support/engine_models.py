@@ -21,6 +21,7 @@ from qurl_megatron.engines.embedded.engine import Engine, Sequence
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.quant import quantize
+from qurl_megatron.quant.export import stored
 from qurl_megatron.tensors.arch import read_arch, read_config
 from qurl_megatron.tensors.table import is_quantized
 from tests.support.waiting import wait_until
@@ -73,7 +74,7 @@ def published_tensors(tensors: dict[str, torch.Tensor], scheme: str) -> dict[str
     for name, tensor in tensors.items():
         if scheme != "none" and is_quantized(name):
             quantized = quantize(tensor, scheme)
-            published[name], published[name + "_scale"] = quantized.values, quantized.scale
+            published |= stored(name, quantized, scheme)
         else:
             published[name] = tensor
     return published

@@ -11,6 +11,7 @@ from qurl_megatron.checkpoints.uaq import fold_uaq
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.observe.metrics import merge, values
 from qurl_megatron.quant import quantize, rounding_of
+from qurl_megatron.quant.export import stored
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
 from tests.support.policies import build
@@ -77,7 +78,7 @@ def assert_whole(
             whole_place = {"shape": weight.shape, "split_dim": None, "offset": 0}
             drawn = rounding_of(kind, seed=SEED, version=version, name=name, **whole_place)
             codes = quantize(weight, scheme, rounding=drawn)
-            expected[name], expected[f"{name}_scale"] = codes.values, codes.scale
+            expected |= stored(name, codes, scheme)
         else:
             expected[name] = weight.bfloat16()
     assert actual.keys() == expected.keys()

@@ -14,19 +14,20 @@ from qurl_megatron.checkpoints.to_huggingface import to_quantized
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import dequantize, quantize, quantize_tokens
 from qurl_megatron.quant.export import (
+    COMPRESSED_BLOCKS,
     loaded,
     quantization_config,
     read_quantization,
     stored,
     stored_shapes,
 )
-from qurl_megatron.schemes import EXPORTED
+from qurl_megatron.schemes import EXPORTED, SCHEMES
 from qurl_megatron.tensors.table import is_quantized
 from tests.support.engine_models import write_model
 from tests.support.shards import same
 
 NAME = "model.layers.0.mlp.down_proj.weight"
-SCALE = "model.layers.0.mlp.down_proj.weight_scale"
+SCALE = f"{NAME}_scale"
 # The names of the same schemes in compressed-tensors and llm-compressor.
 PRESETS = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK"}
 
@@ -41,10 +42,10 @@ def weight(rows=256, columns=384, dtype=torch.float32):
 @pytest.mark.parametrize("rows,columns", [(256, 384), (128, 128), (640, 128)])
 def test_what_is_stored_is_what_was_announced_and_reads_back_the_same(scheme, rows, columns):
     quantized = quantize(weight(rows, columns), scheme)
-    tensors = stored(NAME, quantized)
+    tensors = stored(NAME, quantized, scheme)
     announced = stored_shapes(NAME, (rows, columns), scheme)
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == announced
-    assert list(tensors) == [NAME, SCALE]
+    assert list(tensors) == [NAME, NAME + SCHEMES[scheme].scale]
     again = loaded(NAME, tensors, scheme)
     assert same(again.values, quantized.values) and same(again.scale, quantized.scale)
     assert again.block == quantized.block
@@ -82,7 +83,7 @@ def test_scales_as_other_writers_store_them_are_read():
 
 def test_a_wrong_checkpoint_is_refused_with_the_name_of_the_tensor():
     quantized = quantize(weight(), "int8")
-    good = stored(NAME, quantized)
+    good = stored(NAME, quantized, "int8")
     for change, message in [
         ({NAME: good[NAME].float()}, rf"{NAME} is torch.float32"),
         ({SCALE: good[SCALE][:7]}, rf"{SCALE} is torch.float32 \[7, 1\]"),
@@ -104,6 +105,8 @@ def test_blocks_that_no_engine_runs_are_refused():
 def test_compressed_tensors_reads_the_config_as_its_own_preset(scheme):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     ours = quantization_config(scheme, ["lm_head"])
+    if scheme == "fp8_block":
+        ours = {**COMPRESSED_BLOCKS, "ignore": ["lm_head"]}
     preset = quantization.preset_name_to_scheme(PRESETS[scheme], targets=["Linear"])
     read = quantization.QuantizationConfig.model_validate(ours)
     assert read.config_groups["group_0"] == preset and read.ignore == ["lm_head"]
@@ -161,8 +164,12 @@ def distance(a, b):
     return (a - b).square().mean().sqrt()
 
 
+def tokens_as_they_are(x, scheme):
+    return x, torch.ones(*x.shape[:-1], 1)
+
+
 @pytest.mark.parametrize("scheme", MODELS)
-def test_transformers_compute_a_checkpoint_as_a_fake_quant_model(scheme, tmp_path):
+def test_transformers_compute_a_checkpoint_as_a_fake_quant_model(scheme, tmp_path, monkeypatch):
     pytest.importorskip("compressed_tensors")
     plain = write_model(tmp_path / "plain", **MODELS[scheme])
     how = {"scheme": scheme, "dtype": torch.float32}
@@ -170,6 +177,10 @@ def test_transformers_compute_a_checkpoint_as_a_fake_quant_model(scheme, tmp_pat
     expected = fake_quant_logits(plain, scheme)
     error = distance(expected, transformers_logits(plain))  # of the quantization itself
 
+    if scheme == "fp8_block":  # which it dequantizes where there is no GPU
+        name = "transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available"
+        monkeypatch.setattr(name, lambda: True)  # it is asked for, and not needed
+        expected = fake_quant_logits(plain, scheme, tokens_as_they_are)
     actual = transformers_logits(tmp_path / "quantized")
     if scheme == "int8":
         own = fake_quant_logits(plain, scheme, compressed_tensors_tokens)

@@ -77,6 +77,8 @@ ARCH = replace(
         ("model.layers.1.self_attn.q_proj.weight", (32, 24), 0, "quantized reader"),
         ("model.layers.1.self_attn.k_proj.weight", (8, 24), 0, "quantized reader"),
         ("model.layers.1.self_attn.k_proj.weight_scale", (8, 1), 0, ""),
+        ("model.layers.1.self_attn.k_proj.weight_scale_inv", (1, 1), 0, ""),
+        ("model.layers.1.self_attn.o_proj.weight_scale_inv", (1, 1), 1, ""),
         ("model.layers.1.self_attn.v_proj.bias", (8,), 0, ""),
         ("model.layers.1.self_attn.o_proj.weight", (24, 32), 1, "quantized"),
         ("model.layers.1.self_attn.o_proj.weight_scale", (24, 1), None, ""),
