@@ -39,6 +39,9 @@ class EngineKind:
     arithmetic: Literal["exact", "sglang"]
     """How it rounds a token's activations on a GPU (``quant.activations``)."""
 
+    fuses: bool
+    """Has the scales of q, k and v, and of gate and up, in one tensor, as those of one weight."""
+
     few_bits: bool
     """Simulates codes of fewer than 8 bits."""
 
@@ -72,6 +75,7 @@ ENGINE_KINDS = {
             shares_prefixes=False,
             takes_gpus=False,
             arithmetic="exact",
+            fuses=False,
             few_bits=True,
             wide_output=False,
             quantizes=True,
@@ -89,6 +93,7 @@ ENGINE_KINDS = {
             shares_prefixes=True,
             takes_gpus=True,
             arithmetic="sglang",
+            fuses=True,
             few_bits=False,
             wide_output=True,
             quantizes=False,

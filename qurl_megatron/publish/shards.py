@@ -1,8 +1,9 @@
 """One training rank's part of a version: its shards, quantized in buckets and cut for engines.
 
 No full tensor is gathered anywhere. Row-parallel ranks agree on their channels' scales by a MAX
-all-reduce; data- and context-parallel replicas take turns, bucket by bucket, of experts those that
-have the same ones. A tensor that all tensor ranks hold is sent by the first.
+all-reduce; a square that shares a scale is never cut. Data- and context-parallel replicas take
+turns, bucket by bucket, of experts those that have the same ones. A tensor that all tensor ranks
+hold is sent by the first.
 """
 
 import math
@@ -19,6 +20,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.drift import Drift
 from qurl_megatron.quant import quantize, rounding_of
 from qurl_megatron.quant.rounding import scheme_named
+from qurl_megatron.schemes import SCALES, SCHEMES, scale_grid
 from qurl_megatron.tensors.slice import Shard, Slice, buckets
 from qurl_megatron.tensors.table import HfTensor, hf_tensor, is_quantized, is_vocabulary
 from qurl_megatron.wire.message import Room
@@ -106,7 +108,7 @@ class RankShards:
                         mistake = mistake or error
         if mistake:
             raise mistake
-        _refuse_inf_and_nan([shard for shard in shards if shard.name.endswith("_scale")])
+        _refuse_inf_and_nan([shard for shard in shards if shard.name.endswith(SCALES)])
         return shards
 
     def cut(self, shards: Sequence[Shard], tp: int, rank: int) -> list[Shard]:
@@ -144,6 +146,11 @@ class RankShards:
             if quantized:
                 drift.observe(name, shard.value, None, version)
             return made(shard, self._dtype)
+        scale = hf_tensor(self._policy.arch, name + SCHEMES[self._scheme].scale)
+        start = 0
+        if scale.split_dim is not None:
+            stop = shard.start + shard.value.shape[scale.split_dim]
+            start, _ = scale.part(shard.start, stop, "a smaller parallel.tensor")
         out = None
         if sent(shard.value, dim):
             out = room.place(shard.value.shape, scheme_named(self._scheme).dtype)
@@ -167,8 +174,6 @@ class RankShards:
         except ConfigError as error:
             raise ConfigError(f"tensor {name}: {error}") from error
         drift.observe(name, shard.value, codes, version)
-        scale = hf_tensor(self._policy.arch, f"{name}_scale")
-        start = 0 if scale.split_dim is None else shard.start
         own_scale = Shard(scale.name, codes.scale, scale.shape, scale.split_dim, start)
         own_codes = [replace(shard, value=codes.values)] if sent(codes.values, dim) else []
         return own_codes + made(own_scale, codes.scale.dtype)
@@ -189,7 +194,8 @@ class RankShards:
         elements = math.prod(shard.shape)
         split = ranks if shard.dim is not None else 1
         if is_quantized(shard.name) and self._scheme != "none":
-            return (elements + 4 * shard.shape[0]) // split
+            scales = math.prod(scale_grid(shard.shape, SCHEMES[self._scheme].block))
+            return (elements + 4 * scales) // split
         return elements * self._dtype.itemsize // split
 
 
@@ -200,7 +206,7 @@ def _refuse_inf_and_nan(scales: Sequence[Shard]) -> None:
     """
     if scales and not bool(torch.cat([s.value.flatten() for s in scales]).isfinite().all()):
         bad = next(s for s in scales if not bool(s.value.isfinite().all()))
-        name = bad.name.removesuffix("_scale")
+        name = next(bad.name.removesuffix(end) for end in SCALES if bad.name.endswith(end))
         raise ConfigError(f"tensor {name}: cannot quantize a weight that has inf or nan")
 
 
@@ -211,7 +217,8 @@ def engine_part(tensor: HfTensor, shape: Sequence[int], tp: int, rank: int) -> S
     by several. The vocabulary is padded and split evenly, and the padding is nobody's.
 
     Raises:
-        ConfigError: ``tp`` does not divide a split dimension, or the shape is not the model's.
+        ConfigError: ``tp`` does not divide a split dimension, or cuts a square that shares a scale;
+            or the shape is not the model's.
     """
     units = tensor.units
     if tensor.vocabulary:
@@ -228,16 +235,17 @@ def engine_part(tensor: HfTensor, shape: Sequence[int], tp: int, rank: int) -> S
             f"tensor {tensor.name}: the engine's tensor size={tp} does not fit "
             f"{units.key}={units.count}"
         )
-    if shape[dim] != units.length:
+    mend = "a smaller tensor size of the engine"
+    if shape[dim] != tensor.part(0, units.length, mend)[1]:
         raise ConfigError(
             f"tensor {tensor.name} is {list(shape)}, the architecture says {units.length} "
             f"along {dim}"
         )
     if repeated:
-        head = rank // (tp // units.count)
-        return Slice.along(shape, 0, head * units.width, (head + 1) * units.width)
-    length = units.length // tp
-    return Slice.along(shape, dim, rank * length, (rank + 1) * length)
+        rank, length = rank // (tp // units.count), units.width
+    else:
+        length = units.length // tp
+    return Slice.along(shape, dim, *tensor.part(rank * length, (rank + 1) * length, mend))
 
 
 def _sglang_rows(vocab: int, tp: int) -> int:

@@ -3,12 +3,15 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import ROOT
+from qurl_megatron.schemes import SCALES, SCHEMES
 from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
+from qurl_megatron.tensors.table import hf_tensor, is_expert, is_quantized
 
 SHAPES = ROOT / "launch/models"
 """config.json of the models that recipes name, for machines without their weights."""
@@ -64,6 +67,32 @@ def check_division(config: RunConfig, arch: Arch) -> None:
             f"rollout.engine_tensor={config.engine_tensor} does not divide the model's {sizes}; "
             f"use one of {fitting}"
         )
+    if SCHEMES[config.quant.scheme].block:
+        _refuse_cut_squares(config, arch)
+
+
+def _refuse_cut_squares(config: RunConfig, arch: Arch) -> None:
+    """Raise ``ConfigError`` where a rank of trainer or engines would have a part of a square that
+    shares a scale, or SGLang would fuse projections in the middle of one."""
+    parallel, engines = config.parallel, config.engine_tensor
+    for name in hf_shapes(replace(arch, num_layers=1)):
+        if not is_quantized(name):
+            continue
+        scale = hf_tensor(arch, name + SCALES[1])
+        units = scale.units
+        assert units is not None
+        trainers = parallel.expert_tensor if is_expert(name) else parallel.tensor
+        scale.part(0, units.length // trainers, "a smaller parallel.tensor")
+        length = units.length // engines
+        if units.repeats and engines > units.count:
+            length = units.width
+        scale.part(0, length, "a smaller rollout.engine_tensor")
+        if scale.split_dim == 0 and config.rollout.kind.fuses and length % scale.block:
+            raise ConfigError(
+                f"SGLang fuses {name} with others after its {length} rows, which are not a "
+                f"multiple of {scale.block}, and so cannot serve quant.scheme=fp8_block; use "
+                "quant.scheme=fp8"
+            )
 
 
 def engine_divides(arch: Arch, tensor: int) -> bool:

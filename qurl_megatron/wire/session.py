@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.schemes import SCALES
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
 from qurl_megatron.wire.group import GroupReceiver, GroupSender
@@ -306,7 +307,7 @@ def pointers(targets: Mapping[str, Shard]) -> str:
 
 
 def _is_scale(piece: Piece) -> bool:
-    return piece.name.endswith("_scale")
+    return piece.name.endswith(SCALES)
 
 
 def _usable(scales: Tensor) -> bool:

@@ -24,26 +24,34 @@ DRIFT = {
 }
 
 
+SQUARES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+SQUARES |= {"head_dim": 128, "num_hidden_layers": 2}
+SIZES = {"fp8_block": SQUARES}
+"""Of whole squares on each of two ranks."""
+
+
 @pytest.mark.crossed
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "none"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8_block", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", [dict(tensor=2, pipeline=2), dict(tensor=2, context=2)])
 def test_shards_join_into_the_quantized_whole_bit_for_bit(
     scheme, family, layout, backend, tmp_path
 ):
-    folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131)
+    changes = SIZES.get(scheme, {})
+    folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131, **changes)
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(publish, 4, backend, tmp_path, config, scheme, tmp_path / "out", 0)
 
     assert_published(tmp_path / "out/0.pt", folder, scheme)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "none"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8_block", "none"])
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_of_different_ranks_join_into_the_quantized_whole(
     scheme, layout, backend, tmp_path
 ):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=131)
+    changes = SIZES.get(scheme, {})
+    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=131, **changes)
     config = recipe(folder, EXPERT_LAYOUTS[layout], dtype="bfloat16")
     ranks = config.parallel.world_size
     run_on_ranks(publish, ranks, backend, tmp_path, config, scheme, tmp_path / "out", 0)

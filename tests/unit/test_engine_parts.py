@@ -8,6 +8,7 @@ import torch
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.shards import engine_part
+from qurl_megatron.schemes import SCALES
 from qurl_megatron.tensors.arch import Experts
 from qurl_megatron.tensors.slice import Slice, buckets
 from qurl_megatron.tensors.table import hf_tensor, is_quantized
@@ -19,6 +20,7 @@ ARCHS = {
     "8 kv heads, qk-norm, odd vocabulary": replace(BASE, kv_heads=8, qk_norm=True, vocab=131),
     "vocabulary smaller than its padding": replace(BASE, kv_heads=8, vocab=61),
     "square o_proj": replace(BASE, kv_heads=8, hidden=32),
+    "whole squares": replace(BASE, head_dim=128, intermediate=1024, hidden=192, vocab=64),
     "experts": replace(
         BASE,
         num_layers=2,
@@ -33,7 +35,9 @@ ARCHS = {
 def test_an_engine_rank_gets_what_sglang_would_have_loaded_from_whole_tensors(arch, engine_tp):
     """Against SGLang's loaders, written down by hand: narrow per head, pad the vocabulary."""
     names = list(hf_shapes(arch))
-    for name in names + [f"{name}_scale" for name in names if is_quantized(name)]:
+    ends = SCALES if arch is ARCHS["whole squares"] else SCALES[:1]
+    scales = [name + end for name in names if is_quantized(name) for end in ends]
+    for name in names + scales:
         shape = hf_tensor(arch, name).shape
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for rank in range(engine_tp):
@@ -50,13 +54,13 @@ def as_sglang_loads(arch, name, whole, tp, rank):
             rank
         ][: max(0, arch.vocab - rank * padded // tp)]
     if owner in ("k_proj", "v_proj"):  # QKVParallelLinear
-        heads = whole.unflatten(0, (arch.kv_heads, arch.head_dim))
+        heads = whole.unflatten(0, (arch.kv_heads, -1))
         replicas = max(1, tp // arch.kv_heads)
         ours = heads.repeat_interleave(replicas, dim=0).chunk(tp)[rank]
         return ours.flatten(0, 1)
     if owner in ("q_proj", "gate_proj", "up_proj"):  # ColumnParallelLinear
         return whole.chunk(tp)[rank]
-    if owner in ("o_proj", "down_proj") and kind == "weight":  # RowParallelLinear
+    if owner in ("o_proj", "down_proj") and kind != "weight_scale":  # RowParallelLinear
         return whole.chunk(tp, dim=1)[rank]
     return whole
 
@@ -85,6 +89,23 @@ def test_what_does_not_divide_or_is_unknown_is_refused_by_name(name, shape, tp, 
     with pytest.raises(ConfigError, match=message) as error:
         engine_part(hf_tensor(BASE, name), shape, tp, 0)
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind,tp,lines",
+    [
+        ("self_attn.q_proj", 2, r"rows \[0, 192\) of 384"),
+        ("self_attn.k_proj", 2, r"rows \[0, 48\) of 96"),
+        ("self_attn.k_proj", 4, r"rows \[0, 48\) of 96"),  # a head each
+        ("mlp.down_proj", 2, r"columns \[0, 64\) of 128"),
+    ],
+)
+def test_a_part_that_cuts_a_square_is_refused_by_name(kind, tp, lines):
+    arch = replace(BASE, head_dim=48, intermediate=128)
+    scale = hf_tensor(arch, f"model.layers.3.{kind}.weight_scale_inv")
+    assert engine_part(scale, scale.shape, 1, 0) == Slice.whole(scale.shape)
+    with pytest.raises(ConfigError, match=rf"layers.3.{kind}.weight: {lines} .*use a smaller"):
+        engine_part(scale, scale.shape, tp, 0)
 
 
 def test_buckets_are_runs_of_items_within_the_limit():
