@@ -208,9 +208,9 @@ class Halves(Matrix):
     token by itself, and their products are summed."""
 
     def __init__(self, whole: Matrix) -> None:
-        super().__init__(whole.scheme, whole.weight_OI, whole.scale_O)
+        super().__init__(whole.scheme, whole.weight_OI, whole.scale)
         self.halves = [
-            Matrix(self.scheme, half_OI.contiguous(), self.scale_O)
+            Matrix(self.scheme, half_OI.contiguous(), self.scale)
             for half_OI in self.weight_OI.chunk(2, dim=1)
         ]
         for half in self.halves:

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from qurl_megatron.checkpoints.job import run
 from qurl_megatron.checkpoints.source import open_checkpoint
@@ -13,7 +13,7 @@ from qurl_megatron.engines.embedded.decoder import rms_norm
 from qurl_megatron.engines.embedded.endpoints import load_engine
 from qurl_megatron.engines.embedded.read_weights import read_weights
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant.export import CONFIGS
+from qurl_megatron.schemes import SCALES
 from qurl_megatron.tensors.arch import facts_of, read_eos, read_stop_ids
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
@@ -22,7 +22,6 @@ from qurl_megatron.wire.message import Message
 from qurl_megatron.wire.session import UpdateEnd
 from tests.support.engine_models import (
     EXPERTS,
-    TINY,
     decoding_by,
     engine_for,
     finish,
@@ -52,6 +51,10 @@ MODELS = {
     "qwen3-moe": EXPERTS,
     "qwen3-moe, weights as they are": {**EXPERTS, "norm_topk_prob": False},
 }
+SIZES = {"fp8_block": dict(hidden_size=160, intermediate_size=200, moe_intermediate_size=128)}
+"""For several squares, some of them at an edge."""
+WHOLE = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, head_dim=64)
+"""For whole squares alone, which other engines need, and exports have."""
 
 
 def reference(folder):
@@ -90,32 +93,40 @@ def test_float32_log_probs_equal_transformers(changes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "scheme,largest", [("int8", 127.0), ("fp8", 448.0), ("int6", 31.0), ("int4", 7.0)]
+    "scheme,largest",
+    [("int8", 127.0), ("fp8", 448.0), ("fp8_block", 448.0), ("int6", 31.0), ("int4", 7.0)],
 )
 @pytest.mark.parametrize("path", ["torch", "native"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
 def test_quantized_log_probs_equal_a_fake_quant_float_reference(
     family, scheme, largest, path, tmp_path
 ):
-    folder = write_model(tmp_path, **MODELS[family])
+    folder = write_model(tmp_path, **MODELS[family] | SIZES.get(scheme, {}))
     done = sequence(range(2, 30), 24, seed=1)
     with decoding_by(path):
         finish(engine_for(folder, scheme=scheme), done)
     model = reference(folder)
     plain = reference_log_probs(model, done, 1.0)
 
-    def on_grid(x):
-        scale = x.abs().amax(-1, keepdim=True) / largest
-        codes = x / scale
-        return (codes.round() if scheme != "fp8" else codes.to(torch.float8_e4m3fn).float()) * scale
+    def on_grid(x, height=1):
+        """Tokens, or with the height of a square weights."""
+        *batch, rows, columns = x.shape
+        width = 128 if scheme == "fp8_block" else columns
+        padded = pad(x, (0, -columns % width, 0, -rows % height))
+        x_RhCw = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+        scale = x_RhCw.abs().amax((-3, -1), keepdim=True) / largest
+        codes = x_RhCw / scale
+        codes = codes.to(torch.float8_e4m3fn).float() if "fp8" in scheme else codes.round()
+        return (codes * scale).view(*padded.shape)[..., :rows, :columns]
 
+    height = 128 if scheme == "fp8_block" else 1
     for name, module in model.named_modules():
         if name.endswith("_proj"):
-            module.weight.data = on_grid(module.weight.data)
+            module.weight.data = on_grid(module.weight.data, height)
             module.register_forward_pre_hook(lambda _, inputs: (on_grid(inputs[0]),))
         if name.endswith(".experts"):  # all of a layer in two tensors
             for weight in module.parameters():
-                weight.data = on_grid(weight.data)
+                weight.data = on_grid(weight.data, height)
             module.forward = functools.partial(dense_experts, module, on_grid)
     faked = reference_log_probs(model, done, 1.0)
     actual = torch.tensor(done.log_probs)
@@ -128,11 +139,12 @@ def test_quantized_log_probs_equal_a_fake_quant_float_reference(
     "model,scheme",
     [
         *(("qwen2-tied", "none"), ("llama", "int8"), ("qwen3", "int4"), ("qwen3", "fp8")),
-        *(("qwen3-moe", scheme) for scheme in ("none", "int8", "fp8")),
+        *(("qwen3-moe", scheme) for scheme in ("none", "int8", "fp8", "fp8_block")),
     ],
 )
 def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
-    changes, sender = MODELS[model], FilesSender(tmp_path / "versions", "r0", leads=False)
+    changes = MODELS[model] | SIZES.get(scheme, {})
+    sender = FilesSender(tmp_path / "versions", "r0", leads=False)
     engine = engine_for(write_model(tmp_path / "old", **changes), scheme=scheme)
     other = write_model(tmp_path / "new", seed=1, **changes)
     published = published_tensors(random_tensors(other, seed=1), scheme)
@@ -150,21 +162,22 @@ def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
     assert (updated.output_ids, updated.log_probs) == (expected.output_ids, expected.log_probs)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8_block"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
 def test_a_quantized_folder_is_served_as_it_is(family, scheme, tmp_path):
     """The codes and scales of the engine are those that our own export has written."""
-    plain = write_model(tmp_path / "plain", **MODELS[family])
+    sizes = WHOLE if scheme == "fp8_block" else {}
+    plain = write_model(tmp_path / "plain", **MODELS[family] | sizes)
     out = tmp_path / "out"
     run(to_quantized(open_checkpoint(plain), out, scheme=scheme))
     engine = load_engine(out, scheme=scheme, dtype="float32", cache_gb=0.01, device="cpu")
     stored = load_file(next(out.glob("*.safetensors")))
     for name, slot in engine.decoder.slots.items():
         written = stored[name]
-        if name.endswith("_scale"):
+        if name.endswith(SCALES):
             assert written.dtype == torch.float32
-            written = written.reshape(-1, 1)
-        if scheme == "fp8" and is_quantized(name):
+            written = written.reshape(slot.target.shape)
+        if scheme != "int8" and is_quantized(name):
             written = written.to(slot.target.dtype)  # without FP8 hardware wide, the same values
         assert torch.equal(slot.target, written), name
     of_plain = load_engine(plain, scheme=scheme, dtype="float32", cache_gb=0.01, device="cpu")
@@ -193,14 +206,6 @@ def test_what_others_write_in_bf16_or_as_a_vector_is_read_and_half_a_block_is_no
     save_file({**theirs, name: torch.zeros(32, 48)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=f"{name} is torch.float32 where other layers are quant"):
         read_weights(folder, decoder)
-
-
-def test_a_folder_in_squares_is_refused_by_name(tmp_path):
-    folder = write_model(tmp_path / "m")
-    squares = {"quantization_config": CONFIGS["fp8_block"]}
-    (folder / "config.json").write_text(json.dumps({**TINY, **squares}))
-    with pytest.raises(ConfigError, match="m holds weights of scheme fp8_block, which embedded en"):
-        load_engine(folder, scheme="fp8", dtype="bfloat16", cache_gb=0.01, device="cpu")
 
 
 def test_reading_a_folder_rejects_what_is_not_exactly_the_model(tmp_path):

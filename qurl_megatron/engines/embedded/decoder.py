@@ -21,9 +21,13 @@ from torch.nn.functional import linear, silu
 from qurl_megatron.engines.embedded import native
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize_tokens
-from qurl_megatron.quant.activations import has_fp8_hardware, scaled_product
+from qurl_megatron.quant.activations import (
+    has_fp8_hardware,
+    product_of_groups,
+    scaled_product,
+)
 from qurl_megatron.schemes import INTEGER as CODES
-from qurl_megatron.schemes import ROLLOUT as SCHEMES
+from qurl_megatron.schemes import SCALES, SCHEMES
 from qurl_megatron.tensors.arch import Arch, Experts, Llama3Rope
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import hf_tensor
@@ -54,8 +58,9 @@ class Matrix:
 
     scheme: str
     weight_OI: Tensor  # of FP8 the same values in FP32 where the hardware has no float8
-    scale_O: Any  # a Tensor; None of a matrix in the model's format
+    scale: Any  # a Tensor, [O] or of squares [R, C]; None of a matrix in the model's format
     blocks: native.Blocks | None = None
+    square_O: Tensor | None = None  # rows of ``scale`` by rows of the weight
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
         if self.scheme == "none":
@@ -64,21 +69,30 @@ class Matrix:
             return torch.addmm(addend, x_TI, self.weight_OI.t())
         if self.blocks is not None:
             return self.blocks.linear(x_TI, addend, CODES[self.scheme]).to(x_TI.dtype)
-        codes_TI, scale_T1 = quantize_tokens(x_TI, self.scheme)
-        return scaled_product(codes_TI, scale_T1, self.weight_OI, self.scale_O, addend, x_TI.dtype)
+        codes_TI, scale_TG = quantize_tokens(x_TI, self.scheme)
+        weight_OI, scale, dtype = self.weight_OI, self.scale, x_TI.dtype
+        if self.square_O is None:
+            return scaled_product(codes_TI, scale_TG, weight_OI, scale, addend, dtype)
+        scale_OG = scale[self.square_O]
+        return product_of_groups(codes_TI, scale_TG, weight_OI, scale_OG, addend, dtype)
 
     def pack(self) -> None:
         """Take in newly written weights."""
         if self.blocks is not None:
             self.blocks.fill(self.weight_OI)
         elif self.scheme in CODES and self.weight_OI.device.type == "cpu" and native.available():
-            self.blocks = native.Blocks(self.weight_OI, self.scale_O)
+            self.blocks = native.Blocks(self.weight_OI, self.scale)
 
     def split(self, count: int) -> list["Matrix"]:
         """Return views of as many runs of equally many rows."""
-        scales = [None] * count if self.scale_O is None else self.scale_O.chunk(count)
+        scales = [None] * count if self.scale is None else self.scale.chunk(count)
         weights = self.weight_OI.chunk(count)
-        return [Matrix(self.scheme, *part) for part in zip(weights, scales, strict=True)]
+        # The first run's, which count from 0, are those of each.
+        square_O = None if self.square_O is None else self.square_O[: len(weights[0])]
+        return [
+            Matrix(self.scheme, *part, square_O=square_O)
+            for part in zip(weights, scales, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -209,7 +223,7 @@ class Decoder:
                     f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, the engine's is "
                     f"{' or '.join(map(str, slot.dtypes))} {list(slot.target.shape)}"
                 )
-            if name.endswith("_scale") and not bool((tensor.isfinite() & (tensor > 0)).all()):
+            if name.endswith(SCALES) and not bool((tensor.isfinite() & (tensor > 0)).all()):
                 raise ConfigError(f"tensor {name} holds scales that are not positive and finite")
 
     @torch.inference_mode()
@@ -291,17 +305,21 @@ class Decoder:
         names = [f"{module}.weight" for module in modules]
         if self.scheme == "none":
             return Matrix("none", self._float(*names), None)
-        sent = stored = torch.float8_e4m3fn if self.scheme == "fp8" else torch.int8
-        if self.scheme == "fp8" and not has_fp8_hardware(self.device):
+        rules = SCHEMES[self.scheme]
+        sent = stored = rules.dtype
+        if sent.is_floating_point and not has_fp8_hardware(self.device):
             stored = torch.float32  # same values, ready to multiply
         weight = self._stacked(names, stored, (sent,))
-        scale = torch.empty(len(weight), device=self.device)
-        start = 0
-        for name in names:
-            stop = start + len(self.slots[name].target)
-            self.slots[f"{name}_scale"] = Slot(scale[start:stop, None], (torch.float32,))
-            start = stop
-        return Matrix(self.scheme, weight, scale)
+        scale_names = [name + rules.scale for name in names]
+        scale = self._stacked(scale_names, torch.float32, (torch.float32,))
+        if rules.block is None:
+            return Matrix(self.scheme, weight, scale[:, 0])
+        squares, first = [], 0
+        for name, scale_name in zip(names, scale_names, strict=True):
+            rows = torch.arange(len(self.slots[name].target), device=self.device)
+            squares.append(first + rows // rules.block)
+            first += len(self.slots[scale_name].target)
+        return Matrix(self.scheme, weight, scale, square_O=torch.cat(squares))
 
     def _float(self, *names: str) -> Tensor:
         """Allocate one buffer in the model's format for several named tensors."""

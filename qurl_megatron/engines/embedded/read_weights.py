@@ -16,7 +16,7 @@ from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import read_quantization
-from qurl_megatron.schemes import ROLLOUT
+from qurl_megatron.schemes import SCALES, SCHEMES
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
 
@@ -46,15 +46,9 @@ def stored_scheme(folder: Path) -> str | None:
         ConfigError: they are quantized in a way that no embedded engine computes.
     """
     try:
-        scheme = read_quantization(read_config(description_of(folder)))
+        return read_quantization(read_config(description_of(folder)))
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
-    if scheme not in (None, *ROLLOUT):
-        raise ConfigError(
-            f"{folder} holds weights of scheme {scheme}, which embedded engines do not compute; "
-            "quantize the checkpoint they were made from to int8 or fp8, or have SGLang serve them"
-        )
-    return scheme
 
 
 def refuse_other_scheme(folder: Path, scheme: str) -> None:
@@ -80,18 +74,21 @@ def _from_hugging_face(stored: dict[str, Tensor], decoder: Decoder) -> dict[str,
             f"{floats[0]} is {stored[floats[0]].dtype} where other layers are quantized; the "
             "engine computes all layers of a block alike, so quantize all of them or none"
         )
-    tensors = {}
+    rules, tensors = SCHEMES[decoder.scheme], {}
     for name, tensor in stored.items():
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.arch.tied):
             continue
         if tensor.dtype is torch.float16:
             tensor = tensor.float()
-        if name.endswith(".weight_scale"):  # others write it in BF16, or as a vector
-            tensor = tensor.float().reshape(-1, 1)
+        for end in SCALES:  # others write it in BF16, as a vector, or under the other name
+            if name.endswith(f".weight{end}"):
+                name = name.removesuffix(end) + rules.scale
+                tensor = tensor.float() if rules.block else tensor.float().reshape(-1, 1)
+                break
         if decoder.scheme != "none" and is_quantized(name) and tensor.dtype in FLOATS:
             quantized = quantize(tensor, decoder.scheme)
             tensors[name] = quantized.values
-            tensors[name + "_scale"] = quantized.scale.reshape(-1, 1)
+            tensors[name + rules.scale] = quantized.scale
         else:
             tensors[name] = tensor
     return tensors
