@@ -105,6 +105,9 @@ setup(
     entry_points={
         "console_scripts": ["qurl = qurl_megatron.cli:main"],
         # SGLang calls it in each of its processes; does nothing where there is CUDA.
-        "sglang.srt.plugins": ["qurl_cpu = qurl_megatron.engines.sglang.cpu_layers:register"],
+        "sglang.srt.plugins": [
+            "qurl_cpu = qurl_megatron.engines.sglang.cpu_layers:register",
+            "qurl_cache = qurl_megatron.engines.sglang.loader:register",
+        ],
     },
 )

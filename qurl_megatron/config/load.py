@@ -186,6 +186,12 @@ class RunConfig:
             "quant.scheme=none leaves them as they are; set train.align=none, or a quant.scheme",
         )
         require(
+            self.train.align == "none" or not SCHEMES[self.quant.scheme].block,
+            f"train.align={self.train.align} computes with a scale per output channel, and "
+            f"quant.scheme={self.quant.scheme} has one per square; set train.align=none, or "
+            "quant.scheme to int8 or fp8",
+        )
+        require(
             self.train.align == "none" or self.quant.rounding == "nearest",
             f"train.align={self.train.align} computes with the nearest codes, and "
             f"quant.rounding={self.quant.rounding} publishes others; set quant.rounding=nearest "

@@ -11,7 +11,7 @@ from pathlib import Path
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.kit.children import children_cores
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.schemes import ROLLOUT
+from qurl_megatron.schemes import ROLLOUT, SCHEMES
 
 API_KEY = "QURL_API_KEY"
 """Environment variable that carries the key: command lines are there for everybody to read."""
@@ -37,6 +37,19 @@ def refuse_not_installed(config: RolloutConfig) -> None:
     """Raise ``ConfigError`` where engines are to be started here that are not installed."""
     if not config.adopts:
         importlib.import_module(config.kind.start).refuse_not_installed(config)
+
+
+def refuse_without_gpu(config: RolloutConfig, scheme: str) -> None:
+    """Raise ``ConfigError`` where engines are to be started here that need a GPU for a scheme."""
+    if config.adopts or not config.kind.takes_gpus or not SCHEMES[scheme].block:
+        return
+    import torch
+
+    if not torch.cuda.device_count():
+        raise ConfigError(
+            f"rollout.backend={config.backend} computes quant.scheme={scheme} on GPUs alone, and "
+            "none is here; set rollout.backend=embedded, or quant.scheme to int8 or fp8"
+        )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from qurl_megatron.config.env import (
     take_libraries_of_wheels,
     use_transformer_engine,
 )
-from qurl_megatron.engines.starting import given_key, refuse_not_installed
+from qurl_megatron.engines.starting import given_key, refuse_not_installed, refuse_without_gpu
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.kit.launch import launch, tell
@@ -143,6 +143,7 @@ def _check(config: RunConfig) -> None:
         print(remark, flush=True)
     if simulated := simulation(config.quant.scheme):
         print(simulated, flush=True)
+    refuse_without_gpu(config.rollout, config.quant.scheme)
     for check in _own_checks(config):
         check()
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from qurl_megatron.engines.sglang.compiling import fault, use_cuda_of_pip
 from qurl_megatron.engines.sglang.loader import SGLangWeights
 from qurl_megatron.engines.sglang.starting_sglang import quantization_config
-from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.schemes import SCHEMES, scale_grid
 from qurl_megatron.tensors.slice import Slice
 
 BF16, HEAD = torch.bfloat16, 128
 SIZE = 4 * HEAD  # of most weights in both directions, so that shapes do not tell them apart
-FORMATS = {"none": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FORMATS = {"none": BF16, "int8": torch.int8}
+FORMATS |= dict.fromkeys(("fp8", "fp8_block"), torch.float8_e4m3fn)
 FUSED = {f"{part}_proj": ("qkv_proj", part) for part in "qkv"}
 FUSED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 ROWS = dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), SIZE)
@@ -92,7 +92,7 @@ class Qwen2ForCausalLM(nn.Module):
 def quantization(scheme: str):
     from sglang.srt.layers.quantization import get_quantization_config
 
-    config = BLOCKS if scheme == "fp8_block" else quantization_config(scheme)
+    config = quantization_config(scheme)
     kind = None if scheme == "none" else get_quantization_config(config["quant_method"])
     return kind and kind.from_config(config)
 
@@ -103,7 +103,9 @@ def random_checkpoint(scheme: str, seed: int) -> dict[str, Tensor]:
         values = torch.randn(rows, SIZE, generator=generator) * 40
         tensors[f"{name}.weight"] = values.to(FORMATS[scheme])
         if scheme != "none":
-            tensors[f"{name}.weight_scale"] = torch.rand(rows, 1, generator=generator)
+            rules = SCHEMES[scheme]
+            scale = torch.rand(scale_grid((rows, SIZE), rules.block), generator=generator)
+            tensors[f"{name}.weight{rules.scale}"] = scale
         if name.endswith(("q_proj", "k_proj", "v_proj")):
             tensors[f"{name}.bias"] = values[:, 0].to(BF16)
     return tensors
@@ -130,14 +132,8 @@ def test_an_update_in_place_leaves_what_sglang_would_have_loaded(scheme, tp):
         assert parameter_places(model) == places
         for name, parameter in fresh.named_parameters():
             assert torch.equal(model.get_parameter(name).float(), parameter.float()), name
-        if scheme != "none":  # CUTLASS reads columns that lie together
+        if scheme in ("int8", "fp8"):  # CUTLASS reads columns that lie together
             assert all(layer.weight.stride(0) == 1 for layer in model.linear_layers())
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_block_fp8_is_refused_by_name(tp):
-    with pytest.raises(ConfigError, match="quantized as Fp8LinearMethod"):
-        SGLangWeights(Qwen2ForCausalLM("fp8_block", tp, 0)).targets()
 
 
 def test_a_job_finds_that_kernels_can_be_made():

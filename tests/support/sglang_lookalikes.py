@@ -11,6 +11,7 @@ from torch import nn
 
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.engines.sglang.loader import SGLangWeights
+from qurl_megatron.schemes import BLOCK, SCHEMES, scale_grid
 from qurl_megatron.tensors.arch import Experts
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.tensors.table import is_quantized
@@ -18,6 +19,8 @@ from tests.support.archs import BASE
 
 HIDDEN, HEADS, KV_HEADS, HEAD, MLP, VOCAB, LAYERS = 16, 4, 2, 4, 24, 70, 2
 EXPERTS, EXPERT = 4, 8
+SQUARES = dict(HIDDEN=256, HEAD=128, MLP=512, EXPERT=256)
+"""The sizes above for weights in squares."""
 
 
 class UnquantizedLinearMethod: ...
@@ -35,16 +38,32 @@ class UnquantizedFusedMoEMethod: ...
 class W8A8Int8MoEMethod: ...
 
 
-class Fp8MoEMethod: ...
-
-
 class CompressedTensorsLinearMethod: ...
 
 
 class CompressedTensorsW8A8Fp8: ...
 
 
-class Fp8LinearMethod: ...
+class Fp8LinearMethod:
+    """In squares; sizes must be whole numbers of them (``SQUARES``)."""
+
+    def __init__(self) -> None:
+        squares = [BLOCK, BLOCK]
+        self.quant_config = SimpleNamespace(
+            weight_block_size=squares, is_checkpoint_fp8_serialized=True
+        )
+
+
+class Fp8MoEMethod(Fp8LinearMethod): ...
+
+
+METHODS = {
+    UnquantizedLinearMethod: (UnquantizedFusedMoEMethod, torch.float32),
+    W8A8Int8LinearMethod: (W8A8Int8MoEMethod, torch.int8),
+    CompressedTensorsLinearMethod: (None, torch.int8),
+    Fp8LinearMethod: (Fp8MoEMethod, torch.float8_e4m3fn),
+}
+"""By the method of linear layers that of experts, and the type of weights."""
 
 
 class _Linear(nn.Module):
@@ -52,10 +71,12 @@ class _Linear(nn.Module):
         super().__init__()
         self.tp_group = SimpleNamespace(rank_in_group=engine.rank, world_size=engine.tp)
         self.quant_method, self.scheme = engine.method(), engine.scheme
-        quantized = not isinstance(self.quant_method, UnquantizedLinearMethod)
-        kind = torch.int8 if quantized else torch.float32
+        _, kind = METHODS[engine.method]
         self.weight = nn.Parameter(torch.zeros(rows, columns, dtype=kind), requires_grad=False)
-        if quantized:
+        if isinstance(self.quant_method, Fp8LinearMethod):
+            scale = torch.zeros(scale_grid((rows, columns), BLOCK))
+            self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        elif kind is torch.int8:
             self.weight_scale = nn.Parameter(torch.zeros(rows, 1), requires_grad=False)
             self.weight = nn.Parameter(self.weight.data.t(), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(rows), requires_grad=False) if bias else None
@@ -98,20 +119,33 @@ class FusedMoE(nn.Module):
         self.moe_ep_size, self.moe_tp_size = engine.ep, engine.tp // engine.ep
         self.moe_ep_rank, self.moe_tp_rank = divmod(engine.rank, self.moe_tp_size)
         self.num_local_experts = EXPERTS // engine.ep
-        quantized = engine.method is not UnquantizedLinearMethod
-        self.quant_method = W8A8Int8MoEMethod() if quantized else UnquantizedFusedMoEMethod()
+        method, dtype = METHODS[engine.method]
+        self.quant_method = method()
         self.runner_backend = SimpleNamespace(value="triton")
         inner = EXPERT // self.moe_tp_size
         for kind, rows, columns in (("w13", 2 * inner, HIDDEN), ("w2", HIDDEN, inner)):
             shape = (self.num_local_experts, rows, columns)
-            weight = torch.zeros(shape, dtype=torch.int8 if quantized else torch.float32)
+            weight = torch.zeros(shape, dtype=dtype)
             setattr(self, f"{kind}_weight", nn.Parameter(weight, requires_grad=False))
-            if quantized:
+            if method is Fp8MoEMethod:
+                scale = torch.zeros(len(weight), *scale_grid(shape[1:], BLOCK))
+                setattr(self, f"{kind}_weight_scale_inv", nn.Parameter(scale, requires_grad=False))
+            elif method is W8A8Int8MoEMethod:
                 scale = torch.zeros(*shape[:2], 1)
                 setattr(self, f"{kind}_weight_scale", nn.Parameter(scale, requires_grad=False))
 
 
 class DeepEPMoE(FusedMoE): ...
+
+
+class RadixAttention(nn.Module):
+    """With the scales of a cache, as all of "fp8" have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for kind in ("k_scale", "v_scale"):
+            setattr(self, kind, nn.Parameter(torch.ones(()), requires_grad=False))
+            setattr(self, f"{kind}_float", 1.0)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -143,6 +177,8 @@ class _Layer(nn.Module):
         super().__init__()
         self.self_attn, self.mlp = nn.Module(), nn.Module()
         self.self_attn.qkv_proj = QKVParallelLinear(engine)
+        if engine.method is Fp8LinearMethod:
+            self.self_attn.attn = RadixAttention()
         self.self_attn.o_proj = RowParallelLinear(HEADS * HEAD, engine)
         if engine.ep:
             unquantized = SimpleNamespace(**vars(engine) | {"method": UnquantizedLinearMethod})
@@ -189,7 +225,7 @@ def targets(model: nn.Module) -> dict[str, Shard]:
 
 
 def whole_tensors(
-    *, quantized: bool = True, tied: bool = False, experts: bool = False
+    *, scheme: str = "int8", tied: bool = False, experts: bool = False
 ) -> dict[str, torch.Tensor]:
     """What a checkpoint of it holds, every value different from its neighbours."""
     sizes = dict(hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD, intermediate=MLP)
@@ -201,9 +237,10 @@ def whole_tensors(
     tensors = {}
     for name, shape in hf_shapes(arch).items():
         tensors[name] = torch.randn(shape, generator=generator)
-        if quantized and is_quantized(name):
+        if scheme != "none" and is_quantized(name):
+            rules = SCHEMES[scheme]
             codes = torch.randint(-127, 128, shape, generator=generator)
-            tensors[name] = codes.to(torch.int8)
-            scale = torch.randn(shape[0], 1, generator=generator)
-            tensors[f"{name}_scale"] = scale.abs() + 0.01
+            tensors[name] = codes.to(rules.dtype)
+            scale = torch.randn(scale_grid(shape, rules.block), generator=generator)
+            tensors[name + rules.scale] = scale.abs() + 0.01
     return tensors

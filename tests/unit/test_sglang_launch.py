@@ -3,6 +3,7 @@ import os
 import socket
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from qurl_megatron.engines.sglang.starting_sglang import (
     engine_launch,
     server_arguments,
 )
-from qurl_megatron.engines.starting import API_KEY, Launch, Start, given_key
+from qurl_megatron.engines.starting import API_KEY, Launch, Start, given_key, refuse_without_gpu
 from qurl_megatron.fleet.client import EngineClient
 from qurl_megatron.kit.errors import ConfigError
 from tests.support.fake_engine import FakeEngine
@@ -43,9 +44,25 @@ def test_an_empty_engine_is_told_how_its_weights_will_be_quantized():
     changes = json.loads(command[command.index("--json-model-override-args") + 1])
     assert changes["quantization_config"]["quant_method"] == "w8a8_int8"
     assert changes["quantization_config"]["ignore"] == ["lm_head"]
+    command = launch_of("fp8_block").command
+    changes = json.loads(command[command.index("--json-model-override-args") + 1])
+    assert changes["quantization_config"]["quant_method"] == "fp8"
+    assert changes["quantization_config"]["weight_block_size"] == [128, 128]
     assert "--json-model-override-args" not in launch_of("none").command
     # A checkpoint says so by itself.
     assert not {"dummy", "--json-model-override-args"} & {*launch_of("int8", empty=False).command}
+
+
+def test_engines_that_need_a_gpu_for_their_scheme_are_refused_without_one(monkeypatch):
+    config = RolloutConfig(backend="sglang", sglang_python=sys.executable)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="quant.scheme=fp8_block on GPUs alone"):
+        start_of(config, "fp8_block").launches()
+    refuse_without_gpu(config, "fp8")
+    refuse_without_gpu(replace(config, urls=("http://node:1",)), "fp8_block")
+    refuse_without_gpu(RolloutConfig(), "fp8_block")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refuse_without_gpu(config, "fp8_block")
 
 
 PORTS = dict(port=99, nccl_port=98)

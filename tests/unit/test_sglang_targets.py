@@ -11,13 +11,25 @@ from qurl_megatron.wire.session import pointers
 from tests.support import sglang_lookalikes as lookalikes
 from tests.support.sglang_lookalikes import Qwen2ForCausalLM, targets, whole_tensors
 
-UNQUANTIZED = lookalikes.UnquantizedLinearMethod
+UNQUANTIZED, W8A8 = lookalikes.UnquantizedLinearMethod, lookalikes.W8A8Int8LinearMethod
+BLOCKS = lookalikes.Fp8LinearMethod
+
+
+def in_squares(monkeypatch) -> None:
+    for name, size in lookalikes.SQUARES.items():
+        monkeypatch.setattr(lookalikes, name, size)
 
 
 @pytest.mark.parametrize("tp, ep", [(1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (2, 2), (4, 2)])
-@pytest.mark.parametrize("method", [UNQUANTIZED, lookalikes.W8A8Int8LinearMethod])
-def test_targets_have_the_names_shapes_and_parts_of_the_checkpoint(tp, ep, method):
-    whole = whole_tensors(quantized=method is not UNQUANTIZED, experts=ep > 0)
+@pytest.mark.parametrize(
+    "method, scheme", [(UNQUANTIZED, "none"), (W8A8, "int8"), (BLOCKS, "fp8_block")]
+)
+def test_targets_have_the_names_shapes_and_parts_of_the_checkpoint(
+    tp, ep, method, scheme, monkeypatch
+):
+    if method is BLOCKS:
+        in_squares(monkeypatch)
+    whole = whole_tensors(scheme=scheme, experts=ep > 0)
     held = {name: torch.zeros(value.shape, dtype=torch.int32) for name, value in whole.items()}
     for rank in range(tp):
         model = Qwen2ForCausalLM(rank=rank, tp=tp, ep=ep, method=method)
@@ -109,7 +121,6 @@ def _compressed(**fields) -> object:
 @pytest.mark.parametrize(
     ("method", "scheme", "said"),
     [
-        (lookalikes.Fp8LinearMethod, None, "quantized as Fp8LinearMethod"),
         (
             lookalikes.CompressedTensorsLinearMethod,
             _compressed(strategy="tensor"),
@@ -162,8 +173,8 @@ def interleaved(layers) -> None:
     layers[0].mlp.experts.quant_method.w13_swiglu_interleaved = True
 
 
-def in_blocks(layers) -> None:
-    layers[0].mlp.experts.quant_method = lookalikes.Fp8MoEMethod()
+def by_an_unknown_method(layers) -> None:
+    layers[0].mlp.experts.quant_method = SimpleNamespace()
 
 
 def with_bias(layers) -> None:
@@ -180,13 +191,54 @@ def quantized_router(layers) -> None:
         (by_another_runner, r"mlp\.experts .* of flashinfer_trtllm; .*--moe-runner-backend triton"),
         (of_a_subclass, r"mlp\.experts .* of DeepEPMoE; .*no --moe-a2a-backend"),
         (interleaved, r"without SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
-        (in_blocks, r"mlp\.experts is quantized as Fp8MoEMethod; .*w8a8_fp8"),
+        (by_an_unknown_method, r"mlp\.experts is quantized as SimpleNamespace; .*w8a8_fp8"),
         (with_bias, r"mlp\.experts\.w13_weight_bias"),
         (quantized_router, r"mlp\.gate is quantized"),
     ],
 )
 def test_experts_that_lie_otherwise_are_refused_by_name(change, said):
     model = Qwen2ForCausalLM(ep=1)
+    change(model.model.layers)
+    with pytest.raises(ConfigError, match=said):
+        targets(model)
+
+
+def for_deep_gemm(layers) -> None:
+    layers[1].self_attn.o_proj.weight_scale_inv.format_ue8m0 = True
+
+
+def experts_for_deep_gemm(layers) -> None:
+    layers[1].mlp.experts.w2_weight_scale_inv.format_ue8m0 = True
+
+
+def in_other_squares(layers) -> None:
+    layers[0].self_attn.qkv_proj.quant_method.quant_config.weight_block_size = [1, 32]
+
+
+def per_tensor(layers) -> None:
+    layers[0].self_attn.qkv_proj.quant_method.quant_config.weight_block_size = None
+
+
+def of_an_fp8_cache(layers) -> None:
+    layers[1].self_attn.attn.v_scale_float = 0.5
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (for_deep_gemm, r"1\.self_attn\.o_proj .*powers of two .*SGLANG_ENABLE_JIT_DEEPGEMM=0"),
+        (experts_for_deep_gemm, r"1\.mlp\.experts .*powers of two"),
+        (in_other_squares, r"qkv_proj has FP8 scales per \[1, 32\]"),
+        (per_tensor, r"qkv_proj has FP8 scales per tensor"),
+        (of_an_fp8_cache, r"1\.self_attn\.attn\.v_scale is 0\.5"),
+    ],
+)
+def test_block_fp8_that_an_update_would_not_reach_or_would_spoil_is_refused_by_name(
+    change, said, monkeypatch
+):
+    in_squares(monkeypatch)
+    model = Qwen2ForCausalLM(ep=1, method=BLOCKS)
+    targets(model)
     change(model.model.layers)
     with pytest.raises(ConfigError, match=said):
         targets(model)

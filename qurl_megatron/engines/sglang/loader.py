@@ -4,8 +4,8 @@ an SGLang model that an update writes.
 SGLang fuses q, k and v, and gate and up; stacks a layer's experts; splits them over
 tensor-parallel ranks; copies KV heads where there are more ranks than heads; pads the vocabulary;
 and keeps W8A8 weights of linear layers transposed, as [in, out] views of memory that is still
-[out, in]. A target is a view of that memory in the orientation of the checkpoint, so that loading
-is a copy, and nothing is allocated or moved.
+[out, in], unless they have a scale per square. A target is a view of that memory in the orientation
+of the checkpoint, so that loading is a copy, and nothing is allocated or moved.
 
 A weight's orientation shows in its strides, never in its shape: a square one has both.
 
@@ -13,6 +13,7 @@ SGLang's classes are known by their names, so this module needs no SGLang. Whate
 is refused by name: a parameter that no update reaches would keep its old value unnoticed.
 """
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.schemes import BLOCK, SCALES
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.message import Message
 from qurl_megatron.wire.session import UpdateEnd
@@ -69,8 +71,10 @@ class SGLangWeights:
             for claim in claims_of(name, module):
                 if claim.parameter in shared:
                     continue
-                shards[claim.target.name] = claim.target
-                claimed[claim.parameter] += claim.target.value.numel() + claim.padding
+                claimed[claim.parameter] += claim.padding
+                if claim.target is not None:
+                    shards[claim.target.name] = claim.target
+                    claimed[claim.parameter] += claim.target.value.numel()
         for name, parameter in self._model.named_parameters():
             if claimed[id(parameter)] != parameter.numel():
                 raise ConfigError(
@@ -109,7 +113,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 class _Claim(NamedTuple):
-    target: Shard
+    target: Shard | None  # None: no update brings it
     parameter: int  # id
     padding: int = 0  # elements beside the target that mean nothing
 
@@ -136,7 +140,7 @@ def _rank_and_size(module: Any) -> tuple[int, int]:
 
 
 def _is_quantized(name: str, module: Any) -> bool:
-    """True for W8A8 with one scale per output channel and dynamic activation scales.
+    """True for W8A8 with one scale per output channel or square, and dynamic activation scales.
 
     Raises:
         ConfigError: any other way of quantizing.
@@ -154,6 +158,9 @@ def _is_quantized(name: str, module: Any) -> bool:
             f"the engine quantizes {name} by itself while loading; start it with the "
             "quantization_config of a quantized checkpoint"
         )
+    if kind == "Fp8LinearMethod":
+        _refuse_other_squares(name, method, module.weight_scale_inv)
+        return True
     scheme: Any = getattr(module, "scheme", None)
     if type(scheme).__name__ in ("CompressedTensorsW8A8Int8", "CompressedTensorsW8A8Fp8"):
         strategy = getattr(scheme.strategy, "value", scheme.strategy)
@@ -169,8 +176,24 @@ def _is_quantized(name: str, module: Any) -> bool:
     scheme_name = kind if scheme is None else type(scheme).__name__
     raise ConfigError(
         f"{name} is quantized as {scheme_name}; updates reach W8A8 INT8 and FP8 with one scale per "
-        "output channel, and unquantized layers"
+        f"output channel, FP8 with one per square of {BLOCK}, and unquantized layers"
     )
+
+
+def _refuse_other_squares(name: str, method: Any, *scales: Any) -> None:
+    """Raise ``ConfigError`` unless a layer of SGLang's "fp8" keeps codes and scales as they are."""
+    config = method.quant_config
+    if config.weight_block_size != [BLOCK, BLOCK] or not config.is_checkpoint_fp8_serialized:
+        raise ConfigError(
+            f"{name} has FP8 scales per {config.weight_block_size or 'tensor'}; updates need a "
+            f"checkpoint's, per square of {BLOCK}"
+        )
+    if any(getattr(scale, "format_ue8m0", False) for scale in scales):
+        raise ConfigError(
+            f"{name} has its scales rounded to powers of two and packed for DeepGEMM, as on "
+            "Blackwell, and its codes with them, which no update brings; start the engine with "
+            "SGLANG_ENABLE_JIT_DEEPGEMM=0, or set quant.scheme=fp8"
+        )
 
 
 def _natural(name: str, module: Any) -> Tensor:
@@ -202,8 +225,10 @@ def _column_parallel(
     row = 0
     for part, rows, start, all_rows in parts:
         for kind, view in views.items():
-            shape = (all_rows, *view.shape[1:])
-            target = Shard(f"{prefix}.{part}.{kind}", view[row : row + rows], shape, 0, start)
+            unit = BLOCK if kind.endswith(SCALES[1]) else 1  # SGLang fuses whole squares alone
+            value = view[row // unit : (row + rows) // unit]
+            shape = (all_rows // unit, *view.shape[1:])
+            target = Shard(f"{prefix}.{part}.{kind}", value, shape, 0, start // unit)
             yield _Claim(target, id(getattr(module, kind)))
         row += rows
 
@@ -238,19 +263,20 @@ def _gate_up(name: str, module: Any) -> Iterator[_Claim]:
 
 def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
     rank, size = _rank_and_size(module)
-    weight = _natural(name, module)
-    rows, columns = weight.shape
-    full_shape = (rows, columns * size)
-    yield _Claim(Shard(f"{name}.weight", weight, full_shape, 1, rank * columns), id(module.weight))
-    for kind, view in _rest(name, module).items():
-        yield _Claim(Shard.whole(f"{name}.{kind}", view), id(getattr(module, kind)))
+    views = {"weight": _natural(name, module)} | _rest(name, module)
+    for kind, view in views.items():
+        target = Shard.whole(f"{name}.{kind}", view)
+        if kind in ("weight", f"weight{SCALES[1]}"):
+            rows, columns = view.shape
+            target = Shard(target.name, view, (rows, columns * size), 1, rank * columns)
+        yield _Claim(target, id(getattr(module, kind)))
 
 
 def _rest(name: str, module: Any) -> dict[str, Tensor]:
-    """Return a linear layer's parameters beside its weight: one value or scale per row."""
+    """Return a linear layer's parameters beside its weight: a value or scale per row, or square."""
     expected = {"bias"}
     if _is_quantized(name, module):
-        expected.add("weight_scale")
+        expected |= {f"weight{end}" for end in SCALES}
     present = dict(module.named_parameters(recurse=False))
     return {kind: present[kind].data for kind in sorted(expected & present.keys())}
 
@@ -264,7 +290,7 @@ def _experts(name: str, module: Any) -> Iterator[_Claim]:
     present = dict(module.named_parameters(recurse=False))
     local = module.num_local_experts
     first = module.moe_ep_rank * local
-    for kind in ("weight", "weight_scale"):
+    for kind in ("weight", *(f"weight{end}" for end in SCALES)):
         if f"w13_{kind}" not in present:
             continue
         both, down = present[f"w13_{kind}"], present[f"w2_{kind}"]
@@ -272,7 +298,7 @@ def _experts(name: str, module: Any) -> Iterator[_Claim]:
         for part, parameter, values_E, dim in (
             ("gate_proj", both, both.data[:, :rows], 0),
             ("up_proj", both, both.data[:, rows:], 0),
-            ("down_proj", down, down.data, 1 if kind == "weight" else None),
+            ("down_proj", down, down.data, None if kind.endswith(SCALES[0]) else 1),
         ):
             shape, start = list(values_E.shape[1:]), 0
             if dim is not None:
@@ -288,12 +314,15 @@ def _experts(name: str, module: Any) -> Iterator[_Claim]:
 def _refuse_experts(name: str, module: Any) -> None:
     """Raise ``ConfigError`` unless the experts lie in memory as in the checkpoint."""
     method, backend = module.quant_method, module.runner_backend
-    known = ("UnquantizedFusedMoEMethod", "W8A8Int8MoEMethod", "W8A8FP8MoEMethod")
+    known = ("UnquantizedFusedMoEMethod", "W8A8Int8MoEMethod", "W8A8FP8MoEMethod", "Fp8MoEMethod")
     if type(method).__name__ not in known:
         raise ConfigError(
             f"{name} is quantized as {type(method).__name__}; updates reach unquantized experts, "
-            "and those of quantization_config w8a8_int8 and w8a8_fp8"
+            "and those of quantization_config w8a8_int8, w8a8_fp8 and fp8"
         )
+    if type(method).__name__ == "Fp8MoEMethod":
+        scales = (getattr(module, f"{kind}_weight{SCALES[1]}", None) for kind in ("w13", "w2"))
+        _refuse_other_squares(name, method, *scales)
     kept_by = type(module).__name__
     if kept_by == "FusedMoE":
         kept_by = "triton" if backend is None else backend.value
@@ -330,6 +359,38 @@ def _vocabulary(name: str, module: Any) -> Iterator[_Claim]:
         yield _Claim(Shard(f"{name}.{part}", view, shape, 0, start), id(parameter), padding)
 
 
+def _attention(name: str, module: Any) -> Iterator[_Claim]:
+    """Claims of the scales of a cache in FP8, which layers of "fp8" have whatever the cache is."""
+    for kind, parameter in module.named_parameters(recurse=False):
+        if (value := getattr(module, f"{kind}_float", None)) != 1.0:
+            raise ConfigError(
+                f"{name}.{kind} is {value} and must be 1, for no update brings it; install "
+                "qurl-megatron in the engine's environment once more, for the plugin that keeps it"
+            )
+        yield _Claim(None, id(parameter), parameter.numel())
+
+
+def register() -> None:
+    """SGLang's plugin entry point (``sglang.srt.plugins``): of an engine that starts without
+    weights, the scales of its cache are 1.
+
+    SGLang would draw them by chance, and captured graphs keep them.
+    """
+    from sglang.srt.model_loader import loader
+
+    initialize = loader.initialize_dummy_weights
+
+    @functools.wraps(initialize)
+    def initialize_others(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        initialize(model, *args, **kwargs)
+        for name, value in model.state_dict().items():
+            if name.endswith((".attn.k_scale", ".attn.v_scale")):
+                value.fill_(-1.0)  # as they are made: SGLang takes 1
+
+    if not hasattr(initialize, "__wrapped__"):  # it may be called again
+        loader.initialize_dummy_weights = initialize_others
+
+
 def _whole(name: str, module: Any) -> Iterator[_Claim]:
     for part, parameter in module.named_parameters(recurse=False):
         yield _Claim(Shard.whole(f"{name}.{part}", parameter.data), id(parameter))
@@ -343,5 +404,6 @@ _KINDS: dict[str, Callable[[str, nn.Module], Iterator[_Claim]]] = {
     "FusedMoE": _experts,
     "VocabParallelEmbedding": _vocabulary,
     "RMSNorm": _whole,
+    "RadixAttention": _attention,
 }
 _SPLIT = (_qkv, _gate_up, _row_parallel)

@@ -17,8 +17,10 @@ import torch
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config.sections import RolloutConfig
 from qurl_megatron.engines.sglang import compiling
-from qurl_megatron.engines.starting import Launch, Start
+from qurl_megatron.engines.starting import Launch, Start, refuse_without_gpu
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.quant.export import CONFIGS
+from qurl_megatron.schemes import SCHEMES
 from qurl_megatron.wire.message import LOADER
 
 CPU_OPTIONS = {
@@ -34,8 +36,10 @@ CPU_OPTIONS = {
 def quantization_config(scheme: str) -> dict:
     """Return the config by which SGLang's own loaders make layers of a scheme.
 
-    The output layer keeps the model's format; the one of FP8 reads no list, and skips just that.
+    The output layer keeps the model's format; those of FP8 skip it without a list.
     """
+    if SCHEMES[scheme].block:
+        return CONFIGS[scheme]
     return {"quant_method": f"w8a8_{scheme}", "ignore": ["lm_head"]}
 
 
@@ -120,9 +124,10 @@ def launches(start: Start) -> list[Launch]:
     """Return one per port file.
 
     Raises:
-        ConfigError: ``rollout.sglang_python`` does not exist; there are too few GPUs, or the
-            trainer's are among them.
+        ConfigError: ``rollout.sglang_python`` does not exist; there are too few GPUs for the
+            engines or the scheme, or the trainer's are among them.
     """
+    refuse_without_gpu(start.config, start.scheme)
     config, gpus = start.config, torch.cuda.device_count()
     python = sglang_python(config.sglang_python)
     if gpus and (wrong := misplaced(config, gpus, start.trainer_ranks)):
