@@ -139,8 +139,10 @@ class QuantConfig(Section, name="quant", on_resume="fork"):
     """How rollout weights are quantized before they are sent to the fleet."""
 
     scheme: str = key("int8", one_of(*ROLLOUT))
-    """Number format of rollout weights and activations; the trained weights keep model.dtype. int6,
-    int5 and int4 are simulated by the embedded engine, for studies of quantization noise."""
+    """Number format of rollout weights and activations; the trained weights keep model.dtype.
+    fp8_block has a scale per 128 x 128 weights, and per token and 128 of its features: DeepSeek's
+    format, by SGLang on GPUs and the embedded engine. int6, int5 and int4 are simulated by the
+    embedded engine, for studies of quantization noise."""
 
     rounding: Literal["nearest", "stochastic", "dithered"] = "nearest"
     """How a weight between two codes becomes one of them. stochastic: the upper one with the

@@ -23,10 +23,11 @@ class Gpu:
     network: float  # bytes/s of its share of the machine's network, one way
 
 
-HOPPER = {"none": 989e12, "int8": 1979e12, "fp8": 1979e12}
+HOPPER = {"none": 989e12, "int8": 1979e12, "fp8": 1979e12, "fp8_block": 1979e12}
 # NVIDIA's data sheets without sparsity, of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200. DGX A100
 # has 200 Gb/s of InfiniBand a GPU, DGX H100 and later 400. A100s have no FP8 units, and engines no
-# INT8 kernels on Blackwell (vllm#25935, #27182).
+# INT8 kernels on Blackwell (vllm#25935, #27182). Those of block FP8 there need other scales
+# than updates bring.
 GPUS: dict[str, Gpu] = {
     "a100-80": Gpu(80, {"none": 312e12, "int8": 624e12}, 2039 * GB, 300 * GB, 25 * GB),
     "h100": Gpu(80, HOPPER, 3350 * GB, 450 * GB, 50 * GB),

@@ -386,7 +386,7 @@ def _engine_lines(run: Footprint, engine: EngineFootprint) -> list[str]:
     for scheme in sorted(SERVED, key="none".__eq__):
         tokens = engine.tokens(scheme)
         lines.append(
-            f"  {title(scheme):5} weights {engine.weights[scheme] / GIB:6.2f} GiB, cache of "
+            f"  {title(scheme):9} weights {engine.weights[scheme] / GIB:6.2f} GiB, cache of "
             f"{tokens / 1000:6.0f} k tokens: {tokens // run.longest} responses of full length"
         )
     return lines

@@ -17,7 +17,7 @@ from functools import cache
 
 from qurl_megatron.checkpoints.ops import Op, layer_ops, stage_ops
 from qurl_megatron.config import ParallelConfig
-from qurl_megatron.schemes import SCHEMES
+from qurl_megatron.schemes import SCHEMES, scale_grid
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.tensors.table import HfTensor, is_expert
 
@@ -263,13 +263,15 @@ def engine_experts(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
 def _engine_bytes(ops: Iterable[Op], scheme: str, tensor: int, itemsize: int) -> float:
     total = 0.0
     for part in itertools.chain.from_iterable(op.hf for op in ops):
-        size, channels = math.prod(part.shape), part.shape[0]
+        size = math.prod(part.shape)
         shared = _ranks_of(part, tensor)
         if part.units is not None and part.units.repeats:
             shared = min(tensor, part.units.count)
         if part.quantized and SCHEMES[scheme].stored:
             total += size * CODE / shared
-            total += 4 * _share(channels, part, shared)
+            rules = SCHEMES[scheme]
+            scales = math.prod(scale_grid(part.shape, rules.block))
+            total += 4 * (scales / shared if rules.block else _share(scales, part, shared))
         else:
             total += size * itemsize / shared
     return total

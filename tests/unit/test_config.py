@@ -40,7 +40,7 @@ def test_a_resolved_recipe_reads_back_equal(recipe, tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("quant.scheme=false", "one of none, int8, fp8, int6, int5, int4, got False"),
+        ("quant.scheme=false", "one of none, int8, fp8, fp8_block, int6, int5, int4, got False"),
         ("quant.scheme=INT8", "int5, int4, got 'INT8'; did you mean 'int8'?"),
         ("algo.objective=ACR", "acr, icepop, got 'ACR'; did you mean 'acr'?"),
         ("algo.name=GRPO", "cispo, got 'GRPO'; did you mean 'grpo'?"),

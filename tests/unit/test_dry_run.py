@@ -20,7 +20,7 @@ from qurl_megatron.plan.footprint import footprint, render
 from qurl_megatron.plan.memory import GIB, Pass
 from qurl_megatron.tensors.arch import read_arch
 from qurl_megatron.training import start
-from qurl_megatron.training.shapes import find_models
+from qurl_megatron.training.shapes import check_division, find_models
 from qurl_megatron.training.warmstart import warmstart
 from tests.support.descriptions import QWEN2
 from tests.support.meta_ranks import built
@@ -64,6 +64,8 @@ def test_an_engine_rank_holds_codes_scales_and_what_is_not_quantized():
     codes = 4 * sum(rows * columns + 4 * rows for rows, columns in shapes)
     rest = 2 * (2 * 100 * 64 + 4 * (2 * 64 + 128) + 64)  # vocabulary twice, norms, biases of q/k/v
     assert memory.engine_weights(ARCH, "int8", 1, 2) == codes + rest
+    squares = 4 * (sum(rows * columns for rows, columns in shapes) + 4 * len(shapes))
+    assert memory.engine_weights(ARCH, "fp8_block", 1, 2) == squares + rest
     assert memory.engine_weights(ARCH, "none", 1, 2) == 2 * parameter_count(ARCH)
     # Four ranks share two key/value heads: each has half of k and v, a quarter of all else but the
     # norms; the scales of o and down, which are split along their input, are whole.
@@ -75,6 +77,26 @@ def test_an_engine_rank_holds_codes_scales_and_what_is_not_quantized():
     )
     rest = 2 * (2 * 100 * 64 / 4 + 4 * (2 * 64 + 64 / 4 + 2 * 32 / 2) + 64)
     assert memory.engine_weights(ARCH, "int8", 4, 2) == quarter + rest
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("parallel.tensor=2", r"gate_proj.weight: rows \[0, 192\) .* smaller parallel.tensor"),
+        ("rollout.engine_tensor=2", r"gate_proj.weight: rows \[0, 192\) .* rollout.engine_tensor"),
+    ],
+)
+def test_layouts_that_would_cut_a_square_that_shares_a_scale_are_refused(setting, message):
+    arch = replace(ARCH, hidden=512, heads=4, kv_heads=2, head_dim=128, intermediate=384)
+    settings = ["rollout.backend=sglang", "quant.scheme=fp8_block"]
+    config = load("launch/recipes/quickstart.toml", [*settings, "parallel.tensor=1", setting])
+    with pytest.raises(ConfigError, match=message):
+        check_division(config, arch)
+    check_division(config, replace(arch, intermediate=512))
+    check_division(replace(config, quant=replace(config.quant, scheme="fp8")), arch)
+    alone = load("launch/recipes/quickstart.toml", [*settings, "parallel.tensor=1"])
+    with pytest.raises(ConfigError, match=r"SGLang fuses .*k_proj.weight .* 64 rows"):
+        check_division(alone, replace(arch, kv_heads=1, head_dim=64, heads=8))
 
 
 def test_keys_and_values_are_split_over_an_engines_ranks_until_one_head_is_left():
