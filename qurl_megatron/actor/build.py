@@ -22,7 +22,7 @@ from qurl_megatron.checkpoints.uaq import folded
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import Arch, Experts
+from qurl_megatron.tensors.arch import ALIGNED_EXPERTS, Arch, Experts
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -129,12 +129,7 @@ def build_model(
         ConfigError: experts shall quantize their tokens as an engine's do.
     """
     if arch.experts and align is not None and align.activations:
-        # Megatron multiplies by the router's probability before an expert's second product.
-        raise ConfigError(
-            "train.align=full cannot compute experts as the engines do, which weigh an expert's "
-            "output where Megatron-Core weighs what its second product takes; set "
-            "train.align=weights"
-        )
+        raise ConfigError(ALIGNED_EXPERTS)
     model = GPTModel(
         config,
         decoder_spec(config, qk_norm=arch.qk_norm, align=align),

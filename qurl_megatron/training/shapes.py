@@ -8,7 +8,7 @@ from qurl_megatron.config import RunConfig
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import ROOT
-from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
+from qurl_megatron.tensors.arch import ALIGNED_EXPERTS, Arch, arch_of, read_arch
 
 SHAPES = ROOT / "launch/models"
 """config.json of the models that recipes name, for machines without their weights."""
@@ -55,11 +55,16 @@ def check_division(config: RunConfig, arch: Arch) -> None:
             f"model.routing_replay={config.model.routing_replay} replays the choice of experts, "
             f"and a {arch.family} model has none; leave it out"
         )
-    if not engine_divides(arch, config.engine_tensor):
+    if arch.experts and config.train.align == "full":
+        raise ConfigError(f"model.path={config.model.path}: {ALIGNED_EXPERTS}")
+    split = arch
+    if config.rollout.deals_experts:
+        split = replace(arch, experts=None)  # engines have whole ones
+    if not engine_divides(split, config.engine_tensor):
         sizes = f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
-        if arch.experts:
-            sizes += f", or its moe_intermediate_size={arch.experts.intermediate}"
-        fitting = [n for n in range(1, arch.heads + 1) if engine_divides(arch, n)]
+        if split.experts:
+            sizes += f", or its moe_intermediate_size={split.routed.intermediate}"
+        fitting = [n for n in range(1, arch.heads + 1) if engine_divides(split, n)]
         raise ConfigError(
             f"rollout.engine_tensor={config.engine_tensor} does not divide the model's {sizes}; "
             f"use one of {fitting}"

@@ -54,9 +54,11 @@ def test_other_families_split_as_well(family, alone, backend, tmp_path):
     [
         ("EP2 x DP2", PACKED),
         ("EP2 x TP2", {}),
-        ("EP2 x CP2", PACKED),
+        pytest.param("EP2 x CP2", PACKED, marks=pytest.mark.thorough),
         ("EP2 x PP2", PACKED),
         ("EP2 x DP4", {}),
+        ("EP4 x TP2 x DP2", PACKED),
+        ("EP2 x PP2 x CP2", PACKED),
         pytest.param("EP2 x DP2", {}, marks=pytest.mark.thorough),
         pytest.param("EP2 x TP2", PACKED, marks=pytest.mark.thorough),
         pytest.param("EP2 x PP2", {}, marks=pytest.mark.thorough),
