@@ -150,8 +150,9 @@ class Response:
                 known = new.copy() if known is None else np.concatenate([known, new])
             elif part.versions:
                 nobodys.append(slice(told, end - 1))
-        for rows in nobodys if known is not None else ():
-            known[rows] = 0
+        if known is not None:
+            for rows in nobodys:
+                known[rows] = 0
         return known
 
     def sample(self) -> Sample:
