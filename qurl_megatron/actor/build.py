@@ -22,10 +22,11 @@ from qurl_megatron.checkpoints.uaq import folded
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import Arch, Experts
+from qurl_megatron.tensors.arch import ALIGNED_EXPERTS, Arch, Experts
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_GROUPED = re.compile(r"local_experts\.(\d+)\.(linear_fc\d)\.weight$")  # of Transformer Engine
 
 
 def transformer_config(
@@ -106,7 +107,7 @@ def _expert_options(experts: Experts | None, parallel: ParallelConfig) -> dict[s
         # Where each rank holds a slice of every expert, tokens are gathered before they are copied
         # to their top_k experts; "alltoall" sends every copy, but to one rank alone.
         moe_token_dispatcher_type="allgather" if parallel.expert == 1 else "alltoall",
-        moe_grouped_gemm=False,
+        moe_grouped_gemm=use_transformer_engine(),
     )
 
 
@@ -128,12 +129,7 @@ def build_model(
         ConfigError: experts shall quantize their tokens as an engine's do.
     """
     if arch.experts and align is not None and align.activations:
-        # Megatron multiplies by the router's probability before an expert's second product.
-        raise ConfigError(
-            "train.align=full cannot compute experts as the engines do, which weigh an expert's "
-            "output where Megatron-Core weighs what its second product takes; set "
-            "train.align=weights"
-        )
+        raise ConfigError(ALIGNED_EXPERTS)
     model = GPTModel(
         config,
         decoder_spec(config, qk_norm=arch.qk_norm, align=align),
@@ -209,19 +205,20 @@ def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[st
     """Return the op behind each parameter this rank holds, by the local name GPTModel gives it.
 
     Megatron numbers layers from 0 on every pipeline stage, and experts on every rank; ops carry
-    global numbers.
+    global numbers. Transformer Engine has the weights of all experts in one module.
 
     Args:
         aligned: the layers are ``aligned``: norms have parameters of their own everywhere.
     """
     per_stage = arch.num_layers // ranks.pipeline.size
     layers = range(ranks.pipeline.rank * per_stage, (ranks.pipeline.rank + 1) * per_stage)
+    fused = use_transformer_engine() and not aligned
     ops = stage_ops(
         arch,
         layers,
         first=ranks.first_stage,
         last=ranks.last_stage,
-        fused_norms=use_transformer_engine() and not aligned,
+        fused_norms=fused,
     )
     experts = range(0)
     if arch.experts:
@@ -232,7 +229,8 @@ def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[st
         expert = _EXPERT.search(op.megatron)
         if expert is None or int(expert[0]) in experts:
             name = _counted_from(layers.start, _LAYER, op.megatron)
-            named[_counted_from(experts.start, _EXPERT, name)] = op
+            name = _counted_from(experts.start, _EXPERT, name)
+            named[_GROUPED.sub(r"\2.weight\1", name) if fused else name] = op
     return named
 
 

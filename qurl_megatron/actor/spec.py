@@ -42,8 +42,7 @@ def decoder_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return the spec that GPTModel builds its decoder from.
 
-    Experts are a list of MLPs in both specs, not one grouped product, so that their weights have
-    the same names everywhere.
+    Transformer Engine multiplies all experts in one grouped product; else they are a list of MLPs.
 
     Args:
         align: how the linear layers follow the engines'; None: they do not.
@@ -51,7 +50,7 @@ def decoder_spec(
     experts = config.num_moe_experts
     if use_transformer_engine() and align is None:
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=qk_norm
         )
     layer = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, normalization="HfRMSNorm", qk_layernorm=qk_norm

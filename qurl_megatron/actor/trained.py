@@ -113,8 +113,8 @@ class Trained:
         """Run Megatron's schedule (1F1B in a pipeline); ``finish`` sees the last stage's output.
 
         Pipeline stages tell each other the shapes to come only where there are several. (Given to
-        TransformerConfig, the same switch would forbid the all-gather of tokens before experts,
-        for the sake of expert-parallel ranks with sequences of their own, which we do not have.)
+        TransformerConfig, the same switch would forbid the all-gather of tokens before experts, for
+        the sake of ranks with experts and sequences of their own, which exchange them all to all.)
         """
 
         def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Tensor, Callable]:

@@ -142,6 +142,11 @@ class RunConfig:
             "else one side rounds logits to BF16 and the other does not; set both or neither",
         )
         require(
+            not (self.rollout.deals_experts and self.sync.transport == "group"),
+            "sync.transport=group cuts every expert over an engine's ranks, and --ep-size among "
+            "rollout.engine_args deals them whole; leave it out, or set another sync.transport",
+        )
+        require(
             self.model.routing_replay != "rollout"
             or self.rollout.max_staleness == 0
             or self.sync.pause == "in_place",

@@ -47,9 +47,9 @@ class ModelConfig(Section, name="model", on_resume="fork"):
     SGLang engines want --enable-fp32-lm-head among rollout.engine_args then, and only then."""
 
     routing_replay: Literal["off", "rollout", "proximal"] = "off"
-    """Experts that tokens go to in training: as the router chooses (off), as the engine chose that
-    wrote the response (rollout), or as the policy chose before the step's first update (proximal).
-    Probabilities are computed anew at the chosen experts."""
+    """Who chooses the experts that tokens go to in training. off: the router, in every pass.
+    rollout: the engine that wrote the response. proximal: the policy before the step's first
+    update. Probabilities are computed anew at the chosen experts."""
 
     @property
     def itemsize(self) -> int:
@@ -495,6 +495,12 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
             f"(rollout.each_node); make them a multiple of {nodes}",
         )
         return self.engines // nodes
+
+    @property
+    def deals_experts(self) -> bool:
+        """Whether engines started here deal experts to their GPUs, whole ones."""
+        names = {argument.partition("=")[0] for argument in self.engine_args}
+        return not names.isdisjoint({"--ep-size", "--ep", "--expert-parallel-size"})
 
     @property
     def adopts(self) -> bool:

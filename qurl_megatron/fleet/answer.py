@@ -140,6 +140,7 @@ class _Meta(msgspec.Struct, frozen=True):
     weight_versions: list[_Span] = []
     # (log-prob, token id, text); or ``wire.packed``
     output_token_logprobs: list[tuple[float, Int64, Any]] | bytes = []
+    num_retractions: int = 0
     routed_experts: bytes | None = None  # [tokens, layers, experts of a token]; of JSON, base64
 
 
@@ -251,10 +252,15 @@ def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:
 def _routes(meta: _Meta, given: int, sent: int, kept: int, routed: Routed | None) -> Any:
     """Return ``Sample.routes`` of the tokens before the last that is kept; None: there are none.
 
+    A request that SGLang retracted for want of room is computed again: where weights have changed
+    meanwhile, its first tokens' experts are not those of their log-probs.
+
     Args:
         given, sent, kept: tokens before the answer's, in it, and of these the ones that count.
     """
     if routed is None or not kept:
+        return None
+    if meta.num_retractions and len(meta.weight_versions) > 1:
         return None
     if not meta.routed_experts:
         if meta.finish_reason.type == "abort":
@@ -271,6 +277,7 @@ def _routes(meta: _Meta, given: int, sent: int, kept: int, routed: Routed | None
     experts = experts[: given + kept - 1]
     if experts.size and not 0 <= experts.min() <= experts.max() < routed.count:
         raise Malformed(f"an expert that is none of the layer's {routed.count}")
+    # What nobody has recorded is zero; to look at all of them would take too long.
     if routed.top_k > 1 and (twice := (experts[..., 0] == experts[..., 1])).any():
         token, layer = np.argwhere(twice)[0]
         raise Malformed(
@@ -389,6 +396,7 @@ class Info:
     longest_input: int | None = None  # tokens after which it can generate one more; None: unknown
     resamples: str = ""  # settings by which it samples from another distribution than it is asked
     ep: int = 1  # parts into which its experts are divided, whole
+    records_experts: bool | None = None  # in its answers, where asked; None: it does not say
     moves_experts: str = ""  # settings by which its experts are not where updates write them
 
 
@@ -405,6 +413,7 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     context_length: Count | None = None
     max_req_input_len: Count | None = None  # SGLang's: it keeps a few tokens more free
     ep_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    enable_return_routed_experts: bool | None = None
     moe_runner_backend: str | None = None
     moe_a2a_backend: str | None = None
     enable_eplb: bool | None = None
@@ -448,7 +457,11 @@ def read_info(info: dict) -> Info:
         if (value := getattr(server, name)) not in (None, *harmless):
             moved.append(f"{name} = {shortened(value)}")
     kind, tp, ep = kind_of(server.engine), server.tp_size or 1, server.ep_size or 1
-    return Info(kind, tp, loaders, server.scheme, longest_input, resamples, ep, ", ".join(moved))
+    return Info(
+        *(kind, tp, loaders, server.scheme, longest_input, resamples, ep),
+        records_experts=server.enable_return_routed_experts,
+        moves_experts=", ".join(moved),
+    )
 
 
 def _resampling(server: _ServerInfo) -> Iterator[str]:

@@ -140,6 +140,7 @@ class EngineClient:
             parts = urlsplit(self.url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
                 raise ValueError("give e.g. http://127.0.0.1:30000")
+            parts.hostname.encode("idna")  # refuses what no name server can be asked for
         except ValueError as error:
             raise EngineError(f"{url} is not an engine URL: {error}") from None
 

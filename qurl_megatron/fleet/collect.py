@@ -24,7 +24,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.fleet.answer import NEUTRAL, Asked, Part, Rules, answer_limit, read_answers
+from qurl_megatron.fleet.answer import (
+    NEUTRAL,
+    Asked,
+    Part,
+    Routed,
+    Rules,
+    answer_limit,
+    read_answers,
+)
 from qurl_megatron.fleet.client import EngineClient, EngineError, Session
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.fleet.turns import Response, Turns, hash63
@@ -79,7 +87,8 @@ def collect(
             }
             group.append(Response(prompt, params))
         groups.append(group)
-    return event_loop.run(_Collection(fleet, groups, stop, finished, turns).run())
+    routed = fleet.routed if step != EVALUATION else None  # nobody trains on those
+    return event_loop.run(_Collection(fleet, groups, stop, finished, turns, routed).run())
 
 
 def greedy(
@@ -129,7 +138,9 @@ class _Collection:
         stop: Callable[[], bool] | None,
         finished: Finished | None,
         turns: Turns | None,
+        routed: Routed | None = None,
     ) -> None:
+        self.routed = routed
         self.fleet, self.groups, self.stop, self.finished = fleet, groups, stop, finished
         self.turns, self.most_turns = turns, 1
         if turns is not None:
@@ -208,7 +219,7 @@ class _Collection:
                 fleet.newest,
                 fleet.stops,
                 flight.engine.longest_input,
-                fleet.routed,
+                self.routed,
             )
             return read_answers(content, asked, rules)
 
@@ -217,8 +228,8 @@ class _Collection:
             [params for _, params in requests],
             [request.rid for request in asked],
             read,
-            limit=answer_limit(asked, fleet.routed),
-            routed=fleet.routed is not None,
+            limit=answer_limit(asked, self.routed),
+            routed=self.routed is not None,
             # Prefixes that other weights computed are not to be shared, flushed or not.
             cache_key=str(flight.version) if flight.engine.kind.shares_prefixes else None,
         )

@@ -762,6 +762,11 @@ class Fleet:
                 f"{url} samples from another distribution than this run trains on, by its "
                 f"own {info.resamples}; start it without"
             )
+        if self.routed and info.records_experts is False:
+            raise ConfigError(
+                f"{url} does not record its experts, which model.routing_replay=rollout replays; "
+                "start it with --enable-return-routed-experts"
+            )
         if info.moves_experts and (self._facts or {}).get("experts"):
             raise ConfigError(
                 f"{url} keeps experts where no update finds them, by its own {info.moves_experts}; "

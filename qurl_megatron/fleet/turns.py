@@ -135,13 +135,24 @@ class Response:
             )
 
     def routes(self) -> np.ndarray | None:
-        """Return ``Sample.routes``: each token's experts when an engine first computed it."""
+        """Return ``Sample.routes``: each token's experts when an engine first computed it.
+
+        Those of the tokens that were sampled without any are nobody's: a later request names them
+        too, but other weights may have chosen them.
+        """
         known: np.ndarray | None = None
+        nobodys, end = [], len(self.prompt.input_ids)
         for part in self.parts:
-            if known is None:
-                known = part.routes
-            elif part.routes is not None:
-                known = np.concatenate([known, part.routes[len(known) :]])
+            end += len(part.ids)
+            told = 0 if known is None else len(known)
+            if part.routes is not None:
+                new = part.routes[told:]
+                known = new.copy() if known is None else np.concatenate([known, new])
+            elif part.versions:
+                nobodys.append(slice(told, end - 1))
+        if known is not None:
+            for rows in nobodys:
+                known[rows] = 0
         return known
 
     def sample(self) -> Sample:

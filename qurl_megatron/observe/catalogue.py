@@ -49,6 +49,7 @@ METRICS: dict[str, Known] = {
     "policy/dual_clip_fraction": Known("tokens at the dual clip", "share"),
     "policy/ratio_mean": Known("mean probability ratio of current to proximal policy", "near 1"),
     "policy/entropy": Known("mean entropy per token, in nats"),
+    "rollout/routes_missing_fraction": Known("tokens whose experts no engine told", "share"),
     "policy/expert_load_max": Known("tokens of the busiest expert over the mean of its layer"),
     "policy/experts_idle_fraction": Known("experts that no token went to", "share"),
     "policy/routes_differ_fraction": Known(

@@ -55,6 +55,11 @@ class Llama3Rope:
     original_max_position_embeddings: int
 
 
+ALIGNED_EXPERTS = (
+    "train.align=full cannot compute experts as the engines do, which weigh an expert's output "
+    "where Megatron-Core weighs what its second product takes; set train.align=weights"
+)
+
 MEGATRON_LLAMA3_ROPE = Llama3Rope(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )

@@ -263,7 +263,7 @@ def _is_fp8_state(name: str) -> bool:
     It is saved, since Megatron's own tools ask for it. But layers of a machine without it write
     none for norms, and a run goes on from a CPU to GPUs.
     """
-    return name.endswith("_extra_state")
+    return "_extra_state" in name  # of experts in one module with a number behind it
 
 
 def _parameter_groups(state: Any) -> Iterator[dict[str, Any]]:

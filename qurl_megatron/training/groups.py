@@ -169,6 +169,13 @@ def reward_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     }
 
 
+def routing_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
+    """Return the share of tokens without an engine's choice of experts; last ones need none."""
+    tokens = sum(len(s.prompt.input_ids) + len(s.response_ids) - 1 for s in samples)
+    chosen = sum(int(s.routes[:, 0, 0].astype(bool).sum()) for s in samples if s.routes is not None)
+    return {"rollout/routes_missing_fraction": Mean(tokens - chosen, tokens)}
+
+
 def conversation_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """Return the number of turns, the environment's tokens, and its failures by cause."""
     count = len(samples)

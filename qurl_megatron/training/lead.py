@@ -35,6 +35,7 @@ from qurl_megatron.training.groups import (
     kept_of,
     mean_overlong_penalty,
     reward_metrics,
+    routing_metrics,
     sample_metrics,
     useful,
 )
@@ -258,6 +259,8 @@ class Lead:
         assert metrics["sync/staleness"].value <= rollout.max_staleness
         if self._turns:
             metrics |= conversation_metrics(samples)
+        if self.fleet.routed:
+            metrics |= routing_metrics(samples)
         metrics |= draft.graded.metrics()
         if reward.overlong_fraction > 0:
             penalty = mean_overlong_penalty(samples, rollout.max_new_tokens, reward)

@@ -1,7 +1,7 @@
 """The engines' choice of experts, from the leading rank to the ranks that replay it.
 
 Every rank gets its own responses' choices, in its own layers alone: of Qwen3-30B-A3B they are 384
-bytes a token, where all else of a response is 13.
+bytes a token, where all else of a response is 13. The leading rank sends each of them once.
 
 Shapes: B = rows of a microbatch, S = their length, L = layers of a rank's stage, K = experts of a
 token.
@@ -65,14 +65,19 @@ def _received(
             start += totals[i]
         return part
 
-    for rank, (wanted, stage) in enumerate(everywhere((list(indices), ranks.pipeline.rank))):
-        if ranks.leads:
-            part = filled(wanted, stage)
-            if rank == ranks.rank:
-                own = part
-            else:
-                dist.send(part.view(torch.uint8), rank)
-    if not ranks.leads:
-        own = memory(indices)
+    # To one rank for each share of the responses and stage, which hands it to its neighbours.
+    own, takers = memory(indices), everywhere((ranks.counted, list(indices), ranks.pipeline.rank))
+    for rank, (takes, wanted, stage) in enumerate(takers):
+        if not (takes and ranks.leads):
+            continue
+        if rank == ranks.rank:
+            own = filled(wanted, stage)
+        else:
+            dist.send(filled(wanted, stage).view(torch.uint8), rank)
+    if ranks.counted and not ranks.leads:
         dist.recv(own.view(torch.uint8), 0)
+    for axis, takes_part in ((ranks.context, ranks.tensor.rank == 0), (ranks.tensor, True)):
+        if takes_part and axis.size > 1:
+            first = dist.get_global_rank(axis.group, 0)
+            dist.broadcast(own.view(torch.uint8), first, group=axis.group)
     return own.split([totals[i] for i in indices])

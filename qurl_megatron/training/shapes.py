@@ -10,7 +10,7 @@ from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import ROOT
 from qurl_megatron.schemes import SCALES, SCHEMES
-from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
+from qurl_megatron.tensors.arch import ALIGNED_EXPERTS, Arch, arch_of, read_arch
 from qurl_megatron.tensors.table import hf_tensor, is_expert, is_quantized
 
 SHAPES = ROOT / "launch/models"
@@ -58,11 +58,16 @@ def check_division(config: RunConfig, arch: Arch) -> None:
             f"model.routing_replay={config.model.routing_replay} replays the choice of experts, "
             f"and a {arch.family} model has none; leave it out"
         )
-    if not engine_divides(arch, config.engine_tensor):
+    if arch.experts and config.train.align == "full":
+        raise ConfigError(f"model.path={config.model.path}: {ALIGNED_EXPERTS}")
+    split = arch
+    if config.rollout.deals_experts:
+        split = replace(arch, experts=None)  # engines have whole ones
+    if not engine_divides(split, config.engine_tensor):
         sizes = f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
-        if arch.experts:
-            sizes += f", or its moe_intermediate_size={arch.experts.intermediate}"
-        fitting = [n for n in range(1, arch.heads + 1) if engine_divides(arch, n)]
+        if split.experts:
+            sizes += f", or its moe_intermediate_size={split.routed.intermediate}"
+        fitting = [n for n in range(1, arch.heads + 1) if engine_divides(split, n)]
         raise ConfigError(
             f"rollout.engine_tensor={config.engine_tensor} does not divide the model's {sizes}; "
             f"use one of {fitting}"
@@ -83,7 +88,8 @@ def _refuse_cut_squares(config: RunConfig, arch: Arch) -> None:
         assert units is not None
         trainers = parallel.expert_tensor if is_expert(name) else parallel.tensor
         scale.part(0, units.length // trainers, "a smaller parallel.tensor")
-        length = units.length // engines
+        whole = is_expert(name) and config.rollout.deals_experts
+        length = units.length // (1 if whole else engines)
         if units.repeats and engines > units.count:
             length = units.width
         scale.part(0, length, "a smaller rollout.engine_tensor")

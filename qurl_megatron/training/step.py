@@ -122,10 +122,13 @@ def attach_scores(
         return score(logits, batch)[0]
 
     later = batches[begin:]
-    with policy.recording() as routes:
-        later = with_scores(later, "proximal", policy.score(later, log_probs))
     if record:
+        with policy.recording() as routes:
+            found = policy.score(later, log_probs)
         later = [replace(b, routes=own) for b, own in zip(later, routes, strict=True)]
+    else:
+        found = policy.score(later, log_probs)
+    later = with_scores(later, "proximal", found)
     scored = [*batches[:begin], *later]
     if with_reference:
         with policy.reference():

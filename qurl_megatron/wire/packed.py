@@ -14,6 +14,7 @@ import numpy as np
 
 ENDPOINT = "/qurl_generate"
 IDS, LOG_PROBS = np.dtype("<i4"), np.dtype("<f4")
+EXPERTS = np.dtype("u1"), np.dtype("<u2"), IDS
 ARRAY = 0x90  # the first byte of an array of MessagePack is no less, of JSON it is
 
 
@@ -23,21 +24,26 @@ def pack(answers: Sequence[dict]) -> bytes:
 
 
 def _pack(answer: dict) -> dict:
-    """Return an answer packed; or as it is where its log-probs are not those of its tokens."""
+    """Return an answer packed; its tokens as they are where its log-probs are not theirs."""
     ids, meta = answer["output_ids"], answer["meta_info"]
+    if routed := meta.get("routed_experts"):
+        packed = pack_experts(np.frombuffer(base64.b64decode(routed), IDS))
+        meta = {**meta, "routed_experts": packed}
     triples = meta.get("output_token_logprobs", ())
     if [token for _, token, _ in triples] != ids:
-        return answer  # an abort between a token and its log-prob, or a fault for the reader
+        # An abort between a token and its log-prob, or a fault for the reader.
+        return {**answer, "meta_info": meta}
     log_probs = np.array([log_prob for log_prob, _, _ in triples], LOG_PROBS)
     meta = {**meta, "output_token_logprobs": log_probs.tobytes()}
-    if routed := meta.get("routed_experts"):
-        meta["routed_experts"] = pack_experts(np.frombuffer(base64.b64decode(routed), IDS))
     return {**answer, "output_ids": np.array(ids, IDS).tobytes(), "meta_info": meta}
 
 
 def pack_experts(experts: np.ndarray) -> bytes:
-    narrow = experts.size == 0 or experts.max() < 256
-    return experts.astype(np.uint8 if narrow else np.dtype("<u2")).tobytes()
+    """Return numbers of experts in as few bytes as all of them fit into."""
+    for kind in EXPERTS[:-1]:
+        if not experts.size or (experts.min() >= 0 and experts.max() <= np.iinfo(kind).max):
+            return experts.astype(kind).tobytes()
+    return experts.tobytes()  # a fault for the reader
 
 
 def unpack_experts(packed: bytes, count: int) -> np.ndarray:
@@ -46,7 +52,7 @@ def unpack_experts(packed: bytes, count: int) -> np.ndarray:
     Raises:
         ValueError: there are more or fewer.
     """
-    for kind in (np.dtype("u1"), np.dtype("<u2"), IDS):
+    for kind in EXPERTS:
         if len(packed) == count * kind.itemsize:
             return np.frombuffer(packed, kind)
     raise ValueError(f"{len(packed)} bytes for {count} experts of its tokens")

@@ -143,7 +143,7 @@ class UpdateSession:
 
         Raises:
             ConfigError: one does not match the engine's tensor of this name, comes a second time,
-                or is damaged; nothing of it has been written.
+                or is damaged; nothing of that one has been written.
         """
         kept = []
         for piece in pieces:

@@ -235,7 +235,11 @@ def generated(
     if tensor == 2:
         decoder = engine.decoder
         decoder.layers = [
-            replace(layer, out=Halves(layer.out), down=Halves(layer.down))
+            replace(
+                layer,
+                out=Halves(layer.out),
+                mlp=replace(layer.mlp, down=Halves(layer.mlp.down)),
+            )
             for layer in decoder.layers
         ]
     asked = [

@@ -49,8 +49,23 @@ def test_other_families_split_as_well(family, alone, backend, tmp_path):
     assert_same_training(run(tmp_path, backend, config, "split"), expected)
 
 
-@pytest.mark.parametrize("train", [{}, PACKED], ids=["padded", "packed"])
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, train",
+    [
+        ("EP2 x DP2", PACKED),
+        ("EP2 x TP2", {}),
+        pytest.param("EP2 x CP2", PACKED, marks=pytest.mark.thorough),
+        ("EP2 x PP2", PACKED),
+        ("EP2 x DP4", {}),
+        ("EP4 x TP2 x DP2", PACKED),
+        ("EP2 x PP2 x CP2", PACKED),
+        pytest.param("EP2 x DP2", {}, marks=pytest.mark.thorough),
+        pytest.param("EP2 x TP2", PACKED, marks=pytest.mark.thorough),
+        pytest.param("EP2 x PP2", {}, marks=pytest.mark.thorough),
+        pytest.param("EP2 x DP4", PACKED, marks=pytest.mark.thorough),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "packed" if value else "padded",
+)
 def test_experts_on_different_ranks_train_as_in_one_process(
     layout, train, alone, backend, tmp_path
 ):

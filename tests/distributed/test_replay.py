@@ -52,12 +52,12 @@ def alone_replaying(tmp_path_factory, backend):
 @pytest.mark.parametrize(
     "layout, recompute, train",
     [
-        ("TP2", False, {}),
+        pytest.param("TP2", False, {}, marks=pytest.mark.thorough),
         ("TP2 x CP2", False, PACKED),
         ("PP2", True, {}),
         ("EP2 x PP2", True, PACKED),
-        ("EP2 x CP2", False, {}),
-        ("EP2 x TP2", True, {}),
+        pytest.param("EP2 x CP2", False, {}, marks=pytest.mark.thorough),
+        pytest.param("EP2 x TP2", True, {}, marks=pytest.mark.thorough),
     ],
 )
 def test_every_layout_replays_what_one_process_does(

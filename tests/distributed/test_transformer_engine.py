@@ -18,6 +18,7 @@ from tests.support.logits import assert_logits
 from tests.support.models import tiny_checkpoint
 from tests.support.policies import (
     ALGO,
+    EXPERT_LAYOUTS,
     LAYOUTS,
     PACKED,
     assert_same_training,
@@ -70,10 +71,17 @@ def test_gradients_and_updates_equal_the_local_spec(layout, alone, backend, tmp_
 
 
 @pytest.mark.thorough("nccl")
-@pytest.mark.parametrize("family", all_but(["qwen3", "qwen3_moe"], "qwen3"))
-def test_those_of_other_families_too(family, alone, backend, tmp_path):
+@pytest.mark.parametrize(
+    "family, layout",
+    [
+        pytest.param("qwen3", "TP2 x PP2", marks=pytest.mark.thorough),
+        ("qwen3_moe", "TP2 x PP2"),
+        ("qwen3_moe", "EP2 x TP2"),
+    ],
+)
+def test_those_of_other_families_too(family, layout, alone, backend, tmp_path):
     folder, expected = alone(family, **ALGO)
-    config = recipe(folder, dict(tensor=2, pipeline=2), **ALGO)
+    config = recipe(folder, {**LAYOUTS, **EXPERT_LAYOUTS}[layout], **ALGO)
     assert_same_training(train(backend, tmp_path, config), expected)
 
 
@@ -103,17 +111,24 @@ STAND_IN, LOCAL = run_with_stand_in, run_on_ranks
 
 @pytest.mark.thorough("nccl")
 @pytest.mark.parametrize(
-    "saver, loader, before, after",
+    "family, saver, loader, before, after",
     [
-        (STAND_IN, STAND_IN, dict(data=2), dict(data=2)),
-        (STAND_IN, STAND_IN, dict(tensor=2), dict(pipeline=2)),
-        (STAND_IN, LOCAL, dict(tensor=2), {}),
-        (LOCAL, STAND_IN, {}, dict(tensor=2)),
+        ("qwen3", STAND_IN, STAND_IN, dict(data=2), dict(data=2)),
+        ("qwen3", STAND_IN, STAND_IN, dict(tensor=2), dict(pipeline=2)),
+        ("qwen3", STAND_IN, LOCAL, dict(tensor=2), {}),
+        ("qwen3", LOCAL, STAND_IN, {}, dict(tensor=2)),
+        ("qwen3_moe", STAND_IN, LOCAL, dict(expert=2, data=2), dict(tensor=2)),
+        ("qwen3_moe", LOCAL, STAND_IN, {}, dict(expert=2, data=2)),
     ],
-    ids=["same layout", "another layout", "then on a CPU", "then on a GPU"],
+    ids=[
+        *("same layout", "another layout", "then on a CPU", "then on a GPU"),
+        *("experts then on a CPU", "experts then on a GPU"),
+    ],
 )
-def test_a_loaded_policy_takes_the_same_next_step(saver, loader, before, after, backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen3")
+def test_a_loaded_policy_takes_the_same_next_step(
+    family, saver, loader, before, after, backend, tmp_path
+):
+    folder = tiny_checkpoint(tmp_path / "model", family)
     saving, loading = (recipe(folder, layout, dtype="bfloat16") for layout in (before, after))
     saved, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
     saver(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, saved, a)

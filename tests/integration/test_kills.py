@@ -140,6 +140,18 @@ def test_a_run_that_is_killed_goes_on_the_same_at_every_layout(tiny, layout):
     assert finished(run) == finished(Run(tiny, f"whole-{layout}", *options))
 
 
+def test_experts_on_two_ranks_with_their_routing_replayed_go_on_the_same_when_killed(tiny):
+    options = ("parallel.expert=2", "parallel.data=2", "model.routing_replay=rollout")
+    options += ("warmstart.experts=4", f"model.path={tiny.parent}/experts", "train.steps=3")
+    options += ("checkpoint.every=1", "train.eval_prompts=0", "train.micro_batch=16")
+    whole = finished(Run(tiny, "experts-whole", *options))
+    run = Run(tiny, "experts-resumed", *options)
+    killed(run, LAUNCHER, training)
+    assert finished(run) == whole
+    assert all(m["policy/routes_differ_fraction"] < 0.2 for m in whole.values())
+    assert all(m["rollout/routes_missing_fraction"] == 0 for m in whole.values())
+
+
 @pytest.mark.thorough
 def test_a_run_that_is_stopped_before_its_first_step_keeps_what_it_went_on_from(tiny):
     first = Run(tiny, "early", "train.eval_prompts=0", "train.steps=1")

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from qurl_megatron.quant import quantize_tokens
+from qurl_megatron.wire.packed import unpack_experts
 from tests.sglang.engines import (
     PROMPTS,
     Case,
@@ -22,6 +23,7 @@ from tests.sglang.engines import (
     publish,
     servers,
 )
+from tests.support.generating import generate
 
 IN_SLICE = ("int8", "fp8-tp2")
 CASES = {
@@ -80,16 +82,27 @@ def test_experts_compute_as_transformers_on_the_published_grid(scheme, tmp_path)
     with servers(lambda: Server(first.folder, case, tmp_path / "server")) as (server,):
         publish(server, second.tensors, 1, tmp_path / "sync")
         answers = server.answers()
+        params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+        told = generate(server.client, PROMPTS, params, packs=True, routed=True)
     model = _on_grid(second, tmp_path / "base", tmp_path / "plain")
-    differences = []
-    for prompt, (ids, log_probs) in zip(PROMPTS, answers, strict=True):
+    chosen, differences, same = [], [], []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, inputs, outputs: chosen.append(outputs[2]))
+    for prompt, (ids, log_probs), answer in zip(PROMPTS, answers, told, strict=True):
+        chosen.clear()
         with torch.no_grad(), _Tokens(scheme, model):
             logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.stack(chosen, dim=1)[:-1].sort(-1).values
+        packed = answer["meta_info"]["routed_experts"]
+        experts = unpack_experts(packed, expected.numel()).reshape(expected.shape)
+        assert len(packed) == expected.numel()  # a byte each
+        same.append((torch.from_numpy(experts.astype(int)).sort(-1).values == expected).all(-1))
         differences.append((log_probs - logits.log_softmax(-1)[range(len(ids)), ids]).abs())
     apart = torch.cat(differences)
     # The last bit of a sum may move a code to its neighbour, here and there.
     assert apart.median() < 1e-5
     assert apart.max() < (1e-4 if scheme == "none" else 0.02)
+    assert torch.cat(same).float().mean() > (0.9999 if scheme == "none" else 0.97)
 
 
 def _on_grid(version: Checkpoint, base: Path, folder: Path) -> Any:

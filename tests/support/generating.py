@@ -17,11 +17,13 @@ def generate(
     *,
     rid: Sequence[str] = (),
     packs: bool = False,
+    routed: bool = False,
 ) -> list[dict]:
     """The engine's answers as they are, in the order of the prompts.
 
     Args:
         packs: have them packed, as runs do.
+        routed: have them name each token's experts.
     """
     client.packs = packs
     read = msgspec.msgpack.decode if packs else parsed
@@ -30,6 +32,8 @@ def generate(
 
     async def ask() -> list[dict]:
         async with client.session() as session:
-            return await session.generate(input_ids, [params] * len(rids), rids, read, limit=limit)
+            return await session.generate(
+                input_ids, [params] * len(rids), rids, read, limit=limit, routed=routed
+            )
 
     return event_loop.run(ask())

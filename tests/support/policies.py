@@ -42,6 +42,8 @@ EXPERT_LAYOUTS = {
     "EP2 x CP2": dict(expert=2, context=2),
     "EP2 x PP2": dict(expert=2, pipeline=2, data=2),
     "EP2 x DP4": dict(expert=2, data=4),  # two copies of each expert
+    "EP4 x TP2 x DP2": dict(expert=4, tensor=2, data=2),
+    "EP2 x PP2 x CP2": dict(expert=2, pipeline=2, context=2),
 }
 ALGO = dict(objective="acr", kl_coef=0.1, entropy_coef=0.01)
 SAMPLES = random_samples(8)

@@ -102,14 +102,28 @@ def test_experts_of_tokens_are_read_as_they_were_packed_or_not(highest):
     assert answer_limit([asked], ROUTED.routed) > answer_limit([asked])
 
 
-def test_an_aborted_answers_experts_are_those_before_its_last_whole_token():
+@pytest.mark.parametrize("packs", [False, True])
+def test_an_aborted_answers_experts_are_those_before_its_last_whole_token(packs):
+    def read_part(answer) -> Part:
+        body = pack([answer]) if packs else json.dumps([answer]).encode()
+        return read_answers(body, [Asked("a", 5, given=2)], ROUTED)[0]
+
     answer = naming_experts()
     answer["meta_info"]["finish_reason"]["type"] = "abort"
     answer["meta_info"]["output_token_logprobs"].pop()
-    part = read(answer, Asked("a", 5, given=2), ROUTED)
+    part = read_part(answer)
     assert (len(part.ids), len(part.routes)) == (2, 3)
     del answer["meta_info"]["routed_experts"]
+    assert read_part(answer).routes is None
+
+
+def test_experts_that_other_weights_chose_again_are_not_replayed():
+    """SGLang retracts a request where it runs out of room, and computes it again."""
+    answer = naming_experts()
+    answer["meta_info"]["num_retractions"] = 1
     assert read(answer, Asked("a", 5, given=2), ROUTED).routes is None
+    answer["meta_info"]["weight_versions"] = [{"version": "7@abc", "start": 0, "end": 3}]
+    assert read(answer, Asked("a", 5, given=2), ROUTED).routes is not None
 
 
 @pytest.mark.parametrize(

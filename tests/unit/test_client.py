@@ -82,10 +82,10 @@ def test_every_failure_names_url_endpoint_and_cause(engine):
     client.close()
     with pytest.raises(EngineError, match="was not asked: the engine has left"):
         client.flush()
-    with pytest.raises(EngineError, match="is not an engine URL"):
-        EngineClient("http://[::zz]:1")
-    with pytest.raises(EngineError, match="http://a..b:1/flush_cache did not answer: Name not kno"):
-        EngineClient("http://a..b:1").flush()
+    for impossible in ("http://[::zz]:1", "http://a..b:1"):
+        with pytest.raises(EngineError, match="is not an engine URL"):
+            EngineClient(impossible)
+    EngineClient("http://[::1]:1")
 
 
 @pytest.mark.parametrize("collecting", [True, False])

@@ -17,6 +17,7 @@ import pytest
 
 from qurl_megatron.config import SyncConfig
 from qurl_megatron.fleet import fleet as fleet_module
+from qurl_megatron.fleet.answer import Routed
 from qurl_megatron.fleet.client import EngineError, in_parallel
 from qurl_megatron.fleet.collect import collect, greedy
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
@@ -317,6 +318,21 @@ def test_an_engine_that_moves_experts_is_refused_where_the_model_has_some(expert
             message = f"{engine.url} keeps experts .* its own enable_eplb = True; .*-backend triton"
             with pytest.raises(ConfigError, match=message):
                 adopting(engine, facts={"experts": experts}).__enter__()
+
+
+@pytest.mark.parametrize("records", [None, False, True])
+def test_an_engine_that_does_not_record_its_experts_is_refused_where_they_are_replayed(records):
+    with FakeEngine() as engine:
+        info = engine.server_info() | {"enable_return_routed_experts": records}
+        engine.server_info = lambda: info
+        fleet = adopting(engine, routed=Routed(2, 2, 8))
+        if records is False:
+            message = f"{engine.url} does not record .* with --enable-return-routed-experts"
+            with pytest.raises(ConfigError, match=message):
+                fleet.__enter__()
+        else:
+            with fleet:
+                assert fleet.serving()
 
 
 def test_engines_come_and_go_with_the_rendezvous(tmp_path):

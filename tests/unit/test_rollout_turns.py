@@ -251,6 +251,6 @@ def test_a_tokens_experts_are_of_the_engine_that_computed_it_first():
         part(2, None, version=None),  # the environment's
         part(3, [9, 9, 9, 9, 2, 2, 2, 2, 2, 2]),
     ]
-    assert response.routes().ravel().tolist() == [1] * 4 + [2] * 6
+    assert response.routes().ravel().tolist() == [1] * 4 + [0] + [2] * 5
     response.finish = "stop"
     assert response.sample().routes.shape == (10, 1, 1)  # of 3 + 8 tokens the last has none

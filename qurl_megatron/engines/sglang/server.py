@@ -13,6 +13,7 @@ imports the main module first, and this one fills the gaps of a machine without 
 """
 
 import argparse
+import asyncio
 import os
 import socket
 import sys
@@ -126,7 +127,9 @@ def _answer_packed(app: Any) -> None:
         except ValueError as error:
             status = getattr(error, "status_code", 400)
             return orjson_response({"error": {"message": str(error)}}, status)
-        return Response(packed.pack(answers), media_type="application/msgpack")
+        # Experts of a long answer take tens of milliseconds, for which no other would be read.
+        content = await asyncio.to_thread(packed.pack, answers)
+        return Response(content, media_type="application/msgpack")
 
 
 def _init_tokenizer_manager(key: str | None, *args, **kwargs):

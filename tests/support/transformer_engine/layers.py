@@ -143,6 +143,55 @@ class LayerNormLinear(Linear):
         return self._project(x, is_first_microbatch)
 
 
+class GroupedLinear(_Module):
+    """Products of runs of rows, each with a weight of its own; experts' tokens in their order."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str = "cuda",
+        ub_name: str | None = None,
+    ) -> None:
+        super().__init__()
+        assert tp_size == 1 and not bias, "Megatron splits experts itself, and none has a bias here"
+        self.num_gemms, self.use_bias = num_gemms, bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.fp8, self.fp8_calibration = False, False
+        self.fp8_meta = {"fp8_checkpoint": False}
+        for index in range(num_gemms):
+            like: dict[str, Any] = dict(dtype=params_dtype, device=device)
+            weight = nn.Parameter(torch.empty(out_features, in_features, **like))
+            _mark_split(weight, 1 if parallel_mode == "row" else 0)
+            self.register_parameter(f"weight{index}", weight)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
+
+    def forward(
+        self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        outs = []
+        for index, x in enumerate(inp.split(m_splits)):
+            weight = getattr(self, f"weight{index}")
+            if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+                outs.append(_AccumulatingLinear.apply(x, weight, bool(is_first_microbatch)))
+            else:
+                outs.append(functional.linear(x, weight))
+        return torch.cat(outs)
+
+
 class RMSNorm(_Stateful):
     def __init__(
         self,

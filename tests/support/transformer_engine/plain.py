@@ -10,7 +10,7 @@ class Unused(torch.nn.Module):
     """A class that is here by name."""
 
 
-GroupedLinear = LayerNorm = FusibleOperation = Sequential = QuantizedTensor = Unused
+LayerNorm = FusibleOperation = Sequential = QuantizedTensor = Unused
 CudaRNGStatesTracker = DelayedScaling = FusedSGD = Unused
 
 
