@@ -57,9 +57,9 @@ class _Router:
             chosen = torch.where(wanted >= 0, wanted, own)
             values = scores.gather(1, chosen)
             if self.counted is not None and not again:
-                told = self.counted & (wanted[:, 0] >= 0)
-                differs = told & (chosen[:, :, None] != own[:, None, :]).all(-1).any(-1)
-                self.differing.append(torch.stack([differs.sum(), told.sum()]))
+                replayed = self.counted & (wanted[:, 0] >= 0)
+                differs = replayed & (chosen[:, :, None] != own[:, None, :]).all(-1).any(-1)
+                self.differing.append(torch.stack([differs.sum(), replayed.sum()]))
         if self.counted is not None and not again:
             once = self.counted.long().repeat_interleave(topk)
             load_E = chosen.new_zeros(scores.shape[1])
