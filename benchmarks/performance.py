@@ -25,6 +25,7 @@ TITLES = {
     "step": "seconds of a whole RL step, with rollouts in turn and ahead, and its scaling",
     "publish": "publishing a version to a real SGLang engine, by transport",
     "publish_nodes": "publishing to engines on two nodes, over a link of 2 Gbit/s",
+    "publish_fleet": "publishing to 4, 16 and 64 engines, each with a link of its own",
     "loss": "time and memory of log-probs, entropy and the ACR objective",
     "quantize": "quantizing one layer's weights, beside a copy of the bytes",
     "specs": "Transformer Engine's layers and Adam beside Megatron's own",
@@ -45,7 +46,7 @@ measurement against an older one:
 
 ```sh
 qurl bench rollout --out runs/bench         # a table, and runs/bench/rollout.json
-python -m benchmarks.loss --out runs/bench  # likewise publish, publish_nodes, quantize, scale
+python -m benchmarks.loss --out runs/bench  # likewise publish, publish_nodes, scale
 python -m benchmarks.against OLD NEW        # two such files; 0 not slower, 1 slower, 3 unknown
 ```
 

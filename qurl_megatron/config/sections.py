@@ -776,10 +776,11 @@ class SyncConfig(Section, name="sync", on_resume="free"):
 
     transport: Literal["auto", "files", "memory", "group", "relay"] = "auto"
     """Path of the bytes: files in a folder that all machines share; memory of one machine that
-    trainer and engines map; group, point to point over NCCL or gloo; relay, between training ranks
-    over NCCL or gloo, and memory on each of their machines. auto: memory where trainer and engines
-    are on one machine, relay with rollout.each_node, if two buckets per rank fit into memory and
-    sync.dir names no folder; else files."""
+    trainer and engines map; group, point to point over NCCL or gloo, from engine to engine where
+    they are many; relay, between training ranks over NCCL or gloo, and memory on each of their
+    machines. auto: memory where trainer and engines are on one machine, relay with
+    rollout.each_node, if two buckets per rank fit into memory and sync.dir names no folder; else
+    files."""
 
     bucket_mb: float = key(256.0, positive())
     """Largest bucket of one training rank, in MiB of quantized bytes; with relay, of one rank on

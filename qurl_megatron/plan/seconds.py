@@ -327,16 +327,16 @@ def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:
 
     A training rank quantizes its share of the weights and puts the codes; an engine rank checks and
     copies its own meanwhile, bucket behind bucket. Files go through the disk that all machines
-    share; memory goes over NVLink, a group over the network, a relay over both. ``python -m
-    benchmarks.publish`` measures it.
+    share; memory goes over NVLink, a relay over that and the network, and a group over the network
+    from engine to engine, whatever their number. ``python -m benchmarks.publish`` and
+    ``publish_fleet`` measure it.
     """
     parallel, rollout, constants = config.parallel, config.rollout, roof.constants
     version = memory.engine_weights(arch, config.quant.scheme, 1, config.model.itemsize)
-    ranks = parallel.tensor * parallel.pipeline
-    # Data-parallel replicas take turns, bucket by bucket; experts have fewer, which hold fewer.
-    quantized = version / ranks / parallel.data
+    # Replicas take turns, bucket by bucket; experts have fewer, which hold fewer.
+    quantized = version / parallel.world_size
     received = version / rollout.engine_tensor
-    weights = _parameters(arch) / ranks / parallel.data
+    weights = _parameters(arch) / parallel.world_size
     making = roof.read(weights * QUANTIZE_TRAFFIC + quantized * CODE_TRAFFIC)
     loading = roof.read(received * CODE_TRAFFIC)
     match config.transport:
@@ -352,5 +352,5 @@ def publish_time(roof: Roofline, config: RunConfig, arch: Arch) -> float:
                 making += roof.send((machines - 1) * quantized, roof.node + 1)
             loading += roof.send(received, 1)
         case _:
-            loading += roof.send(max(rollout.engines * quantized, received), roof.node + 1)
+            loading += roof.send(max(quantized, received), roof.node + 1)
     return constants.publish_over * max(making, loading)

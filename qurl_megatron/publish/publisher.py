@@ -224,8 +224,10 @@ class Publisher:
         engines = publication.enter_context(fleet.publication())
         if align := self.policy.align:
             refuse_unlike(align, fleet.config.backend, engines)
+        turns = self.sender.arrange({engine.name: engine.tp for engine in engines})
+        describe = self.sender.describe
         self._update = publication.enter_context(
-            Update(fleet, engines, version, self.sync, self.sender.describe, stage=self.stage)
+            Update(fleet, engines, version, self.sync, describe, turns=turns, stage=self.stage)
         )
         if self.sender.cut:
             refuse_whole_experts(engines)

@@ -11,7 +11,7 @@ is named, and the others continue without it.
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.observe.metrics import Max, Metric, Sum
-from qurl_megatron.wire.message import LOADER, Action, Message, Receipt, payload
+from qurl_megatron.wire.message import LOADER, Action, Message, Receipt, Turn, payload
 from qurl_megatron.wire.transport import Failures
 
 BlobsFor = Callable[[EngineRecord, int], bytes]
@@ -39,17 +39,19 @@ class Update:
         config: SyncConfig,
         describe: Callable[[str, int], dict[str, Any]],
         *,
+        turns: Mapping[str, Turn] = {},
         stage: bool = False,
     ) -> None:
         """
         Args:
             engines: those that take part.
             describe: ``Sender.describe``.
+            turns: ``Sender.arrange``'s.
             stage: load the buckets when all have come.
         """
         self.fleet, self.version, self.config = fleet, version, config
         self.engines = list(engines)  # still taking part
-        self._describe = describe
+        self._describe, self._turns = describe, turns
         self._settled = {engine.name for engine in engines if engine.state == "serving"}
         token = secrets.token_hex(4)
         self._session = {engine.name: f"v{version}-{engine.name}-{token}" for engine in engines}
@@ -186,7 +188,8 @@ class Update:
         self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
-        message = Message(action, session, self.version, index, transport)
+        turn = self._turns.get(engine.name, (0, 1))
+        message = Message(action, session, self.version, index, transport, turn=turn)
         payloads: list[str] = []
         before = b""
         for rank in range(engine.tp):

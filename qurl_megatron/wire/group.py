@@ -1,9 +1,17 @@
 """Buckets from point to point, over gloo or NCCL, cut to each engine rank's own part.
 
-Each engine has a link of its own: a process group of all training ranks (first) and its ranks
-(after them), so an engine that fails does not disturb the others. Its ends meet in a TCP store that
-the leading training rank hosts, and receipts come back through it. Neither side needs a default
-group, and none that it has is touched.
+The training ranks feed as many engines as there are training ranks to feed an engine rank each:
+with more, a version would leave them slower than an engine takes it in. The other engines stand
+behind these in chains (``feeders``), and each passes on what it gets, a chunk at a time, while more
+of it comes: so the last one has a bucket little later than the first.
+
+An engine that training ranks feed has a link of its own: a process group of all of them (first) and
+its ranks (after them), so one that fails does not disturb the others. In a chain each rank has a
+link of two with the same rank before it and behind it; the engines behind one that dies in the
+middle of a version miss the rest of it, and stand elsewhere in the next one.
+
+A link's ends meet in a TCP store that the leading training rank hosts, and receipts come back
+through it. Neither side needs a default group, and none that it has is touched.
 
 A link stays open from version to version. A training rank drops it unless the engine has the whole
 version, so that no bytes of one are ever taken for the next one's. Before every version each end
@@ -23,12 +31,13 @@ Nothing here is encrypted or authenticated, as with all of gloo and NCCL: bind t
 address that only the cluster reaches.
 """
 
+import logging
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -45,7 +54,7 @@ from qurl_megatron.kit.network import own_address
 from qurl_megatron.kit.record import Malformed, Record, decode
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.message import Blob, Receipt, fill, lay_out
+from qurl_megatron.wire.message import Blob, Receipt, Turn, fill, lay_out
 from qurl_megatron.wire.transport import (
     POLL_S,
     Failures,
@@ -57,7 +66,10 @@ from qurl_megatron.wire.transport import (
     receipt_name,
 )
 
+logger = logging.getLogger(__name__)
+
 CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
+CHUNK = 16 << 20  # bytes
 KEPT = 2  # meetings whose lines stay in the store: a late end may still read the one before
 GREETING = 2**30  # tag; far above the number of any bucket
 ABORT_S = 30.0
@@ -147,6 +159,46 @@ def take_from(store: dist.TCPStore, name: str) -> bytes | None:
     return content
 
 
+def feeders(
+    engines: Mapping[str, int], senders: int, proven: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the engine that each one's bytes come from; "": they come from the training ranks.
+
+    Args:
+        engines: their TP sizes; those of one size need the same bytes.
+        senders: training ranks.
+        proven: engines that took the version before. The others stand behind them, so that one
+            which fails again and again takes few along.
+    """
+    alike: dict[int, list[str]] = {}
+    for engine in sorted(engines, key=lambda name: name not in proven):
+        alike.setdefault(engines[engine], []).append(engine)
+    fed_by: dict[str, str] = {}
+    for ranks, names in alike.items():
+        first = fed_directly(senders, ranks * len(alike))
+        fed_by |= dict.fromkeys(names[:first], "")
+        fed_by |= dict(zip(names[first:], names, strict=False))
+    return fed_by
+
+
+def chain_of(engine: str, fed_by: Mapping[str, str]) -> tuple[list[str], int]:
+    """Return the engines behind this one in its chain, nearest first, and the chain's length."""
+    next_of = {source: name for name, source in fed_by.items() if source}
+    behind: list[str] = []
+    while next_engine := next_of.get(behind[-1] if behind else engine):
+        behind.append(next_engine)
+    before = 0
+    source = fed_by.get(engine, "")
+    while source:
+        before, source = before + 1, fed_by.get(source, "")
+    return behind, before + 1 + len(behind)
+
+
+def fed_directly(senders: int, ranks: int) -> int:
+    """Return how many engines of ``ranks`` the training ranks feed themselves."""
+    return max(1, senders // ranks)
+
+
 class GroupSender(Sender):
     kind = "group"
     cut = True
@@ -179,6 +231,8 @@ class GroupSender(Sender):
         self._updates = 0  # begun; all ranks count alike, so it makes names that all know
         self._finished = True
         self._links: dict[str, Link] = {}
+        self._fed_by: dict[str, str] = {}
+        self._fed_by_before: dict[str, str] = {}  # the engines that took the version before
         self._stores: dict[str, dist.TCPStore] = {}  # one for each engine, to wait there
         self._failures: Failures = {}
         self._memory: dict[tuple[int, Rank], Tensor] = {}  # by slot
@@ -202,27 +256,44 @@ class GroupSender(Sender):
             "ranks": ranks,
             "update": self._updates,
             "senders": self.size,
+            "chunk": CHUNK,
             "timeout_s": self.timeout_s,
             "connect_timeout_s": self.connect_timeout_s,
             "facts": self._facts,
+            "route": self._route(engine),
         }
+
+    def arrange(self, engines: Mapping[str, int]) -> dict[str, Turn]:
+        self._fed_by = feeders(engines, self.size, self._fed_by_before)
+        direct: dict[int, list[str]] = {}
+        for engine, source in self._fed_by.items():
+            if not source:
+                direct.setdefault(engines[engine], []).append(engine)
+        turns: dict[str, Turn] = {}
+        for engine, source in self._fed_by.items():  # a chain from its first one on, in one order
+            alike = direct[engines[engine]]
+            turns[engine] = turns[source] if source else (alike.index(engine), len(alike))
+        return turns
 
     def begin(self, version: int) -> None:
         if not self._finished:
             self._hang_up()  # the links may hold bytes of a version that was abandoned
         self._finished = False
+        self._fed_by_before = self._fed_by
         self._failures.clear()
         self._ready.clear()
         self._updates += 1
 
     def connect(self, engines: Mapping[str, int]) -> Failures:
-        for gone in self._links.keys() - engines.keys():
-            self.drop(gone)
-        if engines:
+        self.arrange(engines)
+        direct = {name: ranks for name, ranks in engines.items() if not self._fed_by[name]}
+        for gone in self._links.keys() - direct.keys():
+            self._unlink(gone)
+        if direct:
             # A missing engine delays no other.
-            with unwatched(), ThreadPoolExecutor(len(engines)) as pool:
-                links = list(pool.map(self._connect, engines.keys(), engines.values()))
-            for engine, link in zip(engines, links, strict=True):
+            with unwatched(), ThreadPoolExecutor(len(direct)) as pool:
+                links = list(pool.map(self._connect, direct.keys(), direct.values()))
+            for engine, link in zip(direct, links, strict=True):
                 if isinstance(link, Link):
                     self._links[engine] = link
                 else:
@@ -247,11 +318,14 @@ class GroupSender(Sender):
         ready = sorted(self._ready.pop(index, {}).items(), key=lambda item: item[0])
         for engine, link in list(self._links.items()):
             messages = [
-                (self.size + rank, memory) for (tp, rank), memory in ready if tp == link.ranks
+                (self.size + rank, chunk)
+                for (tp, rank), memory in ready
+                if tp == link.ranks
+                for chunk in memory.split(CHUNK)
             ]
             link.deadline[index] = time.monotonic() + self.timeout_s
             with self._dropping(engine):
-                link.sending[index] = link.send(messages, index)
+                link.sending[index] = link.send(messages, _tag(index, self.rank, self.size))
 
     def settle(self) -> Failures:
         for index in sorted({i for link in self._links.values() for i in link.sending}):
@@ -259,6 +333,10 @@ class GroupSender(Sender):
         return dict(self._failures)
 
     def drop(self, engine: str) -> None:
+        self._fed_by.pop(engine, None)
+        self._unlink(engine)
+
+    def _unlink(self, engine: str) -> None:
         link = self._links.pop(engine, None)
         self._stores.pop(engine, None)
         if link is not None:
@@ -278,8 +356,30 @@ class GroupSender(Sender):
         self._memory.clear()
 
     def _hang_up(self) -> None:
+        self._fed_by.clear()
         for engine in list(self._links):
             self.drop(engine)
+
+    def _route(self, engine: str) -> dict[str, Any]:
+        """Return whom the engine takes its bytes from, and whom it passes them on to.
+
+        It waits the shorter for the next one the fewer are behind that: who is held up by another
+        must not be taken for the one that hangs.
+        """
+        behind, length = chain_of(engine, self._fed_by)
+        source = self._fed_by.get(engine, "")
+        return {
+            "from": source,
+            "to": behind[0] if behind else "",
+            "kept_from": self._kept(source, engine),
+            "kept_to": bool(behind) and self._kept(engine, behind[0]),
+            "patience_s": self.timeout_s * len(behind) / length,
+        }
+
+    def _kept(self, source: str, engine: str) -> bool:
+        """True if both had the version before, over the same way: no bytes of it are left there."""
+        before = self._fed_by_before
+        return source in before and before.get(engine) == source
 
     def _connect(self, engine: str, ranks: int) -> "Link | str":
         """Return the link, or why there is none."""
@@ -302,8 +402,7 @@ class GroupSender(Sender):
         """Wait until all engines have the bucket ``index``, or are dropped."""
         for engine, link in list(self._links.items()):
             with self._dropping(engine):
-                for work in link.sending.pop(index, ()):
-                    link.finish(work, link.deadline[index])
+                link.sent(index)
 
     @contextmanager
     def _dropping(self, engine: str) -> Iterator[None]:
@@ -328,10 +427,15 @@ class GroupReceiver:
         self._device = torch.device("cpu")
         if transport["backend"] == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+        # One blob is passed on while the next one comes.
+        self._memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * SLOTS
+        self._fetched = 0
         self._sender = _without_update(transport)
+        self._senders, self._chunk = transport["senders"], transport["chunk"]
         self._link: Link | None = None
-        self._store: dist.TCPStore | None = None
+        self._onward: Link | None = None  # to the next engine of a chain
+        self._lost = ""  # why there is no link
+        self._stores: list[dist.TCPStore] = []  # one for each link, to wait there
         self._meet(transport)
 
     def follow(self, transport: dict[str, Any]) -> bool:
@@ -342,52 +446,124 @@ class GroupReceiver:
 
     def fetch(self, blob: Blob) -> Tensor:
         if self._link is None:
-            raise ConfigError("the link to the training ranks is not open")
-        if len(self._memory) < blob.bytes:
-            self._memory = torch.empty(blob.bytes, dtype=torch.uint8, device=self._device)
-        memory, source = self._memory[: blob.bytes], blob.where["source"]
+            raise ConfigError(self._lost or "the link to the training ranks is not open")
+        source, index = blob.where["source"], blob.where["index"]
+        tag = _tag(index, source, self._senders)
+        peer = 0 if self._route["from"] else source
+        memory = self._next_memory(blob.bytes)
+        chunks = memory.split(self._chunk)
         try:
             deadline = time.monotonic() + self._timeout_s
-            self._link.receive([(source, memory)], blob.where["index"], deadline)
+            coming = [self._link.receive([(peer, chunk)], tag) for chunk in chunks]
+            for chunk, works in zip(chunks, coming, strict=True):
+                for work in works:
+                    self._link.finish(work, deadline)
+                self._pass_on(chunk, tag)
         except RuntimeError as error:
             # At once: a kernel that waits for the sender would keep the GPU from all else.
             self._hang_up()
+            who = self._route["from"] or f"training rank {source}"
             raise ConfigError(
-                f"training rank {source} did not send {blob.bytes / 1e6:.1f} MB within "
-                f"{self._timeout_s:g} s: {gist(error)}"
+                f"{who} did not send {blob.bytes / 1e6:.1f} MB within {self._timeout_s:g} s: "
+                f"{gist(error)}"
             ) from None
         return memory
 
     def report(self, receipt: Receipt) -> None:
-        assert self._store is not None, "a session is on"
-        leave_in(self._store, receipt)
+        leave_in(self._stores[0], receipt)
 
     def close(self) -> None:
         self._hang_up()
         # The sockets close with the last reference.
-        del self._store, self._memory
+        self._stores.clear()
+        self._memory.clear()
+
+    def _next_memory(self, size: int) -> Tensor:
+        """Return memory whose last bytes have been passed on."""
+        self._fetched += 1
+        slot = self._fetched % SLOTS
+        if self._onward:
+            with self._passing_on():
+                self._onward.sent(slot)
+        if self._onward:
+            self._onward.sending[slot] = []
+            self._onward.deadline[slot] = time.monotonic() + self._route["patience_s"]
+        if len(self._memory[slot]) < size:
+            self._memory[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._memory[slot][:size]
+
+    def _pass_on(self, chunk: Tensor, tag: int) -> None:
+        """Begin to send a chunk of the last ``_next_memory``."""
+        if self._onward:
+            with self._passing_on():
+                works = self._onward.send([(1, chunk)], tag)
+                self._onward.sending[self._fetched % SLOTS] += works
+
+    @contextmanager
+    def _passing_on(self) -> Iterator[None]:
+        """A block in which the next engine may fail; this one goes on without it."""
+        try:
+            yield
+        except RuntimeError as error:
+            logger.warning("%s takes nothing from this engine: %s", self._route["to"], gist(error))
+            self._hang_up_onward()
 
     def _meet(self, transport: dict[str, Any]) -> None:
+        """Open both links, or keep them.
+
+        Raises:
+            ConfigError: the training ranks and this one do not meet. That an engine does not come
+                is told by ``fetch``, and so by the receipt: no training rank sees it.
+        """
         host, port, wait_s = (transport[x] for x in ("host", "port", "connect_timeout_s"))
-        rank = transport["senders"] + self._rank
+        route = self._route = transport["route"]
         try:
-            if self._store is None:
-                self._store = join_store(host, port, wait_s)
-            old_link, self._link = self._link, None
-            with unwatched():
-                self._link = agreed_link(transport, self._store, old_link, rank, self._device)
-        except Refused as error:
-            raise ConfigError(str(error)) from None
+            while len(self._stores) < 2:
+                self._stores.append(join_store(host, port, wait_s))
+            link, self._link, self._lost = self._link, None, ""
+            with unwatched(), ThreadPoolExecutor(1) as pool:
+                opening = pool.submit(self._meet_next, transport)
+                try:
+                    about, rank = transport, self._senders + self._rank
+                    if route["from"]:
+                        about, rank = (
+                            _pair(transport, route["from"], transport["engine"], self._rank),
+                            1,
+                        )
+                        link = _kept(link, route["kept_from"])
+                    self._link = agreed_link(about, self._stores[0], link, rank, self._device)
+                finally:
+                    opening.result()
         except (RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"engine rank {self._rank} could not meet the training ranks at {host}:{port} "
-                f"within {wait_s:g} s: {gist(error)}"
-            ) from None
+            whom = route["from"] or f"the training ranks at {host}:{port}"
+            self._lost = (
+                f"engine rank {self._rank} could not meet {whom} within {wait_s:g} s: {gist(error)}"
+            )
+            if isinstance(error, Refused):
+                self._lost = str(error)
+            self._hang_up_onward()
+            if not route["from"]:
+                raise ConfigError(self._lost) from None
+
+    def _meet_next(self, transport: dict[str, Any]) -> None:
+        """Open the link to the next engine of the chain, or keep it."""
+        route = self._route
+        onward, self._onward = _kept(self._onward, route["kept_to"]), None
+        if route["to"]:
+            about = _pair(transport, transport["engine"], route["to"], self._rank)
+            with self._passing_on():
+                self._onward = agreed_link(about, self._stores[1], onward, 0, self._device)
 
     def _hang_up(self) -> None:
         link, self._link = self._link, None
         if link is not None:
             link.abort()
+        self._hang_up_onward()
+
+    def _hang_up_onward(self) -> None:
+        onward, self._onward = self._onward, None
+        if onward is not None:
+            onward.abort()
 
 
 class Hello(Record, frozen=True):
@@ -465,11 +641,11 @@ def _met(about: Mapping[str, Any], store: dist.Store, rank: int, hello: Hello) -
         late = [other for other, name in enumerate(keys) if not store.check([name])]
         if not late:
             raise LinkError(str(error)) from None
-        names = [
-            f"training rank {other}" if other < senders else f"engine rank {other - senders}"
-            for other in late
+        names = about.get("ends") or [
+            *(f"training rank {rank}" for rank in range(senders)),
+            *(f"engine rank {rank}" for rank in range(about["ranks"])),
         ]
-        raise LinkError(f"{', '.join(names)} did not come") from None
+        raise LinkError(f"{', '.join(names[other] for other in late)} did not come") from None
     return [read_hello(content) for content in store.multi_get(keys)]
 
 
@@ -496,18 +672,15 @@ class Link:
             return [self.group.send([memory], rank, tag) for rank, memory in messages]
         return self._at_once(self.group.send, messages, tag)
 
-    def receive(self, messages: Sequence[tuple[int, Tensor]], tag: int, deadline: float) -> None:
-        """Wait for messages from the given ranks of the group.
+    def receive(self, messages: Sequence[tuple[int, Tensor]], tag: int) -> list[dist.Work]:
+        """Begin to receive from the given ranks of the group, from all of them at once.
 
         Raises:
-            RuntimeError: the link is broken, or nothing came in time.
+            RuntimeError: the link is broken.
         """
         if self.device.type == "cpu":
-            works = [self.group.recv([memory], rank, tag) for rank, memory in messages]
-        else:
-            works = self._at_once(self.group.recv, messages, tag)
-        for work in works:
-            self.finish(work, deadline)
+            return [self.group.recv([memory], rank, tag) for rank, memory in messages]
+        return self._at_once(self.group.recv, messages, tag)
 
     def _at_once(
         self, move: Callable, messages: Sequence[tuple[int, Tensor]], tag: int
@@ -538,6 +711,15 @@ class Link:
                 raise LinkError("timed out")
             time.sleep(POLL_S)
         work.wait()
+
+    def sent(self, index: int) -> None:
+        """Wait until all of ``sending[index]`` is sent.
+
+        Raises:
+            RuntimeError: a peer is gone, or the deadline is past.
+        """
+        for work in self.sending.pop(index, ()):
+            self.finish(work, self.deadline[index])
 
     def abort(self) -> None:
         """Stop all that moves on it; whatever waits for it fails."""
@@ -600,10 +782,7 @@ def _greet(link: Link, rank: int, senders: int, deadline: float) -> None:
     peers = range(senders, senders + link.ranks) if sends else range(senders)
     memory = torch.zeros(len(peers), dtype=torch.uint8, device=link.device)
     messages = [(peer, memory[i : i + 1]) for i, peer in enumerate(peers)]
-    if not sends:
-        link.receive(messages, GREETING, deadline)
-        return
-    for work in link.send(messages, GREETING):
+    for work in (link.send if sends else link.receive)(messages, GREETING):
         link.finish(work, deadline)
 
 
@@ -652,7 +831,26 @@ def unwatched() -> Iterator[None]:
 
 def _without_update(transport: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sender's identity, of whatever kind, from its description."""
-    return {name: value for name, value in transport.items() if name != "update"}
+    return {name: value for name, value in transport.items() if name not in ("update", "route")}
+
+
+def _pair(transport: Mapping[str, Any], source: str, engine: str, rank: int) -> dict[str, Any]:
+    """Describe the link between the same rank of two engines, as a sender does."""
+    ends = [f"rank {rank} of {name}" for name in (source, engine)]
+    name = f"{engine}/rank{rank}"
+    return {**transport, "engine": name, "senders": 1, "ranks": 1, "ends": ends}
+
+
+def _kept(link: Link | None, kept: bool) -> Link | None:
+    """Return the link if it may be used again; abort it otherwise."""
+    if link is not None and not kept:
+        link.abort()
+    return link if kept else None
+
+
+def _tag(index: int, source: int, senders: int) -> int:
+    """Return a message's tag: of a bucket, of one training rank's bytes in it."""
+    return index * senders + source
 
 
 def _listen(host: str) -> socket.socket:

@@ -27,7 +27,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.record import LARGEST, Count, Malformed, Record, Seconds, decode
 from qurl_megatron.tensors.slice import Shard, Slice, part_at
 
-FORMAT = "qurl-update-2"
+FORMAT = "qurl-update-3"
 LOADER = "qurl_megatron.engines.sglang.loader.load"
 """``load_format`` of our updates: the function that SGLang imports and calls with each message."""
 
@@ -37,6 +37,9 @@ WORDS = 4 << 20  # summed at a time on a GPU, to bound memory
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, for linear congruential generators
 SAME_PACKAGE = "install the same version of qurl-megatron in both environments"
 Action = Literal["connect", "bucket", "check", "finish"]
+
+Turn = tuple[Count, Count]
+"""An engine's place among those that fetch the same bytes at once, and how many these are."""
 
 
 class Piece(Record, frozen=True):
@@ -103,6 +106,7 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
     transport: dict[str, Any] = {}  # {"kind": "files" | "memory" | ...}
     blobs: tuple[Blob, ...] = ()
     packed: bytes = b""  # these, ``encoded``, in their place
+    turn: Turn = (0, 1)
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -124,6 +128,17 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
             return msgspec.structs.replace(message, blobs=blobs, packed=b"")
         except (Malformed, zlib.error) as error:
             raise ConfigError(f"the weight update is malformed: {error}; {SAME_PACKAGE}") from None
+
+
+def in_turn(blobs: Sequence[Blob], turn: Turn, rank: int) -> list[Blob]:
+    """Return a bucket's blobs in the order in which one engine rank fetches them.
+
+    Each begins with another training rank's: if all began with the first one's, they would share
+    its link, and the other links would wait.
+    """
+    place, count = turn
+    first = (place * len(blobs) // count + rank) % max(len(blobs), 1)
+    return [*blobs[first:], *blobs[:first]]
 
 
 class Receipt(Record, frozen=True):

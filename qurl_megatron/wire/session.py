@@ -26,7 +26,15 @@ from qurl_megatron.schemes import SCALES
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
 from qurl_megatron.wire.group import GroupReceiver, GroupSender
-from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, checksums, piece_of
+from qurl_megatron.wire.message import (
+    Blob,
+    Message,
+    Piece,
+    Receipt,
+    checksums,
+    in_turn,
+    piece_of,
+)
 from qurl_megatron.wire.relay import RelayReceiver, RelaySender
 from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender
 from qurl_megatron.wire.transport import Receiver, Sender
@@ -261,7 +269,7 @@ class UpdateEnd:
         if message.index in session.buckets:
             session.fail(f"bucket {message.index} came twice")
         session.buckets.add(message.index)
-        for blob in message.blobs:
+        for blob in in_turn(message.blobs, message.turn, session.rank):
             data = self._fetch(session, blob)
             if data is None:
                 continue

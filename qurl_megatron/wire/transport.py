@@ -11,7 +11,8 @@ training rank, a receiver in an engine rank. Neither knows Megatron or SGLang.
 One publication, for every kind alike (``L`` on the leading rank alone, the rest on all)::
 
     begin(version)
-    connect(engines)            while L calls every engine with "connect"
+    arrange(engines)            L, before it calls every engine with "connect"
+    connect(engines)            meanwhile
     room(i)                     where the parts of bucket i may be made
     put(i, parts)  gather blobs, L starts one call per engine with them   deliver(i)
     ...                         the ranks make bucket i + 1 meanwhile
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from qurl_megatron.kit.record import Malformed, decode, shortened
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.wire.message import FORMAT, SAME_PACKAGE, Blob, Receipt
+from qurl_megatron.wire.message import FORMAT, SAME_PACKAGE, Blob, Receipt, Turn
 
 NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 """How NCCL allocates and multicasts. SGLang sets both to 0 where they are not set; NCCL's own
@@ -115,6 +116,14 @@ class Sender:
 
     def begin(self, version: int) -> None:
         """Start a new version, and drop whatever an unfinished one left."""
+
+    def arrange(self, engines: Mapping[str, int]) -> dict[str, Turn]:
+        """Decide how the bytes reach these engines, given their TP sizes, for ``describe`` to tell.
+
+        Returns:
+            Whose turn is when.
+        """
+        return {engine: (place, len(engines)) for place, engine in enumerate(engines)}
 
     def connect(self, engines: Mapping[str, int]) -> Failures:
         """Open the way to these engines, given their TP sizes, and to no others.

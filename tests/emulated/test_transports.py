@@ -56,3 +56,48 @@ def send_versions(device, port: int) -> None:
 def test_communicators_are_made_for_the_first_version_and_kept(nccl, tmp_path):
     store = host_store(HOST, 20.0)
     run_on_ranks(send_versions, TRAINERS + ENGINE_RANKS, nccl, tmp_path, store.port)
+
+
+def send_along_a_chain(device, port: int) -> None:
+    """Rank 0 trains, 1 is an engine, and 2 the one behind it."""
+    from emulated_cuda.distributed import communicators
+
+    rank, made, receiver = dist.get_rank(), [], None
+    engines = {"a": 1, "b": 1}
+    if rank == 0:
+        sender = GroupSender(join_store(HOST, port, 20.0), 0, 1, device=device, timeout_s=20.0)
+    for version in (1, 2, 3):
+        about: list = [None]
+        if rank == 0:
+            sender.begin(version)
+            sender.arrange(engines)
+            about = [[sender.describe(name, 1) for name in engines]]
+        dist.broadcast_object_list(about, src=0)
+        if rank == 0:
+            assert sender.connect(engines) == {}
+        elif receiver is None:
+            receiver = open_receiver(about[0][rank - 1], 0)
+        else:
+            assert receiver.follow(about[0][rank - 1])
+        for index in range(4):
+            sent: list = [None]
+            if rank == 0:
+                weight = torch.full((1024,), 10.0 * version + index, device=device)
+                sent = [sender.put(index, [Shard.whole("w", weight)], to=(1, 0))]
+            dist.broadcast_object_list(sent, src=0)
+            if rank == 0:
+                sender.deliver(index)
+            else:
+                weight = piece_of(receiver.fetch(sent[0]), sent[0].pieces[0])
+                assert weight.is_cuda and (weight == 10 * version + index).all()
+            dist.barrier()
+        if rank == 0:
+            assert sender.settle() == {}
+            sender.finish()
+        made.append(len(communicators()))
+    assert 0 < made[0] == made[1] == made[2]
+
+
+def test_an_engine_passes_on_what_it_gets_and_links_are_kept(nccl, tmp_path):
+    store = host_store(HOST, 20.0)
+    run_on_ranks(send_along_a_chain, 3, nccl, tmp_path, store.port)

@@ -49,6 +49,20 @@ def uninterrupted(recipe) -> Path:
     return run_dir
 
 
+def test_engines_that_pass_versions_on_serve_what_those_with_shared_memory_do(recipe):
+    """One training rank feeds the first of three engines."""
+    seen = {}
+    for transport in ("group", "memory"):
+        run_dir = recipe.parent / transport
+        options = ("rollout.engines=3", f"sync.transport={transport}", "train.steps=2")
+        qurl("train", recipe, *options, f"train.run_dir={run_dir}")
+        seen[transport] = metrics(run_dir)
+        for step in seen[transport].values():
+            step.pop("sync/bytes", None)  # padded to 64 bytes, and cut or not
+            step.pop("sync/buffer_mb", None)
+    assert seen["group"] == seen["memory"]
+
+
 def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted):
     seen = metrics(uninterrupted)
     assert list(seen) == [0, 1, 2, 3, 4]

@@ -123,6 +123,8 @@ class KeepsVersions:
 
     def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
         assert list(engines) == self._engines
+        count = len(self._engines)
+        assert [e.client.turn for e in engines] == [(place, count) for place in range(count)]
         first, *others = [engine.client.take_version() for engine in engines]
         for other in others:
             assert other.keys() == first.keys()
@@ -156,6 +158,7 @@ class _Notes:
 
     def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
         [message] = map(message_in, serialized)
+        self.turn = message.turn
         if self._receiver is None or not self._receiver.follow(message.transport):
             self._receiver = open_receiver(message.transport, 0)
         for blob in message.blobs:

@@ -256,8 +256,9 @@ def test_a_publication_by_hand():
     """29 bytes of traffic a weight are made while 33 a byte are loaded and sent. Or eight engines
     read from a disk."""
 
-    def published(transport: str, **rates) -> float:
-        config = load(RECIPES / "grpo_qwen2.5_32b.toml", [f"sync.transport={transport}"])
+    def published(transport: str, *changes: str, **rates) -> float:
+        changes = (f"sync.transport={transport}", *changes)
+        config = load(RECIPES / "grpo_qwen2.5_32b.toml", changes)
         constants = replace(IDEAL, publish_over=1.0)
         roof = Roofline(gpu=replace(GPUS["h100"], **rates), constants=constants, node=8)
         return seconds.publish_time(roof, config, arch)
@@ -265,13 +266,15 @@ def test_a_publication_by_hand():
     arch = find_models(load(RECIPES / "grpo_qwen2.5_32b.toml")).policy
     version, weights = engine_weights(arch, "int8", 1, 2), parameter_count(arch)
     made = (weights * 29 + version * 33) / 16  # 8 tensor ranks of 2 replicas
-    received = version / 2  # an engine of two GPUs; more than a trainer's rank sends to all eight
+    received = version / 2  # by each rank of an engine of two GPUs
     slow, fast = 1e3, 1e15
     assert published("group", hbm=slow, network=fast) == pytest.approx(received * 33 / slow)
     loaded = received * 33 / slow + received / 10
     assert (
         published("group", hbm=slow, network=10.0) == pytest.approx(loaded) and made / slow < loaded
     )
+    more = "rollout.engines=64"  # each gets it from the one before
+    assert published("group", more, hbm=slow, network=10.0) == pytest.approx(loaded)
     by_files = 8 * version / IDEAL.disk
     assert published("files", hbm=fast, network=1.0) == pytest.approx(by_files, rel=1e-3)
 

@@ -1,3 +1,5 @@
+import itertools
+
 import msgspec
 import pytest
 import torch
@@ -62,8 +64,9 @@ class Engine:
         self.end = UpdateEnd(SGLangWeights(self.model), self.wire.open)
         self.session, self.index = "one", 0
 
-    def say(self, action: str, index: int = 0, blobs: tuple = (), **transport) -> None:
-        message = Message(action, self.session, 1, index, {"kind": "test", **transport}, blobs)
+    def say(self, action: str, index: int = 0, blobs: tuple = (), turn=(0, 1), **transport) -> None:
+        told = {"kind": "test", **transport}
+        message = Message(action, self.session, 1, index, told, blobs, turn=turn)
         self.end.handle(Message.from_json(message.to_json()))
 
     def bucket(self, *blobs: Blob) -> None:
@@ -91,6 +94,20 @@ def parts(tensors: dict, ranks: int = 1) -> list[list[Shard]]:
             made[rank].append(Shard(name, part.contiguous(), value.shape, dim, start))
             start += part.shape[dim]
     return made
+
+
+def test_an_engine_rank_fetches_first_what_other_engines_do_not():
+    """Two engines of two ranks each, of four training ranks: each begins elsewhere."""
+    whole, turns = whole_tensors(), []
+    for turn, rank in itertools.product(((0, 2), (1, 2)), range(2)):
+        engine = Engine(rank=rank, tp=2)
+        blobs = [engine.wire.put(part) for part in parts(whole, 4)]
+        engine.say("bucket", 0, tuple(blobs), turn=turn)
+        engine.index = 1
+        assert engine.check().error is None
+        turns.append(engine.wire.fetched)
+    # The second blob has nothing for the second rank.
+    assert turns == [[0, 1, 2, 3], [2, 3, 0], [2, 3, 0, 1], [3, 0, 2]]
 
 
 @pytest.mark.parametrize("tp, ep", [(1, 0), (2, 0), (4, 0), (2, 1), (2, 2), (4, 2)])

@@ -27,7 +27,7 @@ from qurl_megatron.wire.group import (
     unwatched,
     within,
 )
-from qurl_megatron.wire.message import Receipt, checksum, piece_of
+from qurl_megatron.wire.message import Blob, Receipt, checksum, piece_of
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.transport import Site
 from tests.support.remote import Remote, together
@@ -39,7 +39,7 @@ TIMEOUT_S = 3.0
 LARGE = 64 << 20  # far more than sockets hold
 
 
-GPUS = 6  # of the longest cast
+GPUS = 8  # of the longest cast
 BACKENDS = [
     "gloo",
     pytest.param(
@@ -61,12 +61,12 @@ def test_an_engine_with_whole_experts_on_its_ranks_is_refused():
 class Trainer:
     """A training rank that sends random codes."""
 
-    def __init__(self, device, rank: int, port: int) -> None:
+    def __init__(self, device, rank: int, port: int, size: int = 2) -> None:
         use(device)
         self.sender = GroupSender(
             join_store(HOST, port, 20.0),
             rank,
-            2,
+            size,
             device=device,
             timeout_s=TIMEOUT_S,
             connect_timeout_s=20.0,
@@ -104,6 +104,10 @@ class Engine:
         memory = memory.cpu()
         return memory.numpy().tobytes() if blob.bytes < 1 << 20 else checksum(memory)
 
+    def links(self):
+        ends = self.receiver._link, self.receiver._onward
+        return [link and link.id for link in ends]
+
     def report(self, session):
         self.receiver.report(Receipt(session, self.rank, None, 7, 0.5))
 
@@ -135,6 +139,7 @@ def cast(request):
         made.append(Remote(make, gpu if request.param == "nccl" else torch.device("cpu"), *args))
         return made[-1]
 
+    remote.port = store.port
     remote.trainers = lambda: [remote(Trainer, rank, store.port) for rank in range(2)]
     yield remote
     for each in made:
@@ -144,13 +149,14 @@ def cast(request):
 def connect(trainers, engines):
     """``engines``: name -> its ranks."""
     together(trainers, "begin", 1)
+    trainers[0].call("arrange", {name: len(ranks) for name, ranks in engines.items()})
     for name, ranks in engines.items():
         transport = trainers[0].call("describe", name, len(ranks))
         for rank in ranks:
             rank.start("open", transport)
     sizes = {name: len(ranks) for name, ranks in engines.items()}
     failures = together(trainers, "connect", sizes)
-    assert failures == [{}, {}]
+    assert failures == [{}] * len(trainers)
     for ranks in engines.values():
         for rank in ranks:
             rank.result()
@@ -179,6 +185,45 @@ def test_every_engine_rank_gets_the_bytes_that_are_its_own(cast):
     engine[1].call("report", "again")
     lost, there = trainers[0].call("receipts", "again", 2)
     assert "rank 0 left no receipt" in lost.error and there.error is None
+
+
+@pytest.mark.parametrize(
+    "engines,senders,proven,expected",
+    [
+        ({"a": 2, "b": 2}, 4, (), {"a": "", "b": ""}),
+        ({"a": 2, "b": 2, "c": 2}, 4, (), {"a": "", "b": "", "c": "a"}),
+        (
+            {"a": 1, "b": 1, "c": 1, "d": 1, "e": 1},
+            2,
+            "abcde",
+            {"a": "", "b": "", "c": "a", "d": "b", "e": "c"},
+        ),
+        ({"a": 1, "b": 1, "c": 1}, 1, "bc", {"b": "", "c": "b", "a": "c"}),
+        ({"a": 8, "b": 1, "c": 8}, 4, "abc", {"a": "", "b": "", "c": "a"}),
+    ],
+    ids=["enough", "one-more", "two-chains", "unproven-last", "equals-alone"],
+)
+def test_training_ranks_feed_as_many_engines_as_they_can_and_these_the_others(
+    engines, senders, proven, expected
+):
+    assert group.feeders(engines, senders, proven) == expected
+
+
+def test_engines_of_a_chain_fetch_in_its_firsts_order_and_no_two_firsts_in_the_same():
+    sender = GroupSender(host_store(HOST, 20.0), 0, 4)
+    turns = sender.arrange({"a": 1, "b": 2, "c": 1, "d": 1, "e": 2, "f": 1})
+    assert turns == {"a": (0, 2), "c": (1, 2), "d": (0, 2), "f": (1, 2), "b": (0, 1), "e": (0, 1)}
+
+
+def test_an_engine_waits_the_shorter_for_the_next_the_fewer_are_behind():
+    fed_by = group.feeders(dict.fromkeys("abcde", 1), 2)
+    assert group.chain_of("a", fed_by) == (["c", "e"], 3)
+    assert group.chain_of("c", fed_by) == (["e"], 3)
+    assert group.chain_of("d", fed_by) == ([], 2)
+    sender = GroupSender(host_store(HOST, 20.0), 0, 2, timeout_s=9.0)
+    sender.arrange(dict.fromkeys("abcde", 1))
+    patience = {e: sender.describe(e, 1)["route"]["patience_s"] for e in "abcde"}
+    assert patience == {"a": 6.0, "b": 4.5, "c": 3.0, "d": 0.0, "e": 0.0}
 
 
 def carry(trainers, engines, index=0, size=640):
@@ -212,6 +257,99 @@ def test_links_stay_open_from_version_to_version_until_an_engine_goes_or_is_anot
     connect(trainers, {"pair": pair, "single": single})
     carry(trainers, [pair, single])
     assert together(trainers, "links") == [{"pair": "pair/1", "single": "single/5"}] * 2
+
+
+CHAINS = {name: 1 for name in "abcde"}  # of two trainers: a to c to e, and b to d
+
+
+def fetch_all(engines, blobs):
+    """Every engine's answer for each blob, or the mistake."""
+
+    def fetch(engine):
+        answers = []
+        for (blob,) in blobs:
+            try:
+                answers.append(engine.call("fetch", blob))
+            except ConfigError as error:
+                answers.append(str(error))
+        return answers
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        return dict(zip(engines, pool.map(fetch, engines.values()), strict=True))
+
+
+def test_engines_behind_others_get_what_training_ranks_send_once_and_keep_their_links(cast):
+    trainers, engines = cast.trainers(), {name: cast(Engine, 0) for name in CHAINS}
+    for version in range(3):
+        if version == 2:  # another process under the old name, in the middle of a chain
+            engines["c"].signal(signal.SIGKILL)
+            engines["c"] = cast(Engine, 0)
+        connect(trainers, {name: [engine] for name, engine in engines.items()})
+        for index in range(4):
+            blobs = together(trainers, "put", index, 1, 64 * (10 + 5 * (index % 3)))
+            together(trainers, "deliver", index)
+            got = fetch_all(engines, blobs)
+            assert all(answers == got["a"] for answers in got.values())
+            for source, ((blob,), data) in enumerate(zip(blobs, got["a"], strict=True)):
+                memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                (sent, _), piece = (
+                    codes(source, index, 1, 0, 64 * (10 + 5 * (index % 3))),
+                    blob.pieces[0],
+                )
+                assert torch.equal(piece_of(memory, piece), sent.value)
+        assert together(trainers, "settle") == [{}, {}]
+        together(trainers, "finish")
+        assert together(trainers, "links") == [{"a": "a/1", "b": "b/1"}] * 2
+        links = {name: engine.call("links") for name, engine in engines.items()}
+        if version < 2:
+            assert links["a"] == ["a/1", "c/rank0/1"] and links["c"] == ["c/rank0/1", "e/rank0/1"]
+        else:
+            assert links["a"] == ["a/1", "c/rank0/3"] and links["c"] == ["c/rank0/3", "e/rank0/3"]
+        assert links["b"] == ["b/1", "d/rank0/1"] and links["d"] == ["d/rank0/1", None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_an_engine_lost_in_a_chain_takes_those_behind_it_along_for_one_version(cast, number):
+    trainers = [cast(Trainer, 0, cast.port, 1)]
+    engines = {name: cast(Engine, 0) for name in "abc"}
+    connect(trainers, {name: [engine] for name, engine in engines.items()})
+    begun = time.monotonic()
+    engines.pop("b").signal(number)
+    for index in range(4):  # more than are passed on at a time
+        blobs = together(trainers, "put", index, 1, LARGE)
+        together(trainers, "deliver", index)
+        got = fetch_all(engines, blobs)
+        assert re.fullmatch("[0-9a-f]{32}", *got["a"])
+        if index == 0:
+            assert got["c"][0].startswith("b did not send 67.1 MB within 3 s")
+    assert together(trainers, "settle") == [{}]
+    assert time.monotonic() - begun < TIMEOUT_S + PATIENCE_S
+
+    for lost in "bc":  # as the lead tells all
+        trainers[0].call("drop", lost)
+    together(trainers, "finish")
+    for _ in range(2):
+        connect(trainers, {name: [engine] for name, engine in engines.items()})
+        carry_side_by_side(trainers, engines)
+    assert engines["a"].call("links") == ["a/1", "c/rank0/2"]
+    assert engines["c"].call("links") == ["c/rank0/2", None]
+
+
+def test_an_engine_that_the_one_before_never_meets_says_so_when_it_fetches():
+    sender = GroupSender(host_store(HOST, 20.0), 0, 1, connect_timeout_s=0.2)
+    sender.arrange({"a": 1, "b": 1, "c": 1})
+    receiver = open_receiver(sender.describe("b", 1), 0)
+    with pytest.raises(ConfigError, match="rank 0 could not meet a within 0.2 s: rank 0 of a did"):
+        receiver.fetch(Blob({"source": 0, "index": 0}, 64, ()))
+
+
+def carry_side_by_side(trainers, engines):
+    blobs = together(trainers, "put", 0, 1, 1280)
+    together(trainers, "deliver", 0)
+    got = fetch_all(engines, blobs)
+    assert all(answers == got["a"] and len(answers[0]) > 1280 for answers in got.values())
+    assert together(trainers, "settle") == [{}] * len(trainers)
+    together(trainers, "finish")
 
 
 def test_two_trainers_on_one_network_keep_apart_at_once_and_under_equal_names(cast):
@@ -342,8 +480,8 @@ class Way:
     def send(self, messages, tag):
         return [memory for _, memory in messages]
 
-    def finish(self, memory, deadline):
-        self.gone.append(memory.clone())
+    def sent(self, index):
+        self.gone += [memory.clone() for memory in self.sending.pop(index, ())]
 
 
 def test_a_bucket_that_is_still_on_its_way_is_not_overwritten():
@@ -473,7 +611,8 @@ def test_what_never_comes_is_given_up_at_the_deadline(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
     monkeypatch.setattr(group, "time", clock)
     with pytest.raises(LinkError, match="timed out"):
-        nccl_link(Backend()).receive([(0, torch.zeros(1))], 0, 7.0)
+        link = nccl_link(Backend())
+        link.finish(*link.receive([(0, torch.zeros(1))], 0), 7.0)
     assert sum(waits) == pytest.approx(7.0, abs=0.01)
 
 
