@@ -1,5 +1,6 @@
 """From an ``Arch`` to one rank's part of a GPTModel, with weights."""
 
+import importlib
 import re
 from typing import Any
 
@@ -94,6 +95,15 @@ def _expert_options(experts: Experts | None, parallel: ParallelConfig) -> dict[s
     """
     if experts is None:
         return {}
+    # Where each rank holds a slice of every expert, tokens are gathered before they are copied
+    # to their top_k experts; "alltoall" sends every copy, but to one rank alone.
+    dispatcher = {"moe_token_dispatcher_type": "allgather" if parallel.expert == 1 else "alltoall"}
+    if parallel.expert_dispatcher != "alltoall":
+        _refuse_without_deep_ep(parallel.expert_dispatcher)
+        dispatcher = {
+            "moe_token_dispatcher_type": "flex",
+            "moe_flex_dispatcher_backend": parallel.expert_dispatcher,
+        }
     return dict(
         num_moe_experts=experts.count,
         moe_ffn_hidden_size=experts.intermediate,
@@ -104,11 +114,26 @@ def _expert_options(experts: Experts | None, parallel: ParallelConfig) -> dict[s
         moe_aux_loss_coeff=0.0,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
-        # Where each rank holds a slice of every expert, tokens are gathered before they are copied
-        # to their top_k experts; "alltoall" sends every copy, but to one rank alone.
-        moe_token_dispatcher_type="allgather" if parallel.expert == 1 else "alltoall",
         moe_grouped_gemm=use_transformer_engine(),
+        **dispatcher,
     )
+
+
+def _refuse_without_deep_ep(dispatcher: str) -> None:
+    """Raise ``ConfigError`` unless this rank has a GPU and the library that a dispatcher needs."""
+    asked = f"parallel.expert_dispatcher={dispatcher}"
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{asked} needs GPUs, and there is none; leave it out")
+    try:
+        library: Any = importlib.import_module("deep_ep")
+    except ImportError as error:
+        raise ConfigError(f"{asked} needs the library deep_ep ({error}); leave it out") from None
+    kernels = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}[dispatcher]
+    if not hasattr(library, kernels):
+        raise ConfigError(
+            f"{asked} needs {kernels} of the library deep_ep, which the installed version lacks; "
+            "install another one"
+        )
 
 
 def build_model(

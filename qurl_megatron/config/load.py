@@ -76,6 +76,11 @@ class RunConfig:
             "experts; change one of them",
         )
         require(
+            parallel.expert > 1 or parallel.expert_dispatcher == "alltoall",
+            f"parallel.expert_dispatcher={parallel.expert_dispatcher} brings tokens to experts on "
+            "other ranks, and with parallel.expert=1 none travels; leave it out",
+        )
+        require(
             self.algo.deal == "responses"
             or self.data.prompts_per_step % self.algo.minibatches == 0,
             f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "

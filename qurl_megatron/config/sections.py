@@ -84,6 +84,10 @@ class ParallelConfig(Section, name="parallel", on_resume="free"):
     """Expert-parallel size: the experts of a layer are dealt to this many of a stage's ranks, whole
     ones, and tokens travel to them. 1: every rank has its tensor-parallel part of all experts."""
 
+    expert_dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    """How tokens travel to dealt experts: by torch's all-to-all, or by kernels of the library
+    deep_ep, which needs GPUs."""
+
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data

@@ -144,6 +144,7 @@ TOOL = "rollout.environment=tool.py:Tool"
             ["reward.url=http://a", "reward.kind=exact"],
             "reward.kind=exact would not be used beside reward.url",
         ),
+        (["parallel.expert_dispatcher=deepep"], "with parallel.expert=1 none travels; leave it"),
         ([TOOL, "reward.kind=exact"], "exact compares all that the policy wrote, and a con"),
     ],
 )
