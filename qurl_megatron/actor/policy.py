@@ -8,7 +8,7 @@ Shapes: B = responses of a microbatch, S = padded length, v = this tensor rank's
 vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.kit.errors import ConfigError
+from qurl_megatron.tensors.arch import read_aux_coef
 from qurl_megatron.tensors.slice import Shard
 
 Memory = Literal["device", "host"]
@@ -57,6 +58,7 @@ class Policy(Trained):
         model: DistributedDataParallel,
         optimizer: Any,
         scheduler: OptimizerParamScheduler,
+        aux_coef: float = 0.0,
     ) -> None:
         super().__init__(ranks, model, optimizer, scheduler)
         self.source = source  # source of the weights; its config describes the model
@@ -67,7 +69,9 @@ class Policy(Trained):
         self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
         self._parameters = list(self.gpt.named_parameters())
         self._reference: WaitingWeights | None = None
-        self.routing = Routing(self.gpt, ranks) if self.arch.experts else None
+        self.routing: Routing | None = None
+        if self.arch.experts:
+            self.routing = Routing(self.gpt, ranks, aux_coef=aux_coef)
         self._free = False  # routers choose, whatever a microbatch has
         self._routes: list[Tensor] | None = None  # that routers choose, while they are recorded
 
@@ -116,7 +120,8 @@ class Policy(Trained):
         if reference and not reference.path:
             waiting = WaitingWeights(gpt.parameters(), reference.memory)
         ddp, chained, scheduler = with_optimizer(gpt, megatron_config, optimizer)
-        policy = Policy(source, source.uaq_scale * fold, ranks, ddp, chained, scheduler)
+        aux_coef = read_aux_coef(source.config) if model.router_aux_loss == "model" else 0.0
+        policy = Policy(source, source.uaq_scale * fold, ranks, ddp, chained, scheduler, aux_coef)
         for name, parameter in gpt.named_parameters():
             policy.write_master(parameter, fp32.pop(name))
         policy._reference = waiting
@@ -147,11 +152,13 @@ class Policy(Trained):
     def weights_changed(self) -> None:
         self._coded = not self._aligned
 
-    def _schedule(self, *arguments: Any, forward_only: bool) -> list:
+    def _schedule(
+        self, microbatches: Sequence[TokenBatch], finish: Callable, *, forward_only: bool
+    ) -> list:
         self._take_codes()
         if self.routing:
-            self.routing.begin(backward=not forward_only)
-        return super()._schedule(*arguments, forward_only=forward_only)
+            self.routing.begin(microbatches, backward=not forward_only)
+        return super()._schedule(microbatches, finish, forward_only=forward_only)
 
     def before_pass(self, batch: TokenBatch) -> None:
         if self.routing:
@@ -160,7 +167,7 @@ class Policy(Trained):
                 routes = None
             else:
                 counted = own_part(batch.real, batch, self.ranks)
-            self.routing.give(routes, counted)
+            self.routing.give(batch, routes, counted)
 
     def after_pass(self) -> None:
         if self.routing and self._routes is not None:

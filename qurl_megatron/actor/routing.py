@@ -1,4 +1,4 @@
-"""Where tokens go: how evenly routers use their experts, and replay of choices made before.
+"""Where tokens go: how evenly routers use their experts, replay of choices, the auxiliary loss.
 
 Which of two experts with nearly equal logits a router takes depends on the last bit of its input,
 so engine and trainer, or a policy and itself one update later, send some tokens to different ones,
@@ -7,19 +7,25 @@ probabilities are computed anew at the chosen experts, so the router's gradient 
 
 Megatron's routers ask ``router_replay`` where to send tokens. Its own object of that name takes the
 choice of another microbatch where a pipeline recomputes activations; this one does not. Asked, it
-also counts.
+also counts, and adds the auxiliary loss.
+
+That loss is of each response by itself: Megatron's own are of what a microbatch holds, or of all
+before it, so an update's gradient would depend on the layout and on how responses are packed.
 
 Shapes: T = tokens of this rank's part of a microbatch as its routers see them, L = layers of its
-stage, E = experts of a layer, K = of a token. Choices are an expert's number plus one; a row of
-zeros has none, and the router chooses.
+stage, E = experts of a layer, K = of a token, R = responses of a microbatch. Choices are an
+expert's number plus one; a row of zeros has none, and the router chooses.
 """
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from qurl_megatron.actor.context import ContextPart
@@ -28,28 +34,58 @@ from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.observe.metrics import Max, Mean, Metric
 
 
+@dataclass(frozen=True)
+class Balance:
+    """The auxiliary loss of one microbatch: whose tokens these are, and what a response counts."""
+
+    owner_T: Tensor  # int64: a response of the microbatch; padding has R
+    length_R: Tensor  # float32: tokens of each, over all ranks
+    share: float  # of a response in the mean over those of an update
+    scale: float  # from that mean to the number that Megatron's schedule expects
+    groups: tuple[dist.ProcessGroup, ...]  # of ranks with other tokens of the same responses
+
+    def loss(self, probability_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Return this rank's addend of ``E / K * sum_e f_e p_e``, summed over responses by share.
+
+        Of a response's tokens, the choices of expert e number f_e a token, and p_e is the mean of
+        its probability. Equal use of all experts gives 1. Only p has a gradient.
+        """
+        responses, (_, experts) = len(self.length_R), probability_TE.shape
+        count_RE = probability_TE.new_zeros(responses + 1, experts)
+        once = probability_TE.new_ones(1).expand_as(chosen_TK)
+        count_RE.index_put_((self.owner_T[:, None], chosen_TK), once, accumulate=True)
+        for group in self.groups:
+            dist.all_reduce(count_RE, group=group)
+        sum_RE = torch.zeros_like(count_RE).index_add(0, self.owner_T, probability_TE)
+        loss_R = (count_RE * sum_RE)[:responses].sum(1) / self.length_R.square()
+        return loss_R.sum() * (self.share * experts / chosen_TK.shape[1])
+
+
 class _Router:
     """What one router asks; Megatron's name for it is ``router_replay``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, softmax_first: bool) -> None:
+        self._softmax_first = softmax_first  # scores are probabilities, not logits
         self.given: Tensor | None = None  # [T, K] for the next pass
         self.made: Tensor | None = None  # [T, K] by the newest pass
         self.counted: Tensor | None = None  # [T] bool: tokens that count, of the next pass
+        self.balance: Balance | None = None  # of the next pass, if it has gradients
         # What passes had whose layers will be computed again; None: none will.
-        self.earlier: deque[Tensor | None] | None = None
+        self.earlier: deque[tuple[Tensor | None, Balance | None]] | None = None
         # Since the last look: choices for each expert, [E]; given ones that differ, and all given.
         self.loads: list[Tensor] = []
         self.differing: list[Tensor] = []
+        self.losses: list[Tensor] = []  # addends of the auxiliary loss
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Any
     ) -> tuple[Tensor, Tensor]:
         """Return scores and numbers of each token's experts, [T, K] of scores [T, E]."""
-        given, again = self.given, False
+        given, balance, again = self.given, self.balance, False
         if self.earlier is not None and torch.is_grad_enabled():  # the backward pass asks
-            given, again = self.earlier.popleft(), True
+            (given, balance), again = self.earlier.popleft(), True
         elif self.earlier is not None:
-            self.earlier.append(given)
+            self.earlier.append((given, balance))
         values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen = own
         if given is not None:
@@ -65,35 +101,73 @@ class _Router:
             load_E = chosen.new_zeros(scores.shape[1])
             self.loads.append(load_E.scatter_add_(0, chosen.flatten(), once))
         self.made = chosen
+        if balance is not None and torch.is_grad_enabled():
+            wide = scores.float()
+            loss = balance.loss(wide if self._softmax_first else wide.softmax(-1), own)
+            self.losses.append(loss.detach())
+            values = MoEAuxLossAutoScaler.apply(values, loss * balance.scale)
         return values, chosen
 
 
 class Routing:
     """The routers of this rank's stage."""
 
-    def __init__(self, gpt: GPTModel, ranks: Ranks) -> None:
+    def __init__(self, gpt: GPTModel, ranks: Ranks, *, aux_coef: float = 0.0) -> None:
         self._ranks = ranks
+        self._aux_coef = aux_coef
+        self._share = self._scale = 0.0
+        self._updates = 0  # since the last look at the metrics
         self._recompute = gpt.config.recompute_granularity is not None
         self._routers: list[_Router] = []
         for layer in gpt.decoder.layers:
-            layer.mlp.router.router_replay = _Router()
+            softmax_first = gpt.config.moe_router_pre_softmax
+            layer.mlp.router.router_replay = _Router(softmax_first=softmax_first)
             self._routers.append(layer.mlp.router.router_replay)
 
-    def begin(self, *, backward: bool) -> None:
-        """Before a schedule's first pass."""
+    def begin(self, batches: Sequence[TokenBatch], *, backward: bool) -> None:
+        """Before a schedule's first pass; with ``backward`` all data ranks call it together."""
         for router in self._routers:
             router.earlier = deque() if backward and self._recompute else None
-            router.given = None
+            router.given = router.balance = None
+        self._share = 0.0
+        if backward and self._aux_coef:
+            responses = torch.tensor(
+                sum(len(b.indices) for b in batches), device=batches[0].mask.device
+            )
+            dist.all_reduce(responses, group=self._ranks.data.group)
+            self._share = 1.0 / int(responses)
+            # Megatron averages over microbatches and data ranks (``Trained.accumulate``).
+            self._scale = self._aux_coef * len(batches) * self._ranks.data.size
+            self._updates += 1
 
-    def give(self, routes_TLK: Tensor | None, counted_T: Tensor | None) -> None:
+    def give(self, batch: TokenBatch, routes_TLK: Tensor | None, counted_T: Tensor | None) -> None:
         """Set the choices of the next pass; None: the routers choose.
 
         Args:
             counted_T: tokens of it that ``metrics`` are of; None: none.
         """
+        balance = self._balance(batch) if self._share else None
         for layer, router in enumerate(self._routers):
+            router.balance = balance
             router.counted = counted_T
             router.given = None if routes_TLK is None else routes_TLK[:, layer]
+
+    def _balance(self, batch: TokenBatch) -> Balance:
+        rows, length = batch.real.shape
+        starts = batch.starts or range(0, (rows + 1) * length, length)
+        inner = torch.tensor(starts[1:-1], device=batch.real.device)
+        place = torch.arange(rows * length, device=batch.real.device)
+        owner = torch.bucketize(place, inner, right=True).view(rows, length)
+        owner = torch.where(batch.real, owner, len(batch.indices))
+        length_R = owner.flatten().bincount(minlength=len(batch.indices) + 1)[:-1]
+        axes = (self._ranks.tensor, self._ranks.context)
+        return Balance(
+            own_part(owner, batch, self._ranks),
+            length_R.float(),
+            self._share,
+            self._scale,
+            tuple(axis.group for axis in axes if axis.size > 1),
+        )
 
     def made(self, dtype: torch.dtype) -> Tensor:
         """Return the choices of the newest pass, [T, L, K]."""
@@ -108,12 +182,17 @@ class Routing:
         share of experts without any.
         """
         differing = [count for router in self._routers for count in router.differing]
+        losses = [loss for router in self._routers for loss in router.losses]
         loads_LE = torch.stack([torch.stack(router.loads).sum(0) for router in self._routers])
         for router in self._routers:
             router.differing.clear()
             router.loads.clear()
+            router.losses.clear()
+        aux_loss = torch.stack(losses).sum() if losses else None
         for axis in (self._ranks.copies, self._ranks.tensor):  # each has other tokens
             dist.all_reduce(loads_LE, group=axis.group)
+            if aux_loss is not None:
+                dist.all_reduce(aux_loss, group=axis.group)
         busiest = (loads_LE.amax(1) / loads_LE.double().mean(1)).max()
         metrics: dict[str, Metric] = {
             "policy/expert_load_max": Max(busiest.item()),
@@ -121,6 +200,11 @@ class Routing:
                 float((loads_LE == 0).sum()), float(loads_LE.numel())
             ),
         }
+        if aux_loss is not None:
+            metrics["policy/router_aux_loss"] = Mean(
+                aux_loss.item(), float(self._updates * len(self._routers))
+            )
+            self._updates = 0
         if differing:
             differ, given = torch.stack(differing).sum(0).double().tolist()
             metrics["policy/routes_differ_fraction"] = Mean(differ, given)

@@ -51,6 +51,10 @@ class ModelConfig(Section, name="model", on_resume="fork"):
     rollout: the engine that wrote the response. proximal: the policy before the step's first
     update. Probabilities are computed anew at the chosen experts."""
 
+    router_aux_loss: Literal["off", "model"] = "off"
+    """Loss that makes the router use its experts evenly, added to the policy's. model: with the
+    coefficient that config.json names, router_aux_loss_coef. off: none."""
+
     @property
     def itemsize(self) -> int:
         """Bytes of a trained weight."""

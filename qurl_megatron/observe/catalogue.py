@@ -52,6 +52,9 @@ METRICS: dict[str, Known] = {
     "rollout/routes_missing_fraction": Known("tokens whose experts no engine told", "share"),
     "policy/expert_load_max": Known("tokens of the busiest expert over the mean of its layer"),
     "policy/experts_idle_fraction": Known("experts that no token went to", "share"),
+    "policy/router_aux_loss": Known(
+        "auxiliary loss before its coefficient, mean over layers and responses", "near 1"
+    ),
     "policy/routes_differ_fraction": Known(
         "tokens and layers whose replayed experts the router would not have chosen", "share"
     ),

@@ -323,6 +323,16 @@ def read_family(config: Mapping[str, Any]) -> Family:
     return FAMILIES[name]
 
 
+def read_aux_coef(config: Mapping[str, Any]) -> float:
+    """Return ``router_aux_loss_coef``: transformers' default where a config leaves it out."""
+    value = _value(config, "router_aux_loss_coef", 0.001)
+    if type(value) not in (int, float) or not 0 <= value <= LARGEST_NUMBER:
+        raise ConfigError(
+            f"config.json: router_aux_loss_coef must be 0 or a positive number, got {value!r:.80}"
+        )
+    return float(value)
+
+
 def read_eos(folder: str | Path) -> tuple[int, ...]:
     """Return the tokens that end a response; generation_config.json wins, as chat models list them
     only there."""

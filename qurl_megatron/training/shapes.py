@@ -58,6 +58,11 @@ def check_division(config: RunConfig, arch: Arch) -> None:
             f"model.routing_replay={config.model.routing_replay} replays the choice of experts, "
             f"and a {arch.family} model has none; leave it out"
         )
+    if config.model.router_aux_loss != "off" and not arch.experts:
+        raise ConfigError(
+            f"model.router_aux_loss={config.model.router_aux_loss} balances experts, and a "
+            f"{arch.family} model has none; leave it out"
+        )
     if arch.experts and config.train.align == "full":
         raise ConfigError(f"model.path={config.model.path}: {ALIGNED_EXPERTS}")
     split = arch

@@ -259,6 +259,11 @@ def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
         ({}, ["expert=2", "tensor=4"], "must be 1, or a multiple of parallel.tensor=4"),
         ({}, ["expert=16", "data=16"], "num_experts=8; use one of [1, 2, 4, 8]"),
         ({"model_type": "qwen3"}, ["expert=2", "data=2"], "the model has none; set it to 1"),
+        (
+            {"model_type": "qwen3"},
+            ["tensor=1", "model.router_aux_loss=model"],
+            "balances experts, and a qwen3 model has none",
+        ),
         ({"moe_intermediate_size": 33}, ["tensor=2"], "moe_intermediate_size=33; use one of [1]"),
         (
             {"moe_intermediate_size": 33},
@@ -281,7 +286,7 @@ def test_a_layout_that_experts_forbid_is_one_sentence(
     given = [
         f"model.path={tmp_path}",
         "train.run_dir=run",
-        *(f"parallel.{size}" for size in layout),
+        *(key if "." in key else f"parallel.{key}" for key in layout),
     ]
     assert main([*command, "recipe.toml", *given]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
