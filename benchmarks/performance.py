@@ -31,6 +31,7 @@ TITLES = {
     "specs": "Transformer Engine's layers and Adam beside Megatron's own",
     "memory": "memory on one GPU, beside the rows of the dry run",
     "scale": "CPU seconds of the leading rank in a step, by its engines",
+    "many_tensors": "CPU seconds of a version's tensors beside their bytes, by their count",
     "decode": "tokens/s of the embedded engine by scheme and batch",
     "convert": "the checkpoint converters, beside a plain copy and peers",
     "versions": "whether the engines of a run served what its checkpoints hold",

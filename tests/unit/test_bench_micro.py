@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import loss, machine_limits, quantize
+from benchmarks import loss, machine_limits, many_tensors, quantize
 from benchmarks.harness import measure, read
 from benchmarks.performance import PAGE, RESULTS, rendered
 
@@ -48,6 +48,18 @@ def test_quantizing_leaves_a_record_with_a_copy_of_what_it_moves_as_limit(
     assert case.keys == keys | {"device": "cpu", "threads": torch.get_num_threads()}
     (figure,) = case.figures
     assert len(figure.repeats) == 2 and figure.limit > 0 and figure.unit == "s"
+
+
+def test_a_version_of_many_tensors_comes_whole_at_an_engine_rank():
+    given = ["--layers", "2", "4", "--repeats", "2"]
+    cases = many_tensors.run(many_tensors.parser().parse_args(given))
+    # A layer: 128 experts of three matrices and attention's four, with scales; router, norms.
+    tensors = [layers * (2 * (128 * 3 + 4) + 5) + 3 for layers in (2, 4)]
+    assert [case.notes["tensors"] for case in cases] == tensors
+    for case in cases:
+        names = ["training rank", "leading rank", "engine rank", "a tensor"]
+        assert [figure.name for figure in case.figures] == names
+        assert all(len(figure.repeats) == 2 and figure.median > 0 for figure in case.figures)
 
 
 def test_the_page_of_results_is_made_of_the_records():
