@@ -159,14 +159,15 @@ class UpdateSession:
             if target is None:
                 raise ConfigError(f"{piece.name} is not a tensor of the engine's model")
             self._check(piece, target)
-            part = piece.part.overlap(target.part)
+            source, live = piece.part, target.part
+            part = source.overlap(live)
             if part is not None:
-                kept.append((piece, target, part, piece_of(data, piece)))
+                kept.append((piece, target, source, live, part, piece_of(data, piece)))
         # A GPU is waited for once per blob: a model with experts has tens of thousands of pieces.
-        sums = checksums([value for *_, value in kept])
+        sums = checksums(data, [piece.place for piece, *_ in kept])
         scales = [value.flatten() for piece, *_, value in kept if _is_scale(piece)]
         sound = not scales or _usable(torch.cat(scales))
-        for (piece, target, part, value), own in zip(kept, sums, strict=True):
+        for (piece, target, source, live, part, value), own in zip(kept, sums, strict=True):
             covered = self.covered.setdefault(piece.name, [])
             if any(part.overlap(other) for other in covered):
                 raise ConfigError(f"{_what(piece)} came twice")
@@ -174,7 +175,7 @@ class UpdateSession:
                 raise ConfigError(f"{_what(piece)} is damaged: its checksum does not agree")
             if not sound and _is_scale(piece) and not _usable(value):
                 raise ConfigError(f"{_what(piece)} holds scales that are not positive and finite")
-            part.narrow(target.value, target.part).copy_(part.narrow(value, piece.part))
+            part.narrow(target.value, live).copy_(part.narrow(value, source))
             covered.append(part)
             self.bytes += part.elements * target.value.element_size()
 
