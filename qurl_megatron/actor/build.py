@@ -110,6 +110,8 @@ def _expert_options(experts: Experts | None, parallel: ParallelConfig) -> dict[s
         moe_router_topk=experts.top_k,
         # Softmax over the chosen ones is softmax over all of them, made to sum to one.
         moe_router_pre_softmax=not experts.norm_topk_prob,
+        moe_shared_expert_intermediate_size=experts.shared or None,
+        moe_shared_expert_gate=experts.shared > 0,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         expert_model_parallel_size=parallel.expert,

@@ -68,8 +68,11 @@ def decoder_spec(
         column = ModuleSpec(module=AlignedColumn, params={"align": align})
         row = ModuleSpec(module=AlignedRow, params={"align": align})
         attention.linear_qkv, attention.linear_proj = column, row
-        products = _submodules(parts.experts) if experts else parts
-        products.linear_fc1, products.linear_fc2 = column, row
+        blocks = [parts]
+        if experts:
+            blocks = [_submodules(parts.experts), _submodules(parts.shared_experts)]
+        for products in blocks:
+            products.linear_fc1, products.linear_fc2 = column, row
         if use_transformer_engine():
             from megatron.core.extensions.transformer_engine import TEDotProductAttention
 

@@ -131,6 +131,9 @@ def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> tuple[Op, ...]:
         ops.append(op("mlp.router.weight", "mlp.gate.weight"))
         for expert in range(arch.experts.count):
             ops += mlp(f"mlp.experts.local_experts.{expert}", f"mlp.experts.{expert}")
+        if arch.experts.shared:
+            ops += mlp("mlp.shared_experts", "mlp.shared_expert")
+            ops.append(op("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"))
     else:
         ops += mlp("mlp", "mlp")
     if arch.qkv_bias:

@@ -151,4 +151,6 @@ def _state_objects(arch: Arch) -> list[Chunk]:
                 continue
             for expert in range(arch.experts.count):
                 add(f"mlp.experts.experts.{module}", layer, expert)
+            if arch.experts.shared:
+                add(f"mlp.shared_experts.{module}", layer)
     return chunks

@@ -2,9 +2,9 @@
 
 norm weight * s, linear weight / s: the function stays the same, while the linear's gradient grows
 by s and its quantization step shrinks by s. Everything that reads the norm takes part: q, k and v;
-gate and up, of every expert, and the router that chooses among them. o_proj and down_proj follow no
-norm and stay; so do biases and q/k-norms. ``config["qurl"]["uaq_scale"]`` records the fold;
-folding twice is refused.
+gate and up, of every expert; the router that chooses among them, and a shared expert's gate. o_proj
+and down_proj follow no norm and stay; so do biases and q/k-norms. ``config["qurl"]["uaq_scale"]``
+records the fold; folding twice is refused.
 
 This changes a learning rate. The codes of W / s are those of W, and Adam's step does not
 grow with the gradient: as long as its eps is small beside the gradients and nothing else looks at

@@ -90,8 +90,8 @@ def _trainers(
         for context in within:
             data, unused = divmod(gpus, tensor * pipeline * context)
             if data and not unused:
-                sizes = dict(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
-                yield replace(own, **sizes, data=data)
+                layout = replace(own, tensor=tensor, pipeline=pipeline, context=context, data=data)
+                yield replace(layout, expert=expert)
 
 
 def _divisors(number: int) -> list[int]:

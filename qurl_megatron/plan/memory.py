@@ -195,6 +195,8 @@ def layer_activations(arch: Arch, passed: Pass) -> int:
         split += 3 * arch.intermediate  # gate and up; their product
     else:
         routed = 2 * arch.experts.count  # the router's logits and probabilities
+        if arch.experts.shared:  # its gate and up, their product, and its output before the gate
+            split += 3 * arch.experts.shared + arch.hidden
         inner = 3 * arch.experts.intermediate
         if passed.expert == 1:
             # Every tensor rank has all tokens' copies for their experts, and a slice of each one.

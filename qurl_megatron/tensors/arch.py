@@ -22,6 +22,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     routed: bool = False  # every layer has experts in place of one MLP
+    shared: bool = False  # and one more that all tokens meet
     head_dim: int | None = None  # unless the config says; None: hidden size over heads
     window: int | None = None  # sliding attention window, unless the config says
 
@@ -31,6 +32,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(window=4096),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True, head_dim=128),
+    "qwen2_moe": Family(qkv_bias=True, routed=True, shared=True),
     "qwen3_moe": Family(qk_norm=True, routed=True),
 }
 
@@ -74,6 +76,9 @@ class Experts:
     top_k: int
     intermediate: int  # of one expert
     norm_topk_prob: bool  # the chosen experts' probabilities are made to sum to one
+    shared: int = (
+        0  # intermediate size of one that every token meets, by a gate of its own; 0: none
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +140,8 @@ class Arch:
             sizes["intermediate_size"] = self.intermediate
         elif expert == 1:
             sizes["moe_intermediate_size"] = self.experts.intermediate
+        if self.experts and self.experts.shared:
+            sizes["shared_expert_intermediate_size"] = self.experts.shared
         for size_name, size in sizes.items():
             if size % tensor:
                 raise ConfigError(
@@ -235,7 +242,7 @@ def _arch(config: dict[str, Any]) -> Arch:
         tied=_switch(config, "tie_word_embeddings"),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        experts=_experts(config) if family.routed else None,
+        experts=_experts(config, family) if family.routed else None,
     )
     if arch.heads % arch.kv_heads:
         raise ConfigError(
@@ -256,8 +263,7 @@ def refuse_unknown_switches(config: dict[str, Any], family: Family) -> None:
     found = {**config, **_rope_parameters(config)}
     kinds = _as_list(config.get("layer_types") or [])
     found["layer_types"] = next((kind for kind in kinds if kind != "full_attention"), None)
-    if not family.qkv_bias:
-        wanted["attention_bias"] = False
+    wanted["qkv_bias" if family.qkv_bias else "attention_bias"] = family.qkv_bias
     if family.window is not None:
         wanted["sliding_window"] = None  # the same, where prompt and response together are shorter
         found.setdefault("sliding_window", family.window)
@@ -384,13 +390,14 @@ def facts_of(folder: str | Path) -> dict[str, Any]:
     return {**sizes, "eos_token_id": sorted(read_eos(folder))}
 
 
-def _experts(config: dict[str, Any]) -> Experts:
+def _experts(config: dict[str, Any], family: Family) -> Experts:
     return Experts(
         # transformers 5 writes the second name.
         count=_count(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         top_k=_count(config, "num_experts_per_tok"),
         intermediate=_count(config, "moe_intermediate_size"),
         norm_topk_prob=_switch(config, "norm_topk_prob"),
+        shared=_count(config, "shared_expert_intermediate_size") if family.shared else 0,
     )
 
 

@@ -34,7 +34,9 @@ class Units:
         return self.count * self.width
 
 
-Axis = Literal["hidden", "head", "queries", "keys", "inner", "expert", "experts", "vocabulary"]
+Axis = Literal[
+    "hidden", "head", "queries", "keys", "inner", "expert", "experts", "shared", "one", "vocabulary"
+]
 
 AXES: Mapping[Axis, Callable[[Arch], Units]] = {
     "hidden": lambda arch: Units(arch.hidden, 1, "hidden_size"),
@@ -44,6 +46,8 @@ AXES: Mapping[Axis, Callable[[Arch], Units]] = {
     "inner": lambda arch: Units(arch.intermediate, 1, "intermediate_size"),
     "expert": lambda arch: Units(arch.routed.intermediate, 1, "moe_intermediate_size"),
     "experts": lambda arch: Units(arch.routed.count, 1, "num_experts"),
+    "shared": lambda arch: Units(arch.routed.shared, 1, "shared_expert_intermediate_size"),
+    "one": lambda arch: Units(1, 1, ""),
     "vocabulary": lambda arch: Units(arch.vocab, 1, "vocab_size"),
 }
 
@@ -63,6 +67,7 @@ _QUERIES = TensorRow("queries", "hidden", split=0, quantized=True, uaq="reader")
 _KEYS = TensorRow("keys", "hidden", split=0, quantized=True, uaq="reader")
 _GATE_UP = TensorRow("inner", "hidden", split=0, quantized=True, uaq="reader")
 _EXPERT_GATE_UP = TensorRow("expert", "hidden", split=0, quantized=True, uaq="reader")
+_SHARED_GATE_UP = TensorRow("shared", "hidden", split=0, quantized=True, uaq="reader")
 
 ROWS: Mapping[str, TensorRow] = {
     "model.embed_tokens": TensorRow("vocabulary", "hidden", split=0),
@@ -83,6 +88,12 @@ ROWS: Mapping[str, TensorRow] = {
     "model.layers.0.mlp.experts.0.down_proj": TensorRow(
         "hidden", "expert", split=1, quantized=True
     ),
+    "model.layers.0.mlp.shared_expert.gate_proj": _SHARED_GATE_UP,
+    "model.layers.0.mlp.shared_expert.up_proj": _SHARED_GATE_UP,
+    "model.layers.0.mlp.shared_expert.down_proj": TensorRow(
+        "hidden", "shared", split=1, quantized=True
+    ),
+    "model.layers.0.mlp.shared_expert_gate": TensorRow("one", "hidden", uaq="reader"),
     "model.norm": TensorRow("hidden"),
     "lm_head": TensorRow("vocabulary", "hidden", split=0),
 }
@@ -140,7 +151,10 @@ def _facts(arch: Arch, key: str) -> tuple | None:
     row = ROWS.get(owner)
     if row is None or value not in VALUES:
         return None
-    if arch.experts is None and {row.rows, row.columns} & {"expert", "experts"}:
+    axes = {row.rows, row.columns}
+    if arch.experts is None and axes & {"expert", "experts"}:
+        return None
+    if axes & {"shared", "one"} and not (arch.experts and arch.experts.shared):
         return None
     rows = AXES[row.rows](arch)
     shape: tuple[int, ...] = (rows.length, 1) if value == "weight_scale" else (rows.length,)

@@ -104,8 +104,9 @@ def test_layers_hold_the_published_codes_and_scales_bit_for_bit(
     )
 
 
-def test_experts_hold_theirs_and_routers_none(backend, tmp_path):
-    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_experts_hold_theirs_and_routers_none(family, backend, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", family)
     config = aligned_recipe(folder, dict(tensor=2), "weights", "int4")
     run_on_ranks(check_codes, 2, backend, tmp_path, config, random_samples(16))
 

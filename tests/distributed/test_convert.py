@@ -55,6 +55,7 @@ def train_and_save(device, config, run_dir, weights) -> None:
         ("qwen3_moe", "TP2 x PP2"),
         ("qwen3_moe", "EP2 x DP4"),
         ("qwen3_moe", "EP2 x PP2"),
+        ("qwen2_moe", "EP2 x PP2"),
     ],
 )
 def test_a_trained_checkpoint_converts_from_its_fp32_masters(family, layout, backend, tmp_path):

@@ -18,6 +18,7 @@ from tests.support.policies import (
     EXPERT_LAYOUTS,
     LAYOUTS,
     PACKED,
+    ROUNDING,
     assert_same_training,
     build,
     check_masters,
@@ -42,11 +43,12 @@ def test_gradients_and_updates_equal_one_process(backend, layout, alone, tmp_pat
     )
 
 
-@pytest.mark.parametrize("family", all_but(["qwen3", "llama", "qwen3_moe"], "llama"))
+@pytest.mark.parametrize("family", all_but(["qwen3", "llama", "qwen3_moe", "qwen2_moe"], "llama"))
 def test_other_families_split_as_well(family, alone, backend, tmp_path):
     folder, expected = alone(family, **ALGO)
     config = recipe(folder, dict(tensor=2, pipeline=2), **ALGO)
-    assert_same_training(run(tmp_path, backend, config, "split"), expected)
+    actual = run(tmp_path, backend, config, "split")
+    assert_same_training(actual, expected, rounding=ROUNDING.get(family, 1e-5))
 
 
 @pytest.mark.parametrize(

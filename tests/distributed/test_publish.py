@@ -25,7 +25,7 @@ DRIFT = {
 
 
 SQUARES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
-SQUARES |= {"head_dim": 128, "num_hidden_layers": 2}
+SQUARES |= {"head_dim": 128, "num_hidden_layers": 2, "shared_expert_intermediate_size": 256}
 SIZES = {"fp8_block": SQUARES}
 """Of whole squares on each of two ranks."""
 
@@ -48,12 +48,21 @@ def test_shards_join_into_the_quantized_whole_bit_for_bit(
 @pytest.mark.parametrize(
     "scheme", ["int8", "fp8_block", pytest.param("none", marks=pytest.mark.thorough)]
 )
-@pytest.mark.parametrize("layout", ["EP2 x TP2", "EP2 x DP4", "EP4 x TP2 x DP2", "EP2 x PP2 x CP2"])
+@pytest.mark.parametrize(
+    "family, layout",
+    [
+        ("qwen3_moe", "EP2 x TP2"),
+        ("qwen3_moe", "EP2 x DP4"),
+        ("qwen3_moe", "EP4 x TP2 x DP2"),
+        ("qwen3_moe", "EP2 x PP2 x CP2"),
+        ("qwen2_moe", "EP2 x TP2"),
+    ],
+)
 def test_experts_of_different_ranks_join_into_the_quantized_whole(
-    scheme, layout, backend, tmp_path
+    scheme, family, layout, backend, tmp_path
 ):
     changes = SIZES.get(scheme, {})
-    folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe", vocab_size=131, **changes)
+    folder = tiny_checkpoint(tmp_path / "model", family, vocab_size=131, **changes)
     config = recipe(folder, EXPERT_LAYOUTS[layout], dtype="bfloat16")
     ranks = config.parallel.world_size
     run_on_ranks(publish, ranks, backend, tmp_path, config, scheme, tmp_path / "out", 0)

@@ -48,6 +48,13 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+SHARED = {  # and one that every token meets; probabilities as they are
+    **EXPERTS,
+    "model_type": "qwen2_moe",
+    "head_dim": 8,
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 40,
+}
 CPU = torch.device("cpu")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qurl_megatron.types import Prompt, Sample
 
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "qwen2_moe")
 
 _SIZES = {
     "vocab_size": 128,
@@ -27,6 +27,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 32},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3_moe": {
         "head_dim": 32,
         "num_experts": 4,

@@ -22,6 +22,7 @@ from qurl_megatron.wire.message import Message
 from qurl_megatron.wire.session import UpdateEnd
 from tests.support.engine_models import (
     EXPERTS,
+    SHARED,
     decoding_by,
     engine_for,
     finish,
@@ -49,6 +50,7 @@ MODELS = {
     "llama-scaled": {"model_type": "llama", "rope_scaling": LLAMA3},
     "llama-v5-config": {"model_type": "llama", "rope_parameters": LLAMA3},
     "qwen3-moe": EXPERTS,
+    "qwen2-moe": SHARED,
     "qwen3-moe, weights as they are": {**EXPERTS, "norm_topk_prob": False},
 }
 SIZES = {"fp8_block": dict(hidden_size=160, intermediate_size=200, moe_intermediate_size=128)}
@@ -97,7 +99,7 @@ def test_float32_log_probs_equal_transformers(changes, tmp_path):
     [("int8", 127.0), ("fp8", 448.0), ("fp8_block", 448.0), ("int6", 31.0), ("int4", 7.0)],
 )
 @pytest.mark.parametrize("path", ["torch", "native"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "qwen2-moe"])
 def test_quantized_log_probs_equal_a_fake_quant_float_reference(
     family, scheme, largest, path, tmp_path
 ):

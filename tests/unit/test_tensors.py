@@ -65,7 +65,7 @@ ARCH = replace(
     num_layers=2,
     vocab=131,
     qk_norm=True,
-    experts=Experts(count=3, top_k=2, intermediate=16, norm_topk_prob=True),
+    experts=Experts(count=3, top_k=2, intermediate=16, norm_topk_prob=True, shared=12),
 )
 
 
@@ -86,6 +86,9 @@ ARCH = replace(
         ("model.layers.1.mlp.gate.weight", (3, 24), None, "reader"),
         ("model.layers.1.mlp.experts.2.up_proj.weight", (16, 24), 0, "quantized reader"),
         ("model.layers.1.mlp.experts.12.down_proj.weight", (24, 16), 1, "quantized"),
+        ("model.layers.1.mlp.shared_expert.up_proj.weight", (12, 24), 0, "quantized reader"),
+        ("model.layers.1.mlp.shared_expert.down_proj.weight", (24, 12), 1, "quantized"),
+        ("model.layers.1.mlp.shared_expert_gate.weight", (1, 24), None, "reader"),
         ("model.layers.1.mlp.down_proj.weight", (24, 64), 1, "quantized"),
         ("model.norm.weight", (24,), None, ""),
         ("lm_head.weight", (131, 24), 0, "vocabulary"),

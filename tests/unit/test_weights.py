@@ -92,6 +92,7 @@ HALF_OF_LLAMA3 = {"rope_type": "llama3", "factor": 2.0}
         ({"model_type": "llama", "attention_bias": True}, "attention_bias=true is not"),
         ({"layer_types": ["full_attention", "other"]}, 'layer_types="other" is not supported'),
         ({"model_type": "mistral", "sliding_window": 9}, "sliding_window=9 is not supported"),
+        ({"qkv_bias": False}, "qkv_bias=false is not supported; it must be true"),
         ({"model_type": "qwen3_moe"}, "config.json lacks the key 'num_local_experts'"),
     ],
 )
@@ -126,6 +127,7 @@ def test_the_size_of_a_head_that_a_config_leaves_out_is_transformers(family):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 128, "sliding_window": None}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts["shared_expert_intermediate_size"] = 48
     theirs = getattr(AutoConfig.for_model(family, **sizes), "head_dim", 64 // 4)
     assert read_arch({"model_type": family, **sizes, **experts}).head_dim == theirs
 

@@ -112,6 +112,8 @@ class RoutedMlp:
     router_EH: Tensor  # never quantized
     mlps: list[Mlp]
     facts: Experts
+    shared: Mlp | None = None  # met by every token
+    shared_gate_1H: Tensor | None = None  # never quantized
 
     def route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts' weights in the model's format and their numbers, [T, k] each.
@@ -135,6 +137,8 @@ class RoutedMlp:
         y_PH = torch.cat(outputs)[order_P.argsort()]
         # Summed in an order that is a token's own, whoever shares its experts.
         total_TH = addend_TH.to(torch.float32, copy=True)
+        if self.shared is not None and self.shared_gate_1H is not None:
+            total_TH.addcmul_(self.shared(x_TH), linear(x_TH, self.shared_gate_1H).sigmoid())
         for rank, y_TH in enumerate(y_PH.unflatten(0, (-1, top_k)).unbind(1)):
             total_TH.addcmul_(y_TH, weight_Tk[:, rank, None])
         return total_TH.to(x_TH.dtype), expert_Tk
@@ -152,7 +156,10 @@ class Layer:
 
     @property
     def matrices(self) -> list[Matrix]:
-        mlps = [self.mlp] if isinstance(self.mlp, Mlp) else self.mlp.mlps
+        if isinstance(self.mlp, Mlp):
+            mlps = [self.mlp]
+        else:
+            mlps = [*self.mlp.mlps, *([self.mlp.shared] if self.mlp.shared else [])]
         return [self.qkv, self.out, *(m for mlp in mlps for m in (mlp.gate_up, mlp.down))]
 
 
@@ -291,7 +298,11 @@ class Decoder:
             return self._mlps([prefix])[0]
         router = self._float(prefix + "gate.weight")
         mlps = self._mlps([f"{prefix}experts.{index}." for index in range(facts.count)])
-        return RoutedMlp(router, mlps, facts)
+        if not facts.shared:
+            return RoutedMlp(router, mlps, facts)
+        (shared,) = self._mlps([f"{prefix}shared_expert."])
+        gate = self._float(prefix + "shared_expert_gate.weight")
+        return RoutedMlp(router, mlps, facts, shared, gate)
 
     def _mlps(self, prefixes: list[str]) -> list[Mlp]:
         """Allocate MLPs of one size: a buffer for all gates and ups, and one for all downs."""

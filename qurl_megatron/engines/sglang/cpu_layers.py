@@ -1,13 +1,14 @@
 """W8A8 layers in plain torch, which SGLang 0.5.23 lacks on a machine without a GPU.
 
 SGLang's own CPU backend wants ``sgl_kernel`` built for AMX. Without that it still runs, on plain
-torch, once four gaps are filled:
+torch, once five gaps are filled:
 
     sgl_kernel     imported everywhere; here a stub, whose functions fail when they are called
     torchvision    imported for images; PyPI's wheel expects two operators of the CUDA build
     W8A8 layers    w8a8_int8, w8a8_fp8 and compressed-tensors with a scale per channel, as
                    ``engines.embedded.decoder``: INT8 products are exact, FP8 is emulated in FP32
     experts        of w8a8_int8 and w8a8_fp8, and unquantized ones split over ranks, one by one
+    shared expert  whose gated output a Triton kernel adds
 
 Beside these, a paused scheduler sleeps instead of spinning, and flushing the cache does not walk
 over all of Python's objects: here the trainer computes on the same cores.
@@ -65,6 +66,7 @@ def register() -> None:
         return
     install()
     import sglang.srt.configs.update_config  # noqa: F401
+    from sglang.kernels.ops.elementwise import elementwise
     from sglang.srt.layers.quantization import unquant, w8a8_fp8, w8a8_int8
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
@@ -80,6 +82,7 @@ def register() -> None:
     unquant.UnquantizedFusedMoEMethod.apply = _apply_experts
     w8a8_int8.W8A8Int8MoEMethod.apply = _apply_experts
     w8a8_fp8.W8A8FP8MoEMethod.apply = _apply_experts
+    elementwise.fused_gate_sigmoid_mul_add = _add_gated
     compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8.apply_weights = _apply
     compressed_tensors_w8a8_fp8.CompressedTensorsW8A8Fp8.apply_weights = _apply
 
@@ -156,6 +159,10 @@ def _apply_experts(self, layer: Any, dispatch_output: Any) -> Any:
     weights_TK, experts_TK, _ = dispatch_output.topk_output
     y_TH = _experts(layer, dispatch_output.hidden_states, weights_TK, experts_TK)
     return StandardCombineInput(hidden_states=y_TH)
+
+
+def _add_gated(x_TH: Tensor, gate_H: Tensor, shared_TH: Tensor, total_TH: Tensor) -> None:
+    total_TH += (x_TH @ gate_H).sigmoid()[:, None] * shared_TH
 
 
 def _experts(layer: Any, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:

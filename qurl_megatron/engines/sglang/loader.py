@@ -35,6 +35,7 @@ MODELS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
@@ -401,6 +402,7 @@ _KINDS: dict[str, Callable[[str, nn.Module], Iterator[_Claim]]] = {
     "MergedColumnParallelLinear": _gate_up,
     "RowParallelLinear": _row_parallel,
     "ReplicatedLinear": _replicated,
+    "Linear": _whole,  # torch's, the gate of a shared expert
     "FusedMoE": _experts,
     "VocabParallelEmbedding": _vocabulary,
     "RMSNorm": _whole,
