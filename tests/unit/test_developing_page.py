@@ -5,6 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/developing.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -17,6 +19,29 @@ def test_files_that_the_page_names_are_there():
     assert len(paths) > 40
     places = (ROOT, ROOT / "qurl_megatron")
     assert not [path for path in paths if not any((place / path).exists() for place in places)]
+
+
+def paragraph(about: str) -> str:
+    """The paragraph of the page that begins with these words in bold."""
+    return PAGE.split(f"\n**{about}**")[1].partition("\n\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("about", "asks"),
+    [
+        ("A transport", r"(\btransport (==|in|not in|!=) |transport=\"\w|match .*transport)"),
+        ("A loss with a number of its own", r"\bobjective (==|in|not in|!=) "),
+    ],
+)
+def test_files_that_ask_for_one_by_its_name_are_named(about, asks):
+    package = ROOT / "qurl_megatron"
+    files = [path.relative_to(package) for path in sorted(package.rglob("*.py"))]
+    asking = [
+        str(path)
+        for path in files
+        if path.parts[0] != "wire" and re.search(asks, (package / path).read_text())
+    ]
+    assert asking and not [path for path in asking if f"`{path}`" not in paragraph(about)]
 
 
 def test_commands_that_the_page_names_are_targets():
