@@ -397,12 +397,17 @@ def _whole(name: str, module: Any) -> Iterator[_Claim]:
         yield _Claim(Shard.whole(f"{name}.{part}", parameter.data), id(parameter))
 
 
+def _shared_gate(name: str, module: Any) -> Iterator[_Claim]:
+    """Claims of a shared expert's gate; other layers of its class are not known."""
+    return _whole(name, module) if name.endswith(".mlp.shared_expert_gate") else iter(())
+
+
 _KINDS: dict[str, Callable[[str, nn.Module], Iterator[_Claim]]] = {
     "QKVParallelLinear": _qkv,
     "MergedColumnParallelLinear": _gate_up,
     "RowParallelLinear": _row_parallel,
     "ReplicatedLinear": _replicated,
-    "Linear": _whole,  # torch's, the gate of a shared expert
+    "Linear": _shared_gate,  # torch's own
     "FusedMoE": _experts,
     "VocabParallelEmbedding": _vocabulary,
     "RMSNorm": _whole,
