@@ -19,6 +19,15 @@ Versions = tuple[tuple[int, int], ...]
 """(weight version, how many tokens in a row it generated), in the order of the tokens."""
 
 
+def routes_dtype(experts: int) -> str:
+    """Return NumPy's and torch's name of the smallest format for ``Sample.routes``.
+
+    Args:
+        experts: of a layer.
+    """
+    return "uint8" if experts < 256 else "int16"  # numbers plus one
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One question with the reference answer its responses are checked against."""

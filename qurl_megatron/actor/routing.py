@@ -32,6 +32,7 @@ from qurl_megatron.actor.context import ContextPart
 from qurl_megatron.actor.megatron import Ranks
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.observe.metrics import Max, Mean, Metric
+from qurl_megatron.types import routes_dtype
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class Routing:
 
 def dtype_of(experts: int) -> torch.dtype:
     """Return the smallest format that choices among so many experts fit into."""
-    return torch.uint8 if experts < 256 else torch.int16
+    return getattr(torch, routes_dtype(experts))
 
 
 def own_part(whole_BS: Tensor, batch: TokenBatch, ranks: Ranks) -> Tensor:

@@ -24,7 +24,7 @@ from qurl_megatron.engines.kinds import EngineKind, kind_of
 from qurl_megatron.kit.record import Count, Malformed, convert, decode, shortened
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
-from qurl_megatron.types import FinishReason, Versions, in_a_row
+from qurl_megatron.types import FinishReason, Versions, in_a_row, routes_dtype
 from qurl_megatron.wire.lease import MIXED, Names
 from qurl_megatron.wire.packed import ARRAY, unpack, unpack_experts
 
@@ -86,11 +86,6 @@ class Routed:
     @property
     def token_bytes(self) -> int:
         return 6 * self.layers * self.top_k  # SGLang's: base64 of int32
-
-    @property
-    def dtype(self) -> Any:
-        """Of choices, which are numbers plus one (``Sample.routes``)."""
-        return np.uint8 if self.count < 256 else np.int16
 
 
 @dataclass(frozen=True)
@@ -270,7 +265,7 @@ def _routes(meta: _Meta, given: int, sent: int, kept: int, routed: Routed | None
             f"token {token} went to one expert twice in layer {layer}: the engine has not recorded "
             "its experts"
         )
-    return experts.astype(routed.dtype) + routed.dtype(1)
+    return experts.astype(routes_dtype(routed.count)) + 1
 
 
 def _numbers(answer: _Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -249,6 +249,11 @@ def _arch(config: dict[str, Any]) -> Arch:
             f"config.json: num_attention_heads={arch.heads} is not a multiple of "
             f"num_key_value_heads={arch.kv_heads}"
         )
+    if arch.experts and arch.experts.top_k > arch.experts.count:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok={arch.experts.top_k} is more than "
+            f"num_experts={arch.experts.count}"
+        )
     return arch
 
 

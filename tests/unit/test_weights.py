@@ -144,6 +144,8 @@ def test_layouts_that_do_not_divide_are_refused_with_those_that_do(tmp_path):
     read_arch(experts).check_parallel(2, 1, 2)  # experts are whole
     with pytest.raises(ConfigError, match=r"expert=3 does not .* num_experts=4; use one of \[1, 2"):
         read_arch(experts).check_parallel(1, 1, 3)
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok=5 is more than num_experts=4$"):
+        read_arch({**experts, "num_experts_per_tok": 5})
     with pytest.raises(
         ConfigError, match="expert=2 deals experts to ranks, and the model has none"
     ):

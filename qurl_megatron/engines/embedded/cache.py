@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.types import routes_dtype
 
 ROUND = 64  # row lengths are multiples of this, so that slightly longer requests need no new cut
 
@@ -50,7 +51,7 @@ class Cache:
         self._choices, width = 0, torch.uint8  # of a token, in all layers
         if arch.experts:
             self._choices = arch.num_layers * arch.experts.top_k
-            width = torch.uint8 if arch.experts.count <= 256 else torch.int16
+            width = getattr(torch, routes_dtype(arch.experts.count))
         choices = self.capacity * self._choices
         self._experts_flat = torch.empty(choices, dtype=width, device=device)
         self.length = 0
