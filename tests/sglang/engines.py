@@ -95,7 +95,7 @@ def start_of(model: Path, case: Case, api_key: str, empty: bool) -> Start:
         dtype=case.dtype,
         api_key=api_key,
         empty=empty,
-        routed=case.family == "qwen3_moe",
+        routed=case.family.endswith("_moe"),
     )
 
 

@@ -41,6 +41,8 @@ CASES = {
     # A vocabulary that is padded before it is split.
     "int8-tp2": Case("llama", "int8", "compressed-tensors", tensor=2, changes={"vocab_size": 100}),
     "experts-int8": Case("qwen3_moe", "int8"),
+    "shared-expert-int8": Case("qwen2_moe", "int8"),
+    "shared-expert-none-tp2": Case("qwen2_moe", "none", tensor=2),
     "experts-none-ep2": Case("qwen3_moe", "none", tensor=2, expert=2),
     "experts-fp8-tp2": Case("qwen3_moe", "fp8", tensor=2),
     "experts-int8-ep2": Case("qwen3_moe", "int8", tensor=2, expert=2),
@@ -75,9 +77,17 @@ def test_an_updated_server_answers_as_one_started_from_that_checkpoint(case, tmp
         assert len(pointers) == 1
 
 
-@pytest.mark.parametrize("scheme", ["none", pytest.param("int8", marks=pytest.mark.slice), "fp8"])
-def test_experts_compute_as_transformers_on_the_published_grid(scheme, tmp_path):
-    case = Case("qwen3_moe", scheme)
+@pytest.mark.parametrize(
+    "family, scheme",
+    [
+        ("qwen3_moe", "none"),
+        pytest.param("qwen3_moe", "int8", marks=pytest.mark.slice),
+        ("qwen3_moe", "fp8"),
+        ("qwen2_moe", "none"),
+    ],
+)
+def test_experts_compute_as_transformers_on_the_published_grid(family, scheme, tmp_path):
+    case = Case(family, scheme)
     first, second = checkpoints(case, tmp_path, ["first", "second"])
     with servers(lambda: Server(first.folder, case, tmp_path / "server")) as (server,):
         publish(server, second.tensors, 1, tmp_path / "sync")
