@@ -16,7 +16,8 @@ from qurl_megatron.plan.memory import GIB
 from qurl_megatron.plan.planner import Planner, Prediction
 from qurl_megatron.plan.seconds import Roofline, Workload
 from qurl_megatron.schemes import title
-from qurl_megatron.training.shapes import check_division, find_models
+from qurl_megatron.tensors.arch import Arch
+from qurl_megatron.training.shapes import check_computed, check_division, find_models
 
 HEAD = ("layout", "GiB", "rollout", "train", "publish", "step s", "tokens/s/GPU", "limited by")
 COMPARE_HEAD = ("scheme", "best layout", *HEAD[1:6], "x BF16", "range", "limited by")
@@ -65,7 +66,8 @@ def plan(arguments: argparse.Namespace) -> int:
     """Predict memory and step time of every layout of N GPUs, and where more stop helping.
 
     Raises:
-        ConfigError: unknown GPU, a recipe that is not for GPUs, or nothing fits.
+        ConfigError: unknown GPU, a recipe that is not for GPUs, a size given that the model
+            forbids, or nothing fits.
     """
     if arguments.compare:
         print(compare(arguments), end="")
@@ -133,9 +135,21 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
     if arguments.network_gbps:
         gpu = replace(gpu, network=arguments.network_gbps * GB)
     models = find_models(config, arguments.config)
+    check_computed(config, models.policy)
+    _refuse_given(config, models.policy, arguments.overrides)
     roof = Roofline(gpu=gpu, constants=Constants(), node=node)
     work = workload(config, arguments.mean_tokens, arguments.mean_prompt_tokens)
     return Planner(config, models, roof, work)
+
+
+def _refuse_given(config: RunConfig, arch: Arch, given: Sequence[str]) -> None:
+    """Raise ConfigError if the model forbids a size that the user gave: the layouts planned have
+    others, as they may in place of the recipe's own."""
+    try:
+        check_division(config, arch)
+    except ConfigError as error:  # which begins with the key
+        if str(error).partition("=")[0] in {setting.partition("=")[0] for setting in given}:
+            raise
 
 
 def workload(config: RunConfig, mean: float | None, prompt: float | None) -> Workload:

@@ -47,11 +47,8 @@ def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
     return Models(path, policy, replace(policy, tied=False))
 
 
-def check_division(config: RunConfig, arch: Arch) -> None:
-    """Raise ``ConfigError`` where the model does not divide over the ranks of trainer or engines,
-    or Megatron does not compute it so."""
-    parallel = config.parallel
-    arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
+def check_computed(config: RunConfig, arch: Arch) -> None:
+    """Raise ``ConfigError`` where the model is not computed so, whatever the layout."""
     arch.check_megatron()
     if config.model.routing_replay != "off" and not arch.experts:
         raise ConfigError(
@@ -65,6 +62,14 @@ def check_division(config: RunConfig, arch: Arch) -> None:
         )
     if arch.experts and config.train.align == "full":
         raise ConfigError(f"model.path={config.model.path}: {ALIGNED_EXPERTS}")
+
+
+def check_division(config: RunConfig, arch: Arch) -> None:
+    """Raise ``ConfigError`` where the model does not divide over the ranks of trainer or engines,
+    or is not computed so."""
+    parallel = config.parallel
+    arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
+    check_computed(config, arch)
     split = arch
     if config.rollout.deals_experts:
         split = replace(arch, experts=None)  # engines have whole ones

@@ -421,6 +421,9 @@ def test_the_page_on_what_pays_has_what_the_command_prints(capsys, monkeypatch):
         (["rollout.backend=embedded", "rollout.colocate=false", "rollout.engine_args=[]"]
          + ["--gpus", "4"], "set rollout.backend=sglang"),
         (["--gpus", "4", "--config", "nowhere"], "--config nowhere is neither"),
+        (["--gpus", "4", "parallel.expert=4"], "parallel.expert=4 deals experts to ranks, and the"),
+        (["--gpus", "4", "rollout.engine_tensor=3"], "rollout.engine_tensor=3 does not divide the"),
+        (["--gpus", "4", "model.routing_replay=proximal"], "replays the choice of experts, and a"),
         (["--gpus", "4", "--compare", "int8,fp"], "quant.scheme must be one of none, int8, fp8"),
     ],
 )  # fmt: skip
@@ -466,6 +469,7 @@ def test_where_nothing_fits_the_nearest_layout_is_named(capsys):
 def test_a_layout_of_the_recipe_that_cannot_be_scaled_is_said(capsys):
     code, out, _ = call(capsys, SMALL, "--gpus", "7", "--up-to", "0")
     assert code == 0 and "The recipe's own layout is not among those of 7 GPUs." in out
-    dealt = ["parallel.expert=4", "--gpus", "4", "--up-to", "0"]
-    _, out, _ = call(capsys, SMALL, *dealt)
-    assert "not among those of 4 GPUs: parallel.expert=4 deals experts to ranks, and the" in out
+    shape = ["--config", str(RECIPES.parent / "models/Qwen2.5-0.5B-Instruct")]
+    recipe = RECIPES / "grpo_qwen2.5_14b.toml"
+    code, out, _ = call(capsys, recipe, "--gpus", "8", *shape, "--up-to", "0")
+    assert code == 0 and "those of 8 GPUs: parallel.tensor=8 does not divide the model's" in out
