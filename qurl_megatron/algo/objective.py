@@ -91,6 +91,7 @@ class ObjectiveTerms:
     banded: Tensor  # bool: rho is outside the band, and the weight 0 (icepop)
     acr_active: Tensor  # bool: A > 0, and the upper bound is wider than 1 + clip_high
     acr_rescued: Tensor  # bool: of these, tokens that the bound of TIS would have clipped
+    gradient: Tensor  # |w R A|, a token's pull on log current (clip); 0 beyond a bound
 
 
 def objective_terms(
@@ -157,6 +158,7 @@ def objective_terms(
     paid, dual_clipped = dual_clipped_value(
         form.value(bounded, current, advantages), advantages, limits
     )
+    pull = (weight * quotient * advantages).detach().abs()
     return ObjectiveTerms(
         value=weight * paid,
         ratio=quotient.detach(),
@@ -166,6 +168,7 @@ def objective_terms(
         banded=in_band == 0,
         acr_active=above & (upper > fixed),
         acr_rescued=above & (quotient > fixed) & ~too_high,
+        gradient=torch.where(too_high | too_low | dual_clipped, 0.0, pull),
     )
 
 

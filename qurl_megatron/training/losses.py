@@ -78,10 +78,11 @@ class PolicyLoss:
         if batch.proximal is None:  # there has been no update since the rollouts
             batch = replace(batch, proximal=current.detach())
             measured = batch_mismatch(batch, algo.cap)
+        wholes: dict[str, Tensor] = {}  # what a share is of, where that is not the tokens
         if algo.function:
             value, means = self._own(current, batch)
         else:
-            value, means = self._objective(current, batch)
+            value, means, wholes = self._objective(current, batch)
         means["policy/entropy"] = entropy
         if algo.entropy_coef:
             value = value + algo.entropy_coef * entropy
@@ -95,13 +96,16 @@ class PolicyLoss:
             value = torch.where(batch.kept, value, 0.0)
         loss = -(batch.weights * value).sum()
         means["policy/kl_from_proximal"] = k3(batch.proximal, current.detach())
-        total, *sums = _fetched_sums(loss, *means.values())
-        count = float(len(current))
-        metrics = {name: Mean(s, count) for name, s in zip(means, sums, strict=True)}
+        total, *sums = _fetched_sums(loss, *means.values(), *wholes.values())
+        counts = dict.fromkeys(means, float(len(current)))
+        counts |= zip(wholes, sums[len(means) :], strict=True)
+        metrics = {name: Mean(s, counts[name]) for name, s in zip(means, sums, strict=False)}
         return loss, {"policy/loss": Mean(total, 0.0), **metrics, **measured}
 
-    def _objective(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the objective of each token, and its metrics per token."""
+    def _objective(
+        self, current: Tensor, batch: TokenBatch
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return the objective of each token, its metrics per token, and the wholes of shares."""
         algo, correction = self.algo, self.correction
         terms = objective_terms(
             current,
@@ -122,13 +126,14 @@ class PolicyLoss:
             "policy/ratio_mean": terms.ratio,
             "acr/active_fraction": terms.acr_active,
             "acr/rescued_fraction": terms.acr_rescued,
+            "acr/gradient_share": torch.where(terms.acr_rescued, terms.gradient, 0.0),
             "correction/weight_mean": terms.weight,
         }
         if algo.dual_clip:
             means["policy/dual_clip_fraction"] = terms.dual_clipped
         if algo.objective == "icepop":
             means["correction/banded_fraction"] = terms.banded
-        return terms.value, means
+        return terms.value, means, {"acr/gradient_share": terms.gradient}
 
     def _own(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the user's own objective of each token, and its metrics per token."""

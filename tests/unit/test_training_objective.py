@@ -11,6 +11,7 @@ from qurl_megatron.actor.megatron import Axis
 from qurl_megatron.config import AlgoConfig
 from qurl_megatron.data.pack import TokenBatch, pad_samples
 from qurl_megatron.data.responses import Responses
+from qurl_megatron.observe.metrics import merge
 from qurl_megatron.training.losses import PolicyLoss, Scorer
 from qurl_megatron.types import Prompt, Sample
 
@@ -67,6 +68,39 @@ def test_tokens_without_a_proximal_log_prob_are_compared_with_themselves():
     assert metrics["rollout/rho_mean"].total == pytest.approx(math.exp(0.5))
 
 
+RESCUED = [  # R, rho, A
+    (1.1, 1.0, 1.0),  # as it is: |w R A| = 1.1
+    (1.5, 4.0, 1.0),  # w = 2; rescued, since 1.2 < 1.5 <= 2.4: 3
+    (2.5, 4.0, 1.0),  # clipped all the same
+    (0.5, 4.0, -1.0),  # clipped below
+    (1.1, 4.0, -2.0),  # w = 2: 4.4
+]
+
+
+def share_of(rows, **settings):
+    ratio, rho, advantages = torch.tensor(rows).unbind(1)
+    tokens = batch([0.0] * len(rows), behaviour=-rho.log(), advantages=advantages)
+    _, _, metrics = loss_and_gradient(ratio.log().tolist(), tokens, **settings)
+    return {"acr/gradient_share": metrics["acr/gradient_share"]}
+
+
+def test_the_share_of_rescued_tokens_is_of_the_gradient_of_all_that_are_not_clipped():
+    share = share_of(RESCUED)["acr/gradient_share"]
+    assert (share.total, share.weight) == (pytest.approx(3.0), pytest.approx(8.5))
+    assert share_of(RESCUED, objective="tis")["acr/gradient_share"].value == 0
+    # The dual clip at 1.05 takes the gradient of the last.
+    clipped = share_of(RESCUED, dual_clip=1.05)["acr/gradient_share"]
+    assert clipped.value == pytest.approx(3.0 / 4.1)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2, 4), (1, 2, 3, 4)])
+def test_the_share_is_the_same_however_tokens_are_split_over_microbatches_and_ranks(cuts):
+    places = [0, *cuts, len(RESCUED)]
+    parts = [share_of(RESCUED[a:b]) for a, b in zip(places, places[1:], strict=False)]
+    merged = merge(parts)["acr/gradient_share"]
+    assert merged.value == pytest.approx(3.0 / 8.5)
+
+
 def masked(told: list[float]) -> TokenBatch:
     """One response of two turns, with two tokens of a tool between them."""
     made = Sample(
@@ -98,7 +132,8 @@ def test_what_the_policy_did_not_write_neither_trains_nor_counts():
         trained = leaf.grad[0].abs().sum(-1)
         assert trained.nonzero().flatten().tolist() == [1, 2, 5]
         assert not leaf.grad[0, [0, 3, 4, 6, 7]].any()
-        assert {m.weight for name, m in metrics.items() if name != "policy/loss"} == {3.0}
+        sums = {"policy/loss", "acr/gradient_share"}
+        assert {m.weight for name, m in metrics.items() if name not in sums} == {3.0}
         found.append((loss.item(), leaf.grad, {n: m.total for n, m in metrics.items()}))
     (one, gradient, seen), (two, other, seen_too) = found
     assert one == two and torch.equal(gradient, other) and seen == seen_too
