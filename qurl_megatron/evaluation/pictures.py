@@ -129,7 +129,7 @@ def _png(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
         legend.axis("off")
         handles = []
         for group in groups:
-            label = f"{group.method.label}, {how_many(len(group.done), 'seed')}"
+            label = f"{group.method.label}, {how_many(len(group.done), 'run')}"
             handles.append(Line2D([], [], color=colors[group.name], lw=2.4, label=label))
         legend.legend(handles=handles, loc="center left", frameon=False, fontsize=12)
         file = io.BytesIO()

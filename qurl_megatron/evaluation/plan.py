@@ -1,4 +1,4 @@
-"""A study file becomes cells: one ``qurl train`` for each method, scheme and seed.
+"""A study file becomes cells: one ``qurl train`` for each method, scheme, warm start and seed.
 
 Everything is checked here, before the first run starts: a misspelt key of the last method must not
 come to light after hours.
@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ class Settings:
     seeds: tuple[int, ...] = (0,)
     """Values of train.seed."""
 
+    warmstart_seeds: tuple[int, ...] = ()
+    """Values of warmstart.seed, each a model of its own beside model.path, which all cells of that
+    seed start from: results then hold for more than one model. Empty: one model, the recipe's."""
+
     keep_checkpoints: bool = True
     """False deletes the checkpoints of each run once it is done and evaluated, for large models
     of which only the measurements count."""
@@ -67,11 +72,11 @@ class Settings:
     def __post_init__(self) -> None:
         require(bool(self.recipe), "recipe is missing; name the TOML recipe that the study varies")
         require(bool(self.methods), "a study needs at least one table [methods.NAME]")
-        for key in ("schemes", "seeds"):
+        for key, least in (("schemes", 1), ("seeds", 1), ("warmstart_seeds", 0)):
             values = getattr(self, key)
             require(
-                bool(values) and len(set(values)) == len(values),
-                f"{key} must be different values, at least one, got {list(values)}",
+                len(values) >= least and len(set(values)) == len(values),
+                f"{key} must be different values, at least {least}, got {list(values)}",
             )
 
 
@@ -81,6 +86,7 @@ class Cell:
 
     method: str
     scheme: str
+    warmstart_seed: int | None  # None: the recipe's own model
     seed: int
     overrides: tuple[str, ...]  # all but train.run_dir
     config: RunConfig  # the recipe with these overrides
@@ -88,7 +94,8 @@ class Cell:
     @property
     def name(self) -> str:
         """Also the name of its folder."""
-        return f"{self.method}-{self.scheme}-seed-{self.seed}"
+        warm = "" if self.warmstart_seed is None else f"-warm-{self.warmstart_seed}"
+        return f"{self.method}-{self.scheme}{warm}-seed-{self.seed}"
 
     @property
     def steps(self) -> int:
@@ -135,12 +142,17 @@ def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
         raise ConfigError(
             f"recipe {settings.recipe} is neither beside {file} nor here; fix its key recipe"
         )
+    shared = load(recipe, settings.overrides)
     require(
-        load(recipe, settings.overrides).reward.right_or_wrong,
+        shared.warmstart.steps > 0 or not settings.warmstart_seeds,
+        f"{settings.recipe}: warmstart_seeds needs warmstart.steps above 0, which makes the models",
+    )
+    require(
+        shared.reward.right_or_wrong,
         f"{settings.recipe}: a study compares accuracies, and only scores of 0 and 1 have one; set "
         "reward.kind, and reward.failed to 0 or 1",
     )
-    cells = tuple(_cells(recipe, settings, methods))
+    cells = tuple(_cells(recipe, settings, methods, shared.model.path))
     return Study(file, settings.title or file.stem, recipe, settings, methods, cells)
 
 
@@ -161,9 +173,14 @@ def _method(name: str, settings: Settings) -> Method:
     return method
 
 
-def _cells(recipe: Path, settings: Settings, methods: dict[str, Method]) -> Iterator[Cell]:
+def _cells(
+    recipe: Path, settings: Settings, methods: dict[str, Method], model: str
+) -> Iterator[Cell]:
     """Seed by seed, so that a study stopped early has every method once."""
-    for seed in settings.seeds:
+    for seed, warm in product(settings.seeds, settings.warmstart_seeds or (None,)):
+        start = (
+            () if warm is None else (f"warmstart.seed={warm}", f"model.path={model}-warm-{warm}")
+        )
         for name, method in methods.items():
             for scheme in method.schemes:
                 # The later one wins.
@@ -171,6 +188,7 @@ def _cells(recipe: Path, settings: Settings, methods: dict[str, Method]) -> Iter
                     *settings.overrides,
                     f"quant.scheme={scheme}",
                     *method.overrides,
+                    *start,
                     f"train.seed={seed}",
                 )
                 try:
@@ -183,7 +201,7 @@ def _cells(recipe: Path, settings: Settings, methods: dict[str, Method]) -> Iter
                     f'the study sets {scheme}; use the key schemes (["none"] for unquantized '
                     "rollouts)",
                 )
-                yield Cell(name, scheme, seed, overrides, config)
+                yield Cell(name, scheme, warm, seed, overrides, config)
 
 
 def add_study_options(command: argparse.ArgumentParser) -> None:

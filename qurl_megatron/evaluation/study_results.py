@@ -115,7 +115,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one method under one scheme; they differ by their seed."""
+    """The runs of one method under one scheme; they differ by their warm start and their seed."""
 
     name: str
     method: Method
@@ -135,11 +135,11 @@ class Group:
         return f"{title(self.scheme)}{simulated}"
 
     def curves(self, metric: str) -> list[Series]:
-        """One per seed that measured it."""
+        """One per run that measured it."""
         return [run.history[metric] for run in self.done if metric in run.history]
 
     def totals(self) -> dict[str, dict[str, Any] | None]:
-        """The ``spread`` of each final number over the seeds."""
+        """The ``spread`` of each final number over the runs."""
         runs = [result.finals for result in self.done]
         return {name: spread([run[name] for run in runs]) for name in FINAL_NAMES}
 
@@ -163,7 +163,7 @@ def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean and spread over the seeds that measured it; None where none did.
+    """Mean and spread over the runs that measured it; None where none did.
 
     ``std`` is the sample's own (n - 1), None for a single value.
     """
@@ -243,6 +243,10 @@ def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
             "state": result.state,
             "reason": result.reason,
             "step": result.step,
+            "method": result.cell.method,
+            "scheme": result.cell.scheme,
+            "warmstart_seed": result.cell.warmstart_seed,
+            "seed": result.cell.seed,
             "overrides": list(result.cell.overrides),
         }
         runs[result.cell.name] = document | (result.finals if result.done else {})
@@ -268,9 +272,9 @@ def row(group: Group) -> dict[str, str]:
     totals = group.totals()
 
     def total(name: str, text: Callable[[float], str] = number, of: str = "mean") -> str:
-        if (spread_of_seeds := totals[name]) is None:
+        if (spread_of_runs := totals[name]) is None:
             return NOTHING
-        return text(spread_of_seeds[of])
+        return text(spread_of_runs[of])
 
     def accuracy(name: str) -> str:
         text = total(name, lambda mean: f"{100 * mean:.1f}")
@@ -312,7 +316,7 @@ unquantized and decoded greedily, on the held-out questions (`qurl eval`): what 
 is – where engines other than embedded ones generated, the last step left no checkpoint, or the
 evaluation has failed or not finished yet. The other accuracies are of the same questions at the
 precision of the rollouts; "best" is the highest evaluation of each run. ± is the standard deviation
-over seeds (n − 1).
+over runs (n − 1), which differ in their seed and, where the study says so, in their warm start.
 
 A run has **collapsed** at the first step from which its reward, a mean over {WINDOW} steps, stays
 below half of its best until the end. **KL** is of the behaviour from the proximal policy (k3, per
@@ -345,7 +349,7 @@ def page(
     if pictures:
         parts += [
             "## Curves (the paper's Figures 2, 3 and 9)",
-            "Mean over seeds, smoothed, on the band from the lowest to the highest seed.",
+            "Mean over runs, smoothed, on the band from the lowest to the highest run.",
         ]
         parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures]
     if failed:

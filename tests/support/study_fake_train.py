@@ -56,10 +56,11 @@ def train() -> int:
     given = dict(override.split("=", 1) for override in overrides)
     run_dir = Path(given["train.run_dir"])
     root = run_dir.parents[2]
-    makes_model = not (root / "model").exists()
+    model = Path(given.get("model.path", root / "model"))
+    makes_model = not model.exists()
     if makes_model:
         time.sleep(MAKING_S)
-        (root / "model").mkdir()  # an error where another made it meanwhile
+        model.mkdir()  # an error where another made it meanwhile
     orders = root / "behaviour.json"
     orders = json.loads(orders.read_text()).get(run_dir.name, {}) if orders.exists() else {}
     metrics = run_dir / "metrics.jsonl"

@@ -345,6 +345,40 @@ def test_runs_at_once_overlap_share_the_cores_and_wait_for_the_one_that_makes_th
     assert {call["omp"] for call in calls(root)} == {str(max(1, os.cpu_count() // 2))}
 
 
+def test_seeds_may_be_over_models_each_of_which_is_made_once_and_shared(root):
+    """The fake fails where it finds a model that another has made meanwhile."""
+    (root / "study.toml").write_text(f"warmstart_seeds = [3, 7]\n{STUDY}")
+    study = read_study(root / "study.toml")
+    expected = []
+    for seed in (0, 1):
+        for warm in (3, 7):
+            for start in ("bf16-none", "acr-int8", "acr-int4"):
+                expected.append(f"{start}-warm-{warm}-seed-{seed}")
+    assert [cell.name for cell in study.cells] == expected
+    config = study.cells[4].config
+    assert config.model.path == f"{root}/model-warm-7"
+    assert (config.warmstart.seed, config.train.seed) == (7, 0)
+
+    assert qurl_study(root, jobs=2) == 0
+    makers = {call["cell"] for call in calls(root) if call["makes_model"]}
+    assert makers == {"bf16-none-warm-3-seed-0", "bf16-none-warm-7-seed-0"}
+    assert {path.name for path in root.glob("model*")} == {"model-warm-3", "model-warm-7"}
+    told = json.loads((root / "out/study.json").read_text())
+    # A group's runs are of all models; what a run is paired by stands beside its numbers.
+    assert told["groups"]["acr,int4"]["accuracy"]["values"] == [0.5, 0.5, 0.51, 0.51]
+    run = told["runs"]["acr-int4-warm-7-seed-1"]
+    place = ("method", "scheme", "warmstart_seed", "seed")
+    assert [run[key] for key in place] == ["acr", "int4", 7, 1]
+
+    (root / "study.toml").write_text(
+        f"warmstart_seeds = [3, 7]\n{STUDY}".replace(
+            "uaq_scale=1.0", 'uaq_scale=1", "warmstart.steps=0'
+        )
+    )
+    with pytest.raises(ConfigError, match="warmstart_seeds needs warmstart.steps above 0"):
+        read_study(root / "study.toml")
+
+
 @pytest.mark.usefixtures("hears_hangups")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_passed_on_runs_save_and_the_study_goes_on_later(root, number):
