@@ -8,6 +8,8 @@ are ignored: SGLang adds some with every release.
 There are millions of tokens a step, so each passes through C loops alone.
 """
 
+import contextlib
+import gc
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,6 +201,18 @@ def read_answer(answer: Any, asked: Asked, rules: Rules, *, packed: bool = False
     except Malformed as error:
         raise Malformed(f"malformed answer ({error})") from None
     return _part(answer, asked, rules)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Turn Python's garbage collector off: it would search every token again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:

@@ -28,10 +28,10 @@ import orjson
 
 from qurl_megatron.config.keys import names_a_user
 from qurl_megatron.engines.starting import API_KEY
-from qurl_megatron.fleet.answer import Info, parsed, read_info
+from qurl_megatron.fleet.answer import Info, parsed, read_info, uncollected
 from qurl_megatron.kit import event_loop
 from qurl_megatron.kit.errors import Foreseen, keep_secret
-from qurl_megatron.kit.record import Malformed, convert, shortened, uncollected
+from qurl_megatron.kit.record import Malformed, convert, shortened
 from qurl_megatron.wire import packed
 from qurl_megatron.wire.lease import ENDPOINT, LeaseRequest, LeaseVerdict, Owner
 

@@ -12,11 +12,8 @@ Nothing is coerced: a bool is no integer, NaN and infinity are no numbers, and a
 record does not have is an error.
 """
 
-import contextlib
-import gc
 import reprlib
 import sys
-from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -65,18 +62,6 @@ def convert(kind: type[Value], value: Any) -> Value:
         return msgspec.convert(value, kind)
     except (ValueError, RecursionError) as error:
         raise Malformed(shortened(str(error))) from None
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Turn Python's garbage collector off: it would search every value again and again."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _Repr(reprlib.Repr):

@@ -22,7 +22,6 @@ import xxhash
 from torch import Tensor
 
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.kit.record import uncollected
 from qurl_megatron.schemes import SCALES
 from qurl_megatron.tensors.slice import Shard, Slice
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
@@ -240,7 +239,7 @@ class UpdateEnd:
         session = self._session
         if session is None or session.id != message.session:
             session = self._begin(message)
-        with uncollected(), session.failing(message.action):  # a version has 100,000 slices
+        with session.failing(message.action):
             match message.action:
                 case "bucket":
                     self._bucket(session, message)

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from qurl_megatron.fleet.answer import uncollected
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
-from qurl_megatron.kit.record import uncollected
 from tests.support.fake_engine import FakeEngine, _EngineHandler
 from tests.support.waiting import PATIENCE_S
 
