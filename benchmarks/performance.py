@@ -47,7 +47,7 @@ measurement against an older one:
 
 ```sh
 qurl bench rollout --out runs/bench         # a table, and runs/bench/rollout.json
-python -m benchmarks.loss --out runs/bench  # likewise publish, publish_nodes, scale
+python -m benchmarks.loss --out runs/bench  # likewise scale, many_tensors and others
 python -m benchmarks.against OLD NEW        # two such files; 0 not slower, 1 slower, 3 unknown
 ```
 
