@@ -62,6 +62,10 @@ class Settings:
     """Values of warmstart.seed, each a model of its own beside model.path, which all cells of that
     seed start from: results then hold for more than one model. Empty: one model, the recipe's."""
 
+    final_prompts: int = 0
+    """Held-out questions that each trained policy is asked at the end, greedily and unquantized,
+    e.g. 2048 where differences are small; 0: train.eval_prompts, as during training."""
+
     keep_checkpoints: bool = True
     """False deletes the checkpoints of each run once it is done and evaluated, for large models
     of which only the measurements count."""
@@ -72,6 +76,9 @@ class Settings:
     def __post_init__(self) -> None:
         require(bool(self.recipe), "recipe is missing; name the TOML recipe that the study varies")
         require(bool(self.methods), "a study needs at least one table [methods.NAME]")
+        require(
+            self.final_prompts >= 0, f"final_prompts must be 0 or more, got {self.final_prompts}"
+        )
         for key, least in (("schemes", 1), ("seeds", 1), ("warmstart_seeds", 0)):
             values = getattr(self, key)
             require(
@@ -90,6 +97,7 @@ class Cell:
     seed: int
     overrides: tuple[str, ...]  # all but train.run_dir
     config: RunConfig  # the recipe with these overrides
+    final_prompts: int = 0  # as in the study file
 
     @property
     def name(self) -> str:
@@ -100,6 +108,11 @@ class Cell:
     @property
     def steps(self) -> int:
         return self.config.train.steps
+
+    @property
+    def final_questions(self) -> int:
+        """How many held-out questions the trained policy is asked; 0: it is not evaluated."""
+        return self.final_prompts or self.config.train.eval_prompts
 
 
 def run_dir(out: Path, cell: Cell) -> Path:
@@ -201,7 +214,7 @@ def _cells(
                     f'the study sets {scheme}; use the key schemes (["none"] for unquantized '
                     "rollouts)",
                 )
-                yield Cell(name, scheme, warm, seed, overrides, config)
+                yield Cell(name, scheme, warm, seed, overrides, config, settings.final_prompts)
 
 
 def add_study_options(command: argparse.ArgumentParser) -> None:

@@ -5,7 +5,8 @@ eval`` of the trained policy. A run's metrics are of its rollouts, at their prec
 for the last checkpoint, so that answers the held-out questions too, greedily and unquantized.
 
     OUT/runs/naive-int4-seed-0/    train.run_dir of a cell, whoever started it
-      trained/step_000080/         its held-out questions, and the results of ``qurl eval``
+      trained/step_000080/         its held-out questions, and the results of ``qurl eval``;
+                                   with final_prompts trained_2048/step_000080/
     OUT/logs/naive-int4-seed-0.log
     OUT/logs/naive-int4-seed-0.failed    why the cell has failed
     OUT/.lock                      locked by the study at work in OUT
@@ -99,7 +100,7 @@ def next_task(cell: Cell, out: Path) -> str:
     if not result.done:
         return "train"
     # Other engines than embedded ones cannot load a run's checkpoint.
-    if not (cell.config.train.eval_prompts > 0 and cell.config.rollout.kind.quantizes):
+    if not (cell.final_questions and cell.config.rollout.kind.quantizes):
         return ""
     newest = latest(run_dir(out, cell))
     at_last_step = newest is not None and newest.name == trained_dir(out, cell).name
@@ -264,7 +265,7 @@ def _evaluation(cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
     questions = folder / f"{BENCHMARK}.jsonl"
     answers = bool(config.reward.kind)
     with questions.open("w", encoding="utf-8") as file:
-        for q in held_out_questions(config.data, config.train.eval_prompts, answers=answers):
+        for q in held_out_questions(config.data, cell.final_questions, answers=answers):
             row = {**q.metadata, "prompt": list(q.turns) or q.text, "answer": q.answer}
             file.write(json.dumps(row) + "\n")
     command = [*qurl, "eval", str(questions), "--run", str(run_dir(out, cell))]

@@ -180,8 +180,9 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def trained_dir(out: Path, cell: Cell) -> Path:
-    """Where the trained policy is evaluated."""
-    return run_dir(out, cell) / "trained" / f"step_{cell.steps:06d}"
+    """Where the trained policy is evaluated; another number of questions has another folder."""
+    folder = f"trained_{cell.final_prompts}" if cell.final_prompts else "trained"
+    return run_dir(out, cell) / folder / f"step_{cell.steps:06d}"
 
 
 def failure_file(out: Path, cell: Cell) -> Path:

@@ -450,6 +450,22 @@ def test_the_trained_policy_is_evaluated_unquantized_on_the_held_out_questions(r
     assert next_task(study.cells[1], root / "out") == ""
 
 
+def test_the_trained_policy_may_be_asked_more_questions_than_a_run_asks_as_it_trains(root):
+    behave(root, **{CELLS[0]: {"checkpoint": True, "right": 0.5}})
+    assert qurl_study(root, only=CELLS[0]) == 0
+    # Later, with more: the run is kept, and an accuracy on fewer questions does not count.
+    (root / "study.toml").write_text(f"final_prompts = 9\n{STUDY}")
+    behave(root, **{CELLS[0]: {"right": 0.75}})
+    assert results_of(root)[0].trained is None
+    assert qurl_study(root, only=CELLS[0]) == 0
+    assert results_of(root)[0].trained == 0.75
+    assert [len(call["asked"]) for call in calls(root) if "asked" in call] == [4, 9]
+    # Or without any evaluation as it trains.
+    given = ("train.eval_prompts=0",)
+    cell = read_study(root / "study.toml", given).cells[0]
+    assert (cell.config.train.eval_prompts, cell.final_questions) == (0, 9)
+
+
 def test_checkpoints_of_a_finished_run_are_deleted_where_the_study_says_so(root):
     (root / "study.toml").write_text(f"keep_checkpoints = false\n{STUDY}")
     checkpoints = root / "out/runs" / CELLS[0] / "checkpoints"
