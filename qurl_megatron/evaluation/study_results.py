@@ -7,6 +7,7 @@ Shapes: N = steps at which a metric was measured.
 """
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -73,6 +74,9 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float | None]]] = {
     "step_seconds": ("time/step", after_the_first),
 }
 """The final numbers of a run: a metric, and how its values are reduced over the steps."""
+CURVES = ("reward/mean", "eval/accuracy")
+"""Metrics that study.json keeps of every step: a table made of it later may ask for other steps."""
+
 FINAL_NAMES = (TRAINED, *FINALS, "collapse_step")
 
 
@@ -250,7 +254,9 @@ def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
             "seed": result.cell.seed,
             "overrides": list(result.cell.overrides),
         }
-        runs[result.cell.name] = document | (result.finals if result.done else {})
+        if result.done:
+            document |= result.finals | {"curves": curves(result.history)}
+        runs[result.cell.name] = document
     for group in groups(study, results):
         counts = {"planned": len(group.results), "done": len(group.done)}
         of_groups[f"{group.name},{group.scheme}"] = counts | group.totals()
@@ -263,6 +269,26 @@ def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
         "runs": runs,
         "groups": of_groups,
     }
+
+
+def curves(history: History) -> dict[str, dict[str, list[float]]]:
+    """Steps and values of each metric of ``CURVES``, to four digits."""
+    kept = {}
+    for name in CURVES:
+        if name in history:
+            steps, values = history[name]
+            kept[name] = {
+                "steps": steps.tolist(),
+                "values": [float(f"{value:.4g}") for value in values],
+            }
+    return kept
+
+
+def compact(document: Mapping[str, Any]) -> str:
+    """JSON with a line for each key, and one for each list of numbers."""
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    lists_of_numbers = re.compile(r"\[\s+[-\d][^\[\]{}\"]*\]")
+    return lists_of_numbers.sub(lambda match: " ".join(match[0].split()), text)
 
 
 NOTHING = "–"
@@ -387,7 +413,7 @@ def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None 
     document = to_json(study, results)
     if environment is not None:
         document["environment"] = dict(environment)
-    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False))
+    write_whole(path, compact(document))
     path = out / "study.md"
     write_whole(path, page(study, results, all_groups, list(images)))
     return path

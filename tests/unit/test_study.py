@@ -232,7 +232,13 @@ def test_a_study_runs_its_cells_and_leaves_tables_numbers_and_pictures(drawing_r
     assert (acr["planned"], acr["done"]) == (2, 2)
     assert acr["accuracy"]["mean"] == pytest.approx(0.505)
     assert acr["accuracy"]["values"] == [0.5, 0.51]
-    assert told["runs"]["acr-int4-seed-1"]["kl_largest"] == 0.03
+    run = told["runs"]["acr-int4-seed-1"]
+    assert run["kl_largest"] == 0.03
+    assert run["curves"] == {
+        "reward/mean": {"steps": [1, 2, 3], "values": [0.1, 0.2, 0.3]},  # 0.30000000000000004
+        "eval/accuracy": {"steps": [3], "values": [0.51]},
+    }
+    assert '"steps": [ 1, 2, 3 ]' in (out / "study.json").read_text()
 
     made = groups(read_study(root / "study.toml"), results_of(root))
     lines = []
