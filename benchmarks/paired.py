@@ -2,24 +2,30 @@
 
     python -m benchmarks.paired OUT/study.json
 
-prints the comparisons that docs/results/preregistered.md plans for S1 of the arms that the study
-has, corrected by Holm's procedure over all of them. Shapes: N = pairs.
+prints what docs/results/preregistered.md plans: S1's comparisons, corrected by Holm's procedure
+over all of them; S0's doses of a study without their arms. Shapes: N = pairs.
 """
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 from scipy import stats
 
-from qurl_megatron.evaluation.study_results import TRAINED
+from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
 
 MARGIN = 3.0
 """Points within which two arms count as equivalent, or one as not inferior."""
+
+
+NOTHING_ADDED, WORTH_A_STUDY = 1e-3, 1e-2
+"""Shares of the gradient: ACR is TIS below the one, and its outcome is studied above the other."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Contrast:
     ]  # METHOD,SCHEME: the first minus the second (minus the third plus the 4th)
     test: Literal["equivalent", "not inferior", "different"]
 
+
+SIGNS = (1, -1, -1, 1)
 
 PRIMARY = (
     Contrast("ACR - TIS", ("acr,int4", "tis,int4"), "equivalent"),
@@ -47,24 +55,29 @@ PRIMARY = (
 )
 
 
-def differences(told: Mapping[str, Any], arms: Sequence[str], name: str = TRAINED) -> np.ndarray:
-    """Return the difference of each pair that all arms have, [N], in points."""
+def differences(told: Mapping[str, Any], arms: Sequence[str]) -> dict[tuple[Any, int], float]:
+    """Return the difference in points by (warm start, seed), where all arms have a run."""
     values = []
     for arm in arms:
         method, scheme = arm.split(",")
         values.append(
             {
-                (run["warmstart_seed"], run["seed"]): run[name]
+                (run["warmstart_seed"], run["seed"]): 100 * run[TRAINED]
                 for run in told["runs"].values()
-                if (run["method"], run["scheme"]) == (method, scheme) and run.get(name) is not None
+                if (run["method"], run["scheme"]) == (method, scheme)
+                and run.get(TRAINED) is not None
             }
         )
-    places = sorted(set.intersection(*map(set, values)), key=str)
-    signs = (1, -1, -1, 1)
-    total = np.zeros(len(places))
-    for sign, of_arm in zip(signs, values, strict=False):
-        total += sign * np.array([100 * of_arm[place] for place in places])
-    return total
+    return {
+        place: sum(sign * of_arm[place] for sign, of_arm in zip(SIGNS, values, strict=False))
+        for place in sorted(set.intersection(*map(set, values)))
+    }
+
+
+def by_warm_start(of_pairs: Mapping[tuple[Any, int], float]) -> np.ndarray:
+    """Return the mean difference of each warm start."""
+    pairs = groupby(of_pairs.items(), lambda pair: pair[0][0])
+    return np.array([fmean(value for _, value in members) for _, members in pairs])
 
 
 def mean_interval(values_N: np.ndarray, level: float = 0.95) -> tuple[float, float]:
@@ -125,22 +138,53 @@ def comparisons(told: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMARY
     """The table of those contrasts whose arms have two pairs or more; Holm's is over all given."""
     measured = []
     for contrast in contrasts:
-        values_N = differences(told, contrast.arms)
-        if len(values_N) > 1:
-            measured.append((contrast, values_N, p_value(values_N, contrast.test)))
+        pairs = differences(told, contrast.arms)
+        if len(pairs) > 1:
+            p = p_value(np.array(list(pairs.values())), contrast.test)
+            measured.append((contrast, pairs, p))
     # A comparison that is still to come counts with a p of 1.
     missing = [1.0] * (len(contrasts) - len(measured))
     adjusted = holm([*(p for _, _, p in measured), *missing])
     lines = [
-        "| difference | pairs | points, 95 % interval | claim | p | p, Holm |",
-        "|---|---:|---:|---|---:|---:|",
+        "| difference | pairs | points, 95 % interval | by warm start | claim | p | p, Holm |",
+        "|---|---:|---:|---:|---|---:|---:|",
     ]
-    for (contrast, values_N, p), p_holm in zip(measured, adjusted, strict=False):
-        mean, half = mean_interval(values_N)
+    for (contrast, pairs, p), p_holm in zip(measured, adjusted, strict=False):
         within = "" if contrast.test == "different" else f" by {MARGIN:g}"
         lines.append(
-            f"| {contrast.claim} | {len(values_N)} | {mean:+.1f} ± {half:.1f} "
-            f"| {contrast.test}{within} | {p:.3f} | {p_holm:.3f} |"
+            f"| {contrast.claim} | {len(pairs)} | {_interval(np.array(list(pairs.values())))} "
+            f"| {_interval(by_warm_start(pairs))} | {contrast.test}{within} | {p:.3f} "
+            f"| {p_holm:.3f} |"
+        )
+    return lines
+
+
+def _interval(values: np.ndarray) -> str:
+    if len(values) < 2:
+        return NOTHING
+    mean, half = mean_interval(values)
+    return f"{mean:+.1f} ± {half:.1f}"
+
+
+def doses(told: Mapping[str, Any]) -> list[str]:
+    """The table of S0: what share of the gradient ACR adds, and what follows."""
+    lines = [
+        "| setting | rollouts | runs | gradient share | upper 95 % bound | so |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for name, group in told["groups"].items():
+        method, scheme = name.split(",")
+        if (share := group["acr_gradient_share"]) is None or len(share["values"]) < 2:
+            continue
+        bound = upper_bound(np.array(share["values"]))
+        verdict = "no outcome is run"
+        if bound < NOTHING_ADDED:
+            verdict = "ACR is TIS here"
+        elif share["mean"] > WORTH_A_STUDY:
+            verdict = "TIS, ACR and placebo"
+        lines.append(
+            f"| {told['methods'][method]['label']} | {scheme.upper()} | {len(share['values'])} "
+            f"| {share['mean']:.2g} | {bound:.2g} | {verdict} |"
         )
     return lines
 
@@ -149,7 +193,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("record", type=Path, help="study.json of a qurl study")
     told = json.loads(parser.parse_args().record.read_text(encoding="utf-8"))
-    print("\n".join(comparisons(told)))
+    lines = comparisons(told)
+    has_contrasts = len(lines) > 2
+    print("\n".join(lines if has_contrasts else doses(told)))
 
 
 if __name__ == "__main__":

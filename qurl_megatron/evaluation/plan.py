@@ -38,6 +38,10 @@ class Method:
     """Its own choice of schemes, e.g. ["none"] for unquantized rollouts; without the key it runs
     under all schemes of the study."""
 
+    seeds: tuple[int, ...] = ()
+    """Its own choice of seeds, e.g. more of them for a small difference; without the key it runs
+    with all seeds of the study."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -176,12 +180,17 @@ def _method(name: str, settings: Settings) -> Method:
     )
     table = settings.methods[name]
     require(isinstance(table, dict), f"methods.{name} must be a table [methods.{name}]")
-    table = {"label": name, "schemes": list(settings.schemes), **table}
+    every = {"schemes": list(settings.schemes), "seeds": list(settings.seeds)}
+    table = {"label": name, **every, **table}
     method = build(Method, table, f"methods.{name}.")
     require(
         bool(method.schemes),
         f'methods.{name}.schemes is empty; leave it out for all schemes, or set it to ["none"] for '
         "unquantized rollouts",
+    )
+    require(
+        bool(method.seeds),
+        f"methods.{name}.seeds is empty; leave it out for all seeds of the study",
     )
     return method
 
@@ -190,11 +199,15 @@ def _cells(
     recipe: Path, settings: Settings, methods: dict[str, Method], model: str
 ) -> Iterator[Cell]:
     """Seed by seed, so that a study stopped early has every method once."""
-    for seed, warm in product(settings.seeds, settings.warmstart_seeds or (None,)):
-        start = (
-            () if warm is None else (f"warmstart.seed={warm}", f"model.path={model}-warm-{warm}")
-        )
+    chosen = (seed for method in methods.values() for seed in method.seeds)
+    seeds = dict.fromkeys([*settings.seeds, *chosen])
+    for seed, warm in product(seeds, settings.warmstart_seeds or (None,)):
+        start: tuple[str, ...] = ()
+        if warm is not None:
+            start = (f"warmstart.seed={warm}", f"model.path={model}-warm-{warm}")
         for name, method in methods.items():
+            if seed not in method.seeds:
+                continue
             for scheme in method.schemes:
                 # The later one wins.
                 overrides = (

@@ -131,6 +131,7 @@ def test_every_method_runs_under_every_scheme_and_seed_and_an_unquantized_one_on
         ('"algo.obj', '"algo.bj', "methods.bf16: unknown key algo.bjective; did you mean"),
         ("seeds = [0, 1]", "seeds = [0, 0]", "seeds must be different values"),
         ('schemes = ["none"]', "schemes = []", "methods.bf16.schemes is empty"),
+        ('schemes = ["none"]', "seeds = []", "methods.bf16.seeds is empty"),
         ("[methods.acr]", '[methods."a,b"]', "methods.a,b: a method's name is of letters"),
         ("proximal", 'proximal", "quant.scheme=int8', "set quant.scheme=int8 where the study sets"),
         ('"recipe.toml"', '"other.toml"', "recipe other.toml is neither beside"),
@@ -255,6 +256,12 @@ def test_a_study_runs_its_cells_and_leaves_tables_numbers_and_pictures(drawing_r
         ["BF16 RL", "BF16", *["75.5 ± 0.7"] * 2, *same],
         ["acr", "INT4, simulated", *["50.5 ± 0.7"] * 2, *same],
     ]
+
+
+def test_a_method_may_have_seeds_of_its_own(root):
+    (root / "study.toml").write_text(f"{STUDY}seeds = [1, 2]\nschemes = ['int4']\n")
+    names = [cell.name for cell in read_study(root / "study.toml").cells]
+    assert names == [CELLS[0], CELLS[3], CELLS[5], "acr-int4-seed-2"]
 
 
 def test_finished_runs_are_left_alone_whoever_made_them(root, capsys):

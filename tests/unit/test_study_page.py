@@ -9,9 +9,12 @@ from scipy import stats
 
 from benchmarks.mismatch_page import kept
 from benchmarks.paired import (
+    PRIMARY,
     Contrast,
+    by_warm_start,
     comparisons,
     differences,
+    doses,
     holm,
     log_rank,
     mean_interval,
@@ -19,6 +22,9 @@ from benchmarks.paired import (
     upper_bound,
 )
 from benchmarks.study_page import DOCS, TABLES, pages
+from qurl_megatron.evaluation.plan import read_study
+
+STUDIES = DOCS.parent / "launch/studies"
 
 
 def test_the_tables_of_the_pages_are_made_of_the_records():
@@ -54,10 +60,11 @@ def test_runs_are_paired_by_warm_start_and_seed_whatever_their_order():
         b={(1, 0): 60, (0, 1): 59, (0, 0): 45, (1, 1): None, (2, 0): 10},
     )
     found = differences(study, ("a,int4", "b,int4"))
-    assert found.tolist() == pytest.approx([5, 1, 10])
+    assert found == pytest.approx({(0, 0): 5, (0, 1): 1, (1, 0): 10})
+    assert by_warm_start(found).tolist() == pytest.approx([3, 10])
     # A difference in differences: (a - b) - (b - a) is twice the difference.
     arms = ("a,int4", "b,int4", "b,int4", "a,int4")
-    assert differences(study, arms).tolist() == pytest.approx([10, 2, 20])
+    assert list(differences(study, arms).values()) == pytest.approx([10, 2, 20])
 
 
 def test_intervals_and_claims_by_hand():
@@ -85,11 +92,42 @@ def test_the_log_rank_test_counts_runs_that_never_collapse_as_censored():
 
 
 def test_a_comparison_that_is_still_to_come_counts_in_the_correction():
-    study = told(a={(0, s): 50 + s for s in range(6)}, b={(0, s): 50 for s in range(6)})
+    places = [(warm, seed) for warm in (0, 1) for seed in (0, 1, 2)]
+    study = told(a={place: 50 + i for i, place in enumerate(places)}, b=dict.fromkeys(places, 50))
     planned = (
         Contrast("a - b", ("a,int4", "b,int4"), "different"),
         Contrast("a - c", ("a,int4", "c,int4"), "equivalent"),
     )
     lines = comparisons(study, planned)
     p = p_value(np.arange(6.0), "different")
-    assert lines[2:] == [f"| a - b | 6 | +2.5 ± 2.0 | different | {p:.3f} | {2 * p:.3f} |"]
+    # The models' means are 1 and 4: +- 12.706 x 1.5.
+    measured = "| a - b | 6 | +2.5 ± 2.0 | +2.5 ± 19.1 | different"
+    assert lines[2:] == [f"{measured} | {p:.3f} | {2 * p:.3f} |"]
+
+
+def test_a_dose_says_whether_an_outcome_is_run():
+    shares = {"low": [1e-4, 2e-4, 3e-4], "wide": [0.0, 0.0, 2e-3], "high": [0.01, 0.02, 0.03]}
+    groups, methods = {}, {}
+    for method, values in shares.items():
+        share = {"mean": sum(values) / 3, "values": values}
+        groups[f"{method},int4"] = {"acr_gradient_share": share}
+        methods[method] = {"label": method}
+    lines = doses({"groups": groups, "methods": methods})[2:]
+    # 2e-4 + 2.92 x 1e-4 / sqrt(3)
+    assert lines[0] == "| low | INT4 | 3 | 0.0002 | 0.00037 | ACR is TIS here |"
+    assert lines[1].endswith("| no outcome is run |")
+    assert lines[2].endswith("| TIS, ACR and placebo |")
+
+
+def test_the_planned_arms_are_those_of_the_study_file():
+    study = read_study(STUDIES / "one_block.toml")
+    places: dict[str, set] = {}
+    for cell in study.cells:
+        place = (cell.warmstart_seed, cell.seed)
+        places.setdefault(f"{cell.method},{cell.scheme}", set()).add(place)
+    pairs = [len(set.intersection(*(places[arm] for arm in one.arms))) for one in PRIMARY]
+    assert pairs == [32, 24, 24, 24, 24, 24]
+    page = (DOCS / "results/preregistered.md").read_text(encoding="utf-8")
+    for name in ("dose_sort", "dose_spiral", "one_block", "hard"):
+        assert f"launch/studies/{name}.toml" in page
+        assert f"{len(read_study(STUDIES / f'{name}.toml').cells)} runs" in page
