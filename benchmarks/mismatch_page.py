@@ -48,8 +48,10 @@ Row = Mapping[str, Any]
 COLUMNS: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "KL": ("kl_mean", "mean", number),
     "Largest ρ": ("rho_max", "high", number),
+    "Routes differ": ("routes_differ", "mean", percent),
     "Flips": ("code_flip_rate", "mean", percent),
     "Update passed": ("update_passed", "mean", number),  # but see _passed
+    "Reward": ("reward", "mean", number),
     "Step, s": ("step_seconds", "mean", number),
 }
 """Heading: a number of ``study_results.FINALS``, the part of its spread, how it is written."""
@@ -177,7 +179,7 @@ def _section(name: str, one: Mapping[str, Any]) -> str:
     columns = [
         column
         for column, (key, _, _) in COLUMNS.items()
-        if any(row[key] is not None for row in rows)
+        if any(row.get(key) is not None for row in rows)  # older records have fewer
     ]
     lines = [f"### {one['title']}", "", facts, "", *_table(_merged(rows), _setting, columns)]
     members = [row for row in rows if row["family"] == LOSS]

@@ -65,6 +65,7 @@ FINALS: dict[str, tuple[str, Callable[[np.ndarray], float | None]]] = {
     "acr_active": ("acr/active_fraction", np.mean),
     "acr_rescued": ("acr/rescued_fraction", np.mean),
     "acr_gradient_share": ("acr/gradient_share", np.mean),
+    "routes_differ": ("policy/routes_differ_fraction", np.mean),
     "code_flip_rate": ("quant/code_flip_rate", np.mean),
     "weight_update": ("quant/weight_update", np.mean),
     "weight_error": ("quant/weight_error", np.mean),

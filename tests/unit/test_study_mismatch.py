@@ -90,6 +90,7 @@ def test_the_page_and_its_studies_have_every_answer(study):
 def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
     measure(root, "none-none-seed-0", 1e-12)
     measured = {"quant/update_passed": 0.75, "quant/code_flip_rate": 0.01}
+    measured |= {"policy/routes_differ_fraction": 0.004, "reward/mean": 0.5}
     measure(root, "uaq-int4-seed-0", 0.1, **measured)
     study = read_study(root / "study.toml")
     results = [read_result(cell, root / "out") for cell in study.cells]
@@ -106,7 +107,7 @@ def test_a_record_has_a_row_for_each_method_and_scheme_of_the_table(root):
     assert made["rows"][-1] == {
         "scheme": "int4", "family": "Shape the weights", "label": "UAQ", "runs": 1,
         "kl_mean": 0.2, "rho_max": 4.0, "code_flip_rate": 0.01, "update_passed": 0.75,
-        "step_seconds": 2.0, "update_passed_std": 0.0625,
+        "step_seconds": 2.0, "update_passed_std": 0.0625, "reward": 0.5, "routes_differ": 0.004,
     }  # fmt: skip
     assert made["rows"][1]["runs"] == 0 and made["rows"][1]["kl_mean"] is None
 
