@@ -25,7 +25,7 @@ TITLES = {
     "step": "seconds of a whole RL step, with rollouts in turn and ahead, and its scaling",
     "publish": "publishing a version to a real SGLang engine, by transport",
     "publish_nodes": "publishing to engines on two nodes, over a link of 2 Gbit/s",
-    "publish_fleet": "publishing to 4, 16 and 64 engines, each with a link of its own",
+    "publish_fleet": "publishing to 4 and to 64 engines, each with a link of its own",
     "loss": "time and memory of log-probs, entropy and the ACR objective",
     "quantize": "quantizing one layer's weights, beside a copy of the bytes",
     "specs": "Transformer Engine's layers and Adam beside Megatron's own",
