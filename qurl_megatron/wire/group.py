@@ -504,7 +504,7 @@ class GroupReceiver:
         """A block in which the next engine may fail; this one goes on without it."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             logger.warning("%s takes nothing from this engine: %s", self._route["to"], gist(error))
             self._hang_up_onward()
 
