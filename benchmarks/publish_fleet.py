@@ -112,7 +112,7 @@ class Engine:
 
     def fetch(self, blobs: list[Blob]) -> None:
         assert self._receiver is not None
-        for blob in in_turn(blobs, self._turn, 0):
+        for blob in in_turn(blobs, self._turn):
             memory = self._receiver.fetch(blob)
             for piece in blob.pieces:
                 if checksum(piece_of(memory, piece)) != piece.checksum:

@@ -224,15 +224,17 @@ class Publisher:
         engines = publication.enter_context(fleet.publication())
         if align := self.policy.align:
             refuse_unlike(align, fleet.config.backend, engines)
-        turns = self.sender.arrange({engine.name: engine.tp for engine in engines})
-        describe = self.sender.describe
         self._update = publication.enter_context(
-            Update(fleet, engines, version, self.sync, describe, turns=turns, stage=self.stage)
+            Update(fleet, engines, version, self.sync, self.sender.describe, stage=self.stage)
         )
         if self.sender.cut:
             refuse_whole_experts(engines)
+            self._update.begin()  # one that fails here must not be behind, or before, another
+        sizes = self._update.sizes
+        self._update.turns = self.sender.arrange(sizes)
+        if self.sender.cut:
             self._update.connect()
-        return self._update.sizes
+        return sizes
 
     def _load(self, parts: list[tuple[Blobs, Failures]]) -> dict[str, int]:
         self._update.drop(failures for _, failures in parts)

@@ -39,19 +39,18 @@ class Update:
         config: SyncConfig,
         describe: Callable[[str, int], dict[str, Any]],
         *,
-        turns: Mapping[str, Turn] = {},
         stage: bool = False,
     ) -> None:
         """
         Args:
             engines: those that take part.
             describe: ``Sender.describe``.
-            turns: ``Sender.arrange``'s.
             stage: load the buckets when all have come.
         """
         self.fleet, self.version, self.config = fleet, version, config
         self.engines = list(engines)  # still taking part
-        self._describe, self._turns = describe, turns
+        self._describe = describe
+        self.turns: Mapping[str, Turn] = {}  # ``Sender.arrange``'s
         self._settled = {engine.name for engine in engines if engine.state == "serving"}
         token = secrets.token_hex(4)
         self._session = {engine.name: f"v{version}-{engine.name}-{token}" for engine in engines}
@@ -87,9 +86,15 @@ class Update:
                     self.fleet.fail(engine, unreached[engine.name])
             self.engines = [engine for engine in self.engines if engine.name not in unreached]
 
+    def begin(self) -> None:
+        """Pause the engines; those that fail take no part."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+            self._each(self._begin, "beginning")
+
     def connect(self) -> None:
         """Have the engines open their end of the transport, while the ranks open theirs."""
-        self._begin_once()
+        self.begin()
         self._start(lambda engine: self._call(engine, "connect", 0), "connecting")
 
     def bucket(self, blobs: BlobsFor) -> None:
@@ -169,15 +174,10 @@ class Update:
 
     def _start(self, act: Callable[[EngineRecord], object], doing: str) -> None:
         def begin_and_act() -> None:
-            self._begin_once()
+            self.begin()
             self._each(act, doing)
 
         self._loading = self._background.submit(begin_and_act)
-
-    def _begin_once(self) -> None:
-        if self._begun is None:
-            self._begun = time.monotonic()
-            self._each(self._begin, "beginning")
 
     def _begin(self, engine: EngineRecord) -> None:
         engine.api.pause(self.config.pause)
@@ -188,7 +188,7 @@ class Update:
         self, engine: EngineRecord, action: Action, index: int, blobs: BlobsFor | None = None
     ) -> None:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
-        turn = self._turns.get(engine.name, (0, 1))
+        turn = self.turns.get(engine.name, (0, 1))
         message = Message(action, session, self.version, index, transport, turn=turn)
         payloads: list[str] = []
         before = b""

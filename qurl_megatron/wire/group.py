@@ -2,8 +2,8 @@
 
 The training ranks feed as many engines as there are training ranks to feed an engine rank each:
 with more, a version would leave them slower than an engine takes it in. The other engines stand
-behind these in chains (``feeders``), and each passes on what it gets, a chunk at a time, while more
-of it comes: so the last one has a bucket little later than the first.
+behind these in chains (``chains_of``), and each passes on what it gets, a chunk at a time, while
+more of it comes: so the last one has a bucket little later than the first.
 
 An engine that training ranks feed has a link of its own: a process group of all of them (first) and
 its ranks (after them), so one that fails does not disturb the others. In a chain each rank has a
@@ -32,6 +32,7 @@ address that only the cluster reaches.
 """
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -42,6 +43,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -69,6 +71,9 @@ from qurl_megatron.wire.transport import (
 logger = logging.getLogger(__name__)
 
 CONNECT_S = {"cpu": 30.0, "cuda": 120.0}
+DIRECT = {"from": "", "to": "", "kept_from": False, "kept_to": False, "patience_s": 0.0}
+"""The route of an engine that training ranks feed, and that feeds none."""
+
 CHUNK = 16 << 20  # bytes
 KEPT = 2  # meetings whose lines stay in the store: a late end may still read the one before
 GREETING = 2**30  # tag; far above the number of any bucket
@@ -159,39 +164,33 @@ def take_from(store: dist.TCPStore, name: str) -> bytes | None:
     return content
 
 
-def feeders(
-    engines: Mapping[str, int], senders: int, proven: Collection[str] = ()
-) -> dict[str, str]:
-    """Return the engine that each one's bytes come from; "": they come from the training ranks.
+def chains_of(
+    engines: Mapping[str, int],
+    senders: int,
+    proven: Collection[str] = (),
+    places: Mapping[str, int] = MappingProxyType({}),
+) -> list[list[str]]:
+    """Return the engines in chains: training ranks feed the first of each, and it the next one.
 
     Args:
         engines: their TP sizes; those of one size need the same bytes.
         senders: training ranks.
-        proven: engines that took the version before. The others stand behind them, so that one
-            which fails again and again takes few along.
+        proven: engines that took the version before. The others stand behind them.
+        places: each one's in its chain of the version before. Of those that missed it, the first
+            may be why the others did, and so stands last.
     """
+
+    def rank(engine: str) -> tuple[bool, float]:
+        return engine not in proven, 0 if engine in proven else -places.get(engine, math.inf)
+
     alike: dict[int, list[str]] = {}
-    for engine in sorted(engines, key=lambda name: name not in proven):
+    for engine in sorted(engines, key=rank):
         alike.setdefault(engines[engine], []).append(engine)
-    fed_by: dict[str, str] = {}
+    chains: list[list[str]] = []
     for ranks, names in alike.items():
-        first = fed_directly(senders, ranks * len(alike))
-        fed_by |= dict.fromkeys(names[:first], "")
-        fed_by |= dict(zip(names[first:], names, strict=False))
-    return fed_by
-
-
-def chain_of(engine: str, fed_by: Mapping[str, str]) -> tuple[list[str], int]:
-    """Return the engines behind this one in its chain, nearest first, and the chain's length."""
-    next_of = {source: name for name, source in fed_by.items() if source}
-    behind: list[str] = []
-    while next_engine := next_of.get(behind[-1] if behind else engine):
-        behind.append(next_engine)
-    before = 0
-    source = fed_by.get(engine, "")
-    while source:
-        before, source = before + 1, fed_by.get(source, "")
-    return behind, before + 1 + len(behind)
+        count = fed_directly(senders, ranks * len(alike))
+        chains += [names[first::count] for first in range(min(count, len(names)))]
+    return chains
 
 
 def fed_directly(senders: int, ranks: int) -> int:
@@ -231,8 +230,13 @@ class GroupSender(Sender):
         self._updates = 0  # begun; all ranks count alike, so it makes names that all know
         self._finished = True
         self._links: dict[str, Link] = {}
-        self._fed_by: dict[str, str] = {}
-        self._fed_by_before: dict[str, str] = {}  # the engines that took the version before
+        self._routes: dict[str, dict[str, Any]] = {}
+        self._places: dict[str, int] = {}  # of the engines in their chains
+        self._whole: set[str] = set()  # engines that have all of the version so far
+        # Likewise of the version before; and who passed it on to whom.
+        self._places_before: dict[str, int] = {}
+        self._whole_before: set[str] = set()
+        self._pairs_before: set[tuple[str, str]] = set()
         self._stores: dict[str, dist.TCPStore] = {}  # one for each engine, to wait there
         self._failures: Failures = {}
         self._memory: dict[tuple[int, Rank], Tensor] = {}  # by slot
@@ -260,33 +264,34 @@ class GroupSender(Sender):
             "timeout_s": self.timeout_s,
             "connect_timeout_s": self.connect_timeout_s,
             "facts": self._facts,
-            "route": self._route(engine),
+            "route": self._routes.get(engine, DIRECT),
         }
 
     def arrange(self, engines: Mapping[str, int]) -> dict[str, Turn]:
-        self._fed_by = feeders(engines, self.size, self._fed_by_before)
-        direct: dict[int, list[str]] = {}
-        for engine, source in self._fed_by.items():
-            if not source:
-                direct.setdefault(engines[engine], []).append(engine)
+        chains = chains_of(engines, self.size, self._whole_before, self._places_before)
+        self._whole = set(engines)
+        # Whole dictionaries: other threads read the one before.
+        self._routes = {engine: self._route(chain, engine) for chain in chains for engine in chain}
+        self._places = {engine: place for chain in chains for place, engine in enumerate(chain)}
         turns: dict[str, Turn] = {}
-        for engine, source in self._fed_by.items():  # a chain from its first one on, in one order
-            alike = direct[engines[engine]]
-            turns[engine] = turns[source] if source else (alike.index(engine), len(alike))
+        for chain in chains:
+            alike = [other for other in chains if engines[other[0]] == engines[chain[0]]]
+            turns |= dict.fromkeys(chain, (alike.index(chain), len(alike)))
         return turns
 
     def begin(self, version: int) -> None:
         if not self._finished:
             self._hang_up()  # the links may hold bytes of a version that was abandoned
         self._finished = False
-        self._fed_by_before = self._fed_by
+        self._whole_before, self._places_before = self._whole, self._places
+        self._pairs_before = {(route["from"], name) for name, route in self._routes.items()}
         self._failures.clear()
         self._ready.clear()
         self._updates += 1
 
     def connect(self, engines: Mapping[str, int]) -> Failures:
         self.arrange(engines)
-        direct = {name: ranks for name, ranks in engines.items() if not self._fed_by[name]}
+        direct = {name: n for name, n in engines.items() if not self._routes[name]["from"]}
         for gone in self._links.keys() - direct.keys():
             self._unlink(gone)
         if direct:
@@ -333,7 +338,7 @@ class GroupSender(Sender):
         return dict(self._failures)
 
     def drop(self, engine: str) -> None:
-        self._fed_by.pop(engine, None)
+        self._whole.discard(engine)
         self._unlink(engine)
 
     def _unlink(self, engine: str) -> None:
@@ -356,30 +361,31 @@ class GroupSender(Sender):
         self._memory.clear()
 
     def _hang_up(self) -> None:
-        self._fed_by.clear()
+        self._whole = set()
         for engine in list(self._links):
             self.drop(engine)
 
-    def _route(self, engine: str) -> dict[str, Any]:
+    def _route(self, chain: Sequence[str], engine: str) -> dict[str, Any]:
         """Return whom the engine takes its bytes from, and whom it passes them on to.
 
         It waits the shorter for the next one the fewer are behind that: who is held up by another
         must not be taken for the one that hangs.
         """
-        behind, length = chain_of(engine, self._fed_by)
-        source = self._fed_by.get(engine, "")
+        place = chain.index(engine)
+        source = chain[place - 1] if place else ""
+        behind = chain[place + 1 :]
         return {
             "from": source,
             "to": behind[0] if behind else "",
             "kept_from": self._kept(source, engine),
             "kept_to": bool(behind) and self._kept(engine, behind[0]),
-            "patience_s": self.timeout_s * len(behind) / length,
+            "patience_s": self.timeout_s * len(behind) / len(chain),
         }
 
     def _kept(self, source: str, engine: str) -> bool:
         """True if both had the version before, over the same way: no bytes of it are left there."""
-        before = self._fed_by_before
-        return source in before and before.get(engine) == source
+        pair = source, engine
+        return pair in self._pairs_before and self._whole_before.issuperset(pair)
 
     def _connect(self, engine: str, ranks: int) -> "Link | str":
         """Return the link, or why there is none."""
@@ -430,6 +436,8 @@ class GroupReceiver:
         # One blob is passed on while the next one comes.
         self._memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * SLOTS
         self._fetched = 0
+        self._bucket = -1
+        self._passed_by = 0.0  # until then the next engine has the bucket
         self._sender = _without_update(transport)
         self._senders, self._chunk = transport["senders"], transport["chunk"]
         self._link: Link | None = None
@@ -450,6 +458,9 @@ class GroupReceiver:
         source, index = blob.where["source"], blob.where["index"]
         tag = _tag(index, source, self._senders)
         peer = 0 if self._route["from"] else source
+        if index != self._bucket:
+            self._bucket = index
+            self._passed_by = time.monotonic() + self._route["patience_s"]
         memory = self._next_memory(blob.bytes)
         chunks = memory.split(self._chunk)
         try:
@@ -470,6 +481,8 @@ class GroupReceiver:
         return memory
 
     def report(self, receipt: Receipt) -> None:
+        for slot in range(SLOTS):  # no kernel waits for the next engine once this one serves
+            self._await_passed(slot)
         leave_in(self._stores[0], receipt)
 
     def close(self) -> None:
@@ -481,13 +494,11 @@ class GroupReceiver:
     def _next_memory(self, size: int) -> Tensor:
         """Return memory whose last bytes have been passed on."""
         self._fetched += 1
-        slot = self._fetched % SLOTS
-        if self._onward:
-            with self._passing_on():
-                self._onward.sent(slot)
+        slot = self._slot()
+        self._await_passed(slot)
         if self._onward:
             self._onward.sending[slot] = []
-            self._onward.deadline[slot] = time.monotonic() + self._route["patience_s"]
+            self._onward.deadline[slot] = self._passed_by
         if len(self._memory[slot]) < size:
             self._memory[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._memory[slot][:size]
@@ -497,7 +508,15 @@ class GroupReceiver:
         if self._onward:
             with self._passing_on():
                 works = self._onward.send([(1, chunk)], tag)
-                self._onward.sending[self._fetched % SLOTS] += works
+                self._onward.sending[self._slot()] += works
+
+    def _await_passed(self, slot: int) -> None:
+        if self._onward:
+            with self._passing_on():
+                self._onward.sent(slot)
+
+    def _slot(self) -> int:
+        return self._fetched % SLOTS if self._onward else 0
 
     @contextmanager
     def _passing_on(self) -> Iterator[None]:
@@ -530,7 +549,7 @@ class GroupReceiver:
                             _pair(transport, route["from"], transport["engine"], self._rank),
                             1,
                         )
-                        link = _kept(link, route["kept_from"])
+                        link = _unless_old(link, route["kept_from"])
                     self._link = agreed_link(about, self._stores[0], link, rank, self._device)
                 finally:
                     opening.result()
@@ -548,7 +567,7 @@ class GroupReceiver:
     def _meet_next(self, transport: dict[str, Any]) -> None:
         """Open the link to the next engine of the chain, or keep it."""
         route = self._route
-        onward, self._onward = _kept(self._onward, route["kept_to"]), None
+        onward, self._onward = _unless_old(self._onward, route["kept_to"]), None
         if route["to"]:
             about = _pair(transport, transport["engine"], route["to"], self._rank)
             with self._passing_on():
@@ -841,7 +860,7 @@ def _pair(transport: Mapping[str, Any], source: str, engine: str, rank: int) -> 
     return {**transport, "engine": name, "senders": 1, "ranks": 1, "ends": ends}
 
 
-def _kept(link: Link | None, kept: bool) -> Link | None:
+def _unless_old(link: Link | None, kept: bool) -> Link | None:
     """Return the link if it may be used again; abort it otherwise."""
     if link is not None and not kept:
         link.abort()

@@ -135,14 +135,15 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
             raise ConfigError(f"the weight update is malformed: {error}; {SAME_PACKAGE}") from None
 
 
-def in_turn(blobs: Sequence[Blob], turn: Turn, rank: int) -> list[Blob]:
-    """Return a bucket's blobs in the order in which one engine rank fetches them.
+def in_turn(blobs: Sequence[Blob], turn: Turn) -> list[Blob]:
+    """Return a bucket's blobs in the order in which an engine's ranks fetch them.
 
-    Each begins with another training rank's: if all began with the first one's, they would share
-    its link, and the other links would wait.
+    Each engine begins with another training rank's: if all began with the first one's, they would
+    share its link, and the other links would wait. Ranks of one engine keep one order: NCCL sends a
+    training rank's chunks to them in turn, and two orders could wait for each other.
     """
     place, count = turn
-    first = (place * len(blobs) // count + rank) % max(len(blobs), 1)
+    first = place * len(blobs) // count
     return [*blobs[first:], *blobs[:first]]
 
 

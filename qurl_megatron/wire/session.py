@@ -270,7 +270,7 @@ class UpdateEnd:
         if message.index in session.buckets:
             session.fail(f"bucket {message.index} came twice")
         session.buckets.add(message.index)
-        for blob in in_turn(message.blobs, message.turn, session.rank):
+        for blob in in_turn(message.blobs, message.turn):
             data = self._fetch(session, blob)
             if data is None:
                 continue
@@ -278,7 +278,9 @@ class UpdateEnd:
                 with session.failing("loading"):
                     session.take(data, blob.pieces)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the sender may overwrite the bytes once this is answered
+            # The sender may overwrite the bytes once this is answered. Other streams are not
+            # waited for: they may wait for another engine.
+            torch.cuda.current_stream().synchronize()
 
     def _fetch(self, session: UpdateSession, blob: Blob) -> Tensor | None:
         """Return the blob's bytes; None if nothing in it is for this rank, or it is lost."""

@@ -294,7 +294,7 @@ def test_an_aligned_policy_has_the_log_probs_of_the_engine(scheme, backend, qwen
     assert full[kl] < weights[kl] < none[kl] and none[kl] > 1e-5
     if (backend, scheme) == ("nccl", "fp8"):  # GPUs give FP8 products in BF16, the engine had FP32
         return
-    # A sum in another order, as another CPU takes it, may round a token to another code: 3e-9 there.
+    # A sum in another order, as on another CPU, may round a token to another code: 3e-9 there.
     assert full[kl] < 1e-7 and full["rollout/rho_max"] < 1.01, full
 
 

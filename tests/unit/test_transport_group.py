@@ -1,5 +1,6 @@
 """Point to point between real processes: bytes arrive, and nobody waits for the dead or stopped."""
 
+import contextlib
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import torch
 
 from qurl_megatron.fleet.fleet import EngineRecord
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.publish.publisher import refuse_whole_experts
+from qurl_megatron.publish.publisher import Publisher, refuse_whole_experts
 from qurl_megatron.wire import group, transport
 from qurl_megatron.wire.group import (
     GroupSender,
@@ -61,14 +62,16 @@ def test_an_engine_with_whole_experts_on_its_ranks_is_refused():
 class Trainer:
     """A training rank that sends random codes."""
 
-    def __init__(self, device, rank: int, port: int, size: int = 2) -> None:
+    def __init__(
+        self, device, rank: int, port: int, size: int = 2, timeout_s: float = TIMEOUT_S
+    ) -> None:
         use(device)
         self.sender = GroupSender(
             join_store(HOST, port, 20.0),
             rank,
             size,
             device=device,
-            timeout_s=TIMEOUT_S,
+            timeout_s=timeout_s,
             connect_timeout_s=20.0,
         )
         self.rank = rank
@@ -187,26 +190,43 @@ def test_every_engine_rank_gets_the_bytes_that_are_its_own(cast):
     assert "rank 0 left no receipt" in lost.error and there.error is None
 
 
+FIVE = dict.fromkeys("abcde", 1)
+
+
 @pytest.mark.parametrize(
-    "engines,senders,proven,expected",
+    "engines,senders,expected",
     [
-        ({"a": 2, "b": 2}, 4, (), {"a": "", "b": ""}),
-        ({"a": 2, "b": 2, "c": 2}, 4, (), {"a": "", "b": "", "c": "a"}),
-        (
-            {"a": 1, "b": 1, "c": 1, "d": 1, "e": 1},
-            2,
-            "abcde",
-            {"a": "", "b": "", "c": "a", "d": "b", "e": "c"},
-        ),
-        ({"a": 1, "b": 1, "c": 1}, 1, "bc", {"b": "", "c": "b", "a": "c"}),
-        ({"a": 8, "b": 1, "c": 8}, 4, "abc", {"a": "", "b": "", "c": "a"}),
+        ({"a": 2, "b": 2}, 4, ["a", "b"]),
+        ({"a": 2, "b": 2, "c": 2}, 4, ["ac", "b"]),
+        (FIVE, 2, ["ace", "bd"]),
+        ({"a": 8, "b": 1, "c": 8}, 4, ["ac", "b"]),
     ],
-    ids=["enough", "one-more", "two-chains", "unproven-last", "equals-alone"],
+    ids=["enough", "one-more", "two-chains", "equals-alone"],
 )
 def test_training_ranks_feed_as_many_engines_as_they_can_and_these_the_others(
-    engines, senders, proven, expected
+    engines, senders, expected
 ):
-    assert group.feeders(engines, senders, proven) == expected
+    assert group.chains_of(engines, senders) == [list(chain) for chain in expected]
+
+
+@pytest.mark.parametrize("bad", "abcd")
+def test_an_engine_that_fails_in_every_version_takes_others_along_once(bad):
+    sender = GroupSender(host_store(HOST, 20.0), 0, 1)
+    missed = []
+    for version in range(3):
+        sender.begin(version)
+        sender.arrange(dict.fromkeys("abcd", 1))
+        route = {name: sender.describe(name, 1)["route"] for name in "abcd"}
+        lost, name = [], bad
+        while name:
+            lost.append(name)
+            name = route[name]["to"]
+        for engine in lost:
+            sender.drop(engine)
+        missed.append(lost)
+        if len(lost) < 4:
+            sender.finish()
+    assert missed[0] == list("abcd"["abcd".index(bad) :]) and missed[1:] == [[bad], [bad]]
 
 
 def test_engines_of_a_chain_fetch_in_its_firsts_order_and_no_two_firsts_in_the_same():
@@ -216,12 +236,8 @@ def test_engines_of_a_chain_fetch_in_its_firsts_order_and_no_two_firsts_in_the_s
 
 
 def test_an_engine_waits_the_shorter_for_the_next_the_fewer_are_behind():
-    fed_by = group.feeders(dict.fromkeys("abcde", 1), 2)
-    assert group.chain_of("a", fed_by) == (["c", "e"], 3)
-    assert group.chain_of("c", fed_by) == (["e"], 3)
-    assert group.chain_of("d", fed_by) == ([], 2)
     sender = GroupSender(host_store(HOST, 20.0), 0, 2, timeout_s=9.0)
-    sender.arrange(dict.fromkeys("abcde", 1))
+    sender.arrange(FIVE)
     patience = {e: sender.describe(e, 1)["route"]["patience_s"] for e in "abcde"}
     assert patience == {"a": 6.0, "b": 4.5, "c": 3.0, "d": 0.0, "e": 0.0}
 
@@ -259,9 +275,6 @@ def test_links_stay_open_from_version_to_version_until_an_engine_goes_or_is_anot
     assert together(trainers, "links") == [{"pair": "pair/1", "single": "single/5"}] * 2
 
 
-CHAINS = {name: 1 for name in "abcde"}  # of two trainers: a to c to e, and b to d
-
-
 def fetch_all(engines, blobs):
     """Every engine's answer for each blob, or the mistake."""
 
@@ -279,7 +292,8 @@ def fetch_all(engines, blobs):
 
 
 def test_engines_behind_others_get_what_training_ranks_send_once_and_keep_their_links(cast):
-    trainers, engines = cast.trainers(), {name: cast(Engine, 0) for name in CHAINS}
+    trainers = [cast(Trainer, rank, cast.port, 2, PATIENCE_S) for rank in range(2)]
+    engines = {name: cast(Engine, 0) for name in FIVE}
     for version in range(3):
         if version == 2:  # another process under the old name, in the middle of a chain
             engines["c"].signal(signal.SIGKILL)
@@ -310,7 +324,7 @@ def test_engines_behind_others_get_what_training_ranks_send_once_and_keep_their_
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_an_engine_lost_in_a_chain_takes_those_behind_it_along_for_one_version(cast, number):
-    trainers = [cast(Trainer, 0, cast.port, 1)]
+    trainers = [cast(Trainer, 0, cast.port, 1, 9.0)]
     engines = {name: cast(Engine, 0) for name in "abc"}
     connect(trainers, {name: [engine] for name, engine in engines.items()})
     begun = time.monotonic()
@@ -321,7 +335,7 @@ def test_an_engine_lost_in_a_chain_takes_those_behind_it_along_for_one_version(c
         got = fetch_all(engines, blobs)
         assert re.fullmatch("[0-9a-f]{32}", *got["a"])
         if index == 0:
-            assert got["c"][0].startswith("b did not send 67.1 MB within 3 s")
+            assert got["c"][0].startswith("b did not send 67.1 MB within 9 s")
     assert together(trainers, "settle") == [{}]
     assert time.monotonic() - begun < TIMEOUT_S + PATIENCE_S
 
@@ -333,6 +347,20 @@ def test_an_engine_lost_in_a_chain_takes_those_behind_it_along_for_one_version(c
         carry_side_by_side(trainers, engines)
     assert engines["a"].call("links") == ["a/1", "c/rank0/2"]
     assert engines["c"].call("links") == ["c/rank0/2", None]
+
+
+def test_bytes_that_an_engine_did_not_fetch_are_not_the_next_versions(cast):
+    trainers = [cast(Trainer, 0, cast.port, 1, PATIENCE_S)]
+    engines = {name: cast(Engine, 0) for name in "ab"}
+    connect(trainers, {name: [engine] for name, engine in engines.items()})
+    blobs = together(trainers, "put", 0, 1, 640)
+    together(trainers, "deliver", 0)
+    engines["a"].call("fetch", blobs[0][0])  # and passes it on to b, which is not asked for it
+    trainers[0].call("drop", "b")
+    together(trainers, "finish")
+    connect(trainers, {name: [engine] for name, engine in engines.items()})
+    carry_side_by_side(trainers, engines)
+    assert engines["b"].call("links") == ["b/rank0/2", None]
 
 
 def test_an_engine_that_the_one_before_never_meets_says_so_when_it_fetches():
@@ -645,3 +673,31 @@ def test_groups_are_made_without_a_watchdog_and_leave_the_environment_as_it_was(
     with unwatched():
         assert os.environ[group.WATCHDOG] == "0"
     assert os.environ.get(group.WATCHDOG) == before
+
+
+class Fleet:
+    """Three engines, the second of which cannot be paused."""
+
+    config = SimpleNamespace(backend="embedded")
+
+    def __init__(self) -> None:
+        self.engines = [EngineRecord(name) for name in "abc"]
+
+    @contextlib.contextmanager
+    def publication(self):
+        yield self.engines
+
+    def each(self, act, purpose, engines):
+        return {engine: None for engine in engines if engine.name != "b"}
+
+
+def test_an_engine_that_fails_before_the_links_are_opened_is_in_no_chain():
+    sender = GroupSender(host_store(HOST, 20.0), 0, 1)
+    publisher = SimpleNamespace(
+        fleet=Fleet(), policy=SimpleNamespace(align=None), sync=None, sender=sender, stage=False
+    )
+    with contextlib.ExitStack() as publication:
+        assert Publisher._begin(publisher, 1, publication, []) == {"a": 1, "c": 1}
+        publisher._update.wait()
+        assert sender.describe("c", 1)["route"]["from"] == "a"
+        publisher._update._begun = None  # nobody was paused
