@@ -76,9 +76,7 @@ class Experts:
     top_k: int
     intermediate: int  # of one expert
     norm_topk_prob: bool  # the chosen experts' probabilities are made to sum to one
-    shared: int = (
-        0  # intermediate size of one that every token meets, by a gate of its own; 0: none
-    )
+    shared: int = 0  # intermediate size of one that every token meets through a gate; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)

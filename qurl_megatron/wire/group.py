@@ -436,7 +436,7 @@ class GroupReceiver:
         # One blob is passed on while the next one comes.
         self._memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * SLOTS
         self._fetched = 0
-        self._bucket = -1
+        self._bucket = -1  # of this version, that is being fetched
         self._passed_by = 0.0  # until then the next engine has the bucket
         self._sender = _without_update(transport)
         self._senders, self._chunk = transport["senders"], transport["chunk"]
@@ -540,6 +540,7 @@ class GroupReceiver:
             while len(self._stores) < 2:
                 self._stores.append(join_store(host, port, wait_s))
             link, self._link, self._lost = self._link, None, ""
+            self._bucket = -1
             with unwatched(), ThreadPoolExecutor(1) as pool:
                 opening = pool.submit(self._meet_next, transport)
                 try:

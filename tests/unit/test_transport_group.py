@@ -349,6 +349,37 @@ def test_an_engine_lost_in_a_chain_takes_those_behind_it_along_for_one_version(c
     assert engines["c"].call("links") == ["c/rank0/2", None]
 
 
+class Idle:
+    """A link on which everything is done at once."""
+
+    def __init__(self) -> None:
+        self.sending, self.deadline = {}, {}
+
+    def send(self, messages, tag):
+        return []
+
+    receive = send
+
+    def sent(self, index):
+        self.sending.pop(index, None)
+
+    def abort(self):
+        pass
+
+
+def test_the_next_engine_has_its_time_for_the_only_bucket_of_every_version():
+    sender = GroupSender(host_store(HOST, 20.0), 0, 1, connect_timeout_s=0.2)
+    sender.arrange(dict.fromkeys("abc", 1))
+    receiver = open_receiver(sender.describe("b", 1), 0)
+    for _ in range(2):
+        assert receiver.follow(sender.describe("b", 1))
+        receiver._link, receiver._onward = Idle(), Idle()
+        now = time.monotonic()
+        receiver.fetch(Blob({"source": 0, "index": 0}, 64, ()))
+        assert min(receiver._onward.deadline.values()) > now + sender.timeout_s / 4
+        receiver._passed_by = 0.0  # long ago
+
+
 def test_bytes_that_an_engine_did_not_fetch_are_not_the_next_versions(cast):
     trainers = [cast(Trainer, 0, cast.port, 1, PATIENCE_S)]
     engines = {name: cast(Engine, 0) for name in "ab"}
