@@ -1,9 +1,10 @@
 """Tests between the arms of a study, run by run: pairs share their warm start and their seed.
 
-    python -m benchmarks.paired OUT/study.json
+    python -m benchmarks.paired OUT/study.json [--alone OUT_ALONE/study.json]
 
-prints what docs/results/preregistered.md plans: S1's comparisons, corrected by Holm's procedure
-over all of them; S0's doses of a study without their arms. Shapes: N = pairs.
+prints what docs/results/preregistered.md plans for the study: of S0 the doses, of S1 and S2 the
+primary tests, corrected by Holm's procedure over all of them, and what is told beside them.
+Shapes: N = pairs.
 """
 
 import argparse
@@ -23,7 +24,6 @@ from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
 MARGIN = 3.0
 """Points within which two arms count as equivalent, or one as not inferior."""
 
-
 NOTHING_ADDED, WORTH_A_STUDY = 1e-3, 1e-2
 """Shares of the gradient: ACR is TIS below the one, and its outcome is studied above the other."""
 
@@ -33,9 +33,7 @@ class Contrast:
     """A planned comparison, in points of the trained policy's accuracy."""
 
     claim: str
-    arms: tuple[
-        str, ...
-    ]  # METHOD,SCHEME: the first minus the second (minus the third plus the 4th)
+    arms: tuple[str, ...]  # METHOD,SCHEME: first minus second (minus third plus fourth)
     test: Literal["equivalent", "not inferior", "different"]
 
 
@@ -55,17 +53,33 @@ PRIMARY = (
 )
 
 
+UNQUANTIZED, EQ1 = "unquantized,none", "proximal,int4"
+
+ANSWERS = {
+    "TIS": "tis,int4",
+    "IcePop": "icepop,int4",
+    "align=full": "align_full,int4",
+    "align=weights, TIS": "align_weights_tis,int4",
+    "dithered, TIS": "tis_dithered,int4",
+}
+"""S2's, to rounding that Eq. 1 does not correct."""
+
+PRIMARY_HARD = (
+    *(Contrast(f"{name} - Eq. 1", (arm, EQ1), "different") for name, arm in ANSWERS.items()),
+    Contrast("align=full - TIS", ("align_full,int4", "tis,int4"), "different"),
+    Contrast("dithered, TIS - TIS", ("tis_dithered,int4", "tis,int4"), "different"),
+)
+
+
 def differences(told: Mapping[str, Any], arms: Sequence[str]) -> dict[tuple[Any, int], float]:
     """Return the difference in points by (warm start, seed), where all arms have a run."""
     values = []
     for arm in arms:
-        method, scheme = arm.split(",")
         values.append(
             {
                 (run["warmstart_seed"], run["seed"]): 100 * run[TRAINED]
                 for run in told["runs"].values()
-                if (run["method"], run["scheme"]) == (method, scheme)
-                and run.get(TRAINED) is not None
+                if _arm(run) == arm and run.get(TRAINED) is not None
             }
         )
     return {
@@ -159,6 +173,97 @@ def comparisons(told: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMARY
     return lines
 
 
+def to_unquantized(told: Mapping[str, Any]) -> list[str]:
+    """The table of each arm's difference to the unquantized one."""
+    lines = [
+        "| arm | rollouts | pairs | to unquantized, 95 % interval | by warm start |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for arm in told["groups"]:
+        pairs = differences(told, (arm, UNQUANTIZED))
+        if arm == UNQUANTIZED or len(pairs) < 2:
+            continue
+        method, scheme = arm.split(",")
+        lines.append(
+            f"| {told['methods'][method]['label']} | {scheme.upper()} | {len(pairs)} "
+            f"| {_interval(np.array(list(pairs.values())))} | {_interval(by_warm_start(pairs))} |"
+        )
+    return lines
+
+
+def slope_on_kl(told: Mapping[str, Any]) -> np.ndarray:
+    """Return each pair's slope of the uncorrected arms, in points per factor of ten in KL; [N].
+
+    The difference to unquantized over log10 of the arm's mean ``rollout/kl_k3``, by least squares
+    over those arms; a pair counts where all have a run.
+    """
+    arms = [arm for arm in told["groups"] if arm.startswith("proximal,")]
+    log_kl = np.log10([told["groups"][arm]["kl_mean"]["mean"] for arm in arms])
+    of_arms = [differences(told, (arm, UNQUANTIZED)) for arm in arms]
+    places = sorted(set.intersection(*map(set, of_arms)))
+    values = np.array([[of_arm[place] for place in places] for of_arm in of_arms])
+    return np.polyfit(log_kl, values, 1)[0]
+
+
+def collapses(told: Mapping[str, Any], steps: int = 40) -> list[str]:
+    """The table of the runs that collapse: the log-rank test of each answer against Eq. 1."""
+
+    def of(arm: str) -> list[int | None]:
+        runs = told["runs"].values()
+        return [r["collapse_step"] for r in runs if _arm(r) == arm and r["state"] == "done"]
+
+    p_values = [log_rank(of(arm), of(EQ1), steps) for arm in ANSWERS.values()]
+    rows = zip([*ANSWERS, "Eq. 1"], [*ANSWERS.values(), EQ1], [*holm(p_values), None], strict=True)
+    lines = ["| arm | collapsed | runs | p, Holm |", "|---|---:|---:|---:|"]
+    for name, arm, p in rows:
+        steps_of_arm = of(arm)
+        collapsed = sum(step is not None for step in steps_of_arm)
+        told_p = NOTHING if p is None else f"{p:.3f}"
+        lines.append(f"| {name} | {collapsed} | {len(steps_of_arm)} | {told_p} |")
+    return lines
+
+
+def at_equal_seconds(
+    told: Mapping[str, Any], alone: Mapping[str, Any], steps: int = 40
+) -> list[str]:
+    """The table of accuracies, as rolled out, when the fastest arm has done its steps.
+
+    Args:
+        alone: study.json of one run of each arm, made one after another.
+    """
+    step_seconds = {
+        arm: group["step_seconds"]["mean"]
+        for arm, group in alone["groups"].items()
+        if group["step_seconds"]
+    }
+    time = steps * min(step_seconds.values())
+    lines = [
+        f"| arm | seconds of a step | steps in {time:.0f} s | accuracy, % | to Eq. 1, points |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    reached: dict[str, dict[tuple[Any, int], float]] = {}
+    for arm, seconds in step_seconds.items():
+        reached[arm] = {}
+        for run in told["runs"].values():
+            if _arm(run) == arm and "curves" in run:
+                curve = run["curves"]["eval/accuracy"]
+                value = 100 * np.interp(time / seconds, curve["steps"], curve["values"])
+                reached[arm][run["warmstart_seed"], run["seed"]] = float(value)
+    for arm, values in reached.items():
+        common = sorted(values.keys() & reached[EQ1].keys())
+        more = np.array([values[place] - reached[EQ1][place] for place in common])
+        lines.append(
+            f"| {told['methods'][arm.split(',')[0]]['label']} | {step_seconds[arm]:.2f} "
+            f"| {time / step_seconds[arm]:.1f} | {fmean(values.values()):.1f} "
+            f"| {NOTHING if arm == EQ1 else _interval(more)} |"
+        )
+    return lines
+
+
+def _arm(run: Mapping[str, Any]) -> str:
+    return f"{run['method']},{run['scheme']}"
+
+
 def _interval(values: np.ndarray) -> str:
     if len(values) < 2:
         return NOTHING
@@ -192,10 +297,21 @@ def doses(told: Mapping[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("record", type=Path, help="study.json of a qurl study")
-    told = json.loads(parser.parse_args().record.read_text(encoding="utf-8"))
-    lines = comparisons(told)
-    has_contrasts = len(lines) > 2
-    print("\n".join(lines if has_contrasts else doses(told)))
+    parser.add_argument("--alone", type=Path, help="of S2: that of runs made one after another")
+    args = parser.parse_args()
+    told = json.loads(args.record.read_text(encoding="utf-8"))
+    if told["name"] == "one_block":
+        mean, half = mean_interval(slope_on_kl(told))
+        lines = [*comparisons(told), "", *to_unquantized(told), ""]
+        lines += [f"Uncorrected: {mean:+.2f} ± {half:.2f} points for each factor of ten in KL."]
+    elif told["name"] == "hard":
+        lines = [*comparisons(told, PRIMARY_HARD), "", *to_unquantized(told), "", *collapses(told)]
+        if args.alone:
+            alone = json.loads(args.alone.read_text(encoding="utf-8"))
+            lines += ["", *at_equal_seconds(told, alone)]
+    else:
+        lines = doses(told)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,15 @@ from scipy import stats
 
 from benchmarks.mismatch_page import kept
 from benchmarks.paired import (
+    ANSWERS,
+    EQ1,
     PRIMARY,
+    PRIMARY_HARD,
+    UNQUANTIZED,
     Contrast,
+    at_equal_seconds,
     by_warm_start,
+    collapses,
     comparisons,
     differences,
     doses,
@@ -19,6 +25,8 @@ from benchmarks.paired import (
     log_rank,
     mean_interval,
     p_value,
+    slope_on_kl,
+    to_unquantized,
     upper_bound,
 )
 from benchmarks.study_page import DOCS, TABLES, pages
@@ -119,6 +127,61 @@ def test_a_dose_says_whether_an_outcome_is_run():
     assert lines[2].endswith("| TIS, ACR and placebo |")
 
 
+def of_arms(arms: dict[str, list[dict]], kl: dict[str, float] | None = None) -> dict:
+    """A study.json with these runs of METHOD,SCHEME, their seeds counted from 0."""
+    runs, groups = {}, {}
+    for arm, members in arms.items():
+        method, scheme = arm.split(",")
+        for seed, numbers in enumerate(members):
+            place = {"method": method, "scheme": scheme, "warmstart_seed": 0, "seed": seed}
+            runs[f"{arm}-{seed}"] = place | {"state": "done"} | numbers
+        groups[arm] = {"kl_mean": {"mean": (kl or {}).get(arm, 0.0)}}
+    methods = {arm.split(",")[0]: {"label": arm.split(",")[0]} for arm in arms}
+    return {"runs": runs, "groups": groups, "methods": methods}
+
+
+def trained(*percents: float) -> list[dict]:
+    return [{"accuracy_trained": value / 100} for value in percents]
+
+
+def test_what_is_not_corrected_falls_with_the_logarithm_of_its_kl():
+    study = of_arms(
+        {
+            UNQUANTIZED: trained(80, 90),
+            "proximal,int8": trained(80, 89),  # 0 and -1 at 1e-3
+            "proximal,int4": trained(70, 83),  # -10 and -7 at 1e-1
+        },
+        kl={"proximal,int8": 1e-3, "proximal,int4": 1e-1},
+    )
+    assert slope_on_kl(study) == pytest.approx([-5, -3])
+    table = to_unquantized(study)
+    assert len(table) == 4 and "| proximal | INT4 | 2 | -8.5 ±" in table[3]
+
+
+def test_arms_are_compared_at_the_seconds_in_which_the_fastest_has_done_its_steps():
+    curve = {"eval/accuracy": {"steps": [0, 10, 20, 40], "values": [0.1, 0.2, 0.4, 0.8]}}
+    study = of_arms({EQ1: [{"curves": curve}] * 2, "tis,int4": [{"curves": curve}] * 2})
+    alone = {
+        "groups": {
+            EQ1: {"step_seconds": {"mean": 2.0}},  # 40 steps in 80 s
+            "tis,int4": {"step_seconds": {"mean": 3.2}},  # of which it does 25: between 40 and 80 %
+        }
+    }
+    assert at_equal_seconds(study, alone)[2:] == [
+        "| proximal | 2.00 | 40.0 | 80.0 | – |",
+        "| tis | 3.20 | 25.0 | 50.0 | -30.0 ± 0.0 |",
+    ]
+
+
+def test_collapses_of_each_answer_are_tested_against_none():
+    fell, stood = {"collapse_step": 5}, {"collapse_step": None}
+    arms = {arm: [stood] * 12 for arm in ANSWERS.values()}
+    table = collapses(of_arms({EQ1: [fell] * 12} | arms))
+    p = 5 * log_rank([None] * 12, [5] * 12, 40)
+    assert table[2] == f"| TIS | 0 | 12 | {p:.3f} |"
+    assert table[-1] == "| Eq. 1 | 12 | 12 | – |"
+
+
 def test_the_planned_arms_are_those_of_the_study_file():
     study = read_study(STUDIES / "one_block.toml")
     places: dict[str, set] = {}
@@ -127,6 +190,10 @@ def test_the_planned_arms_are_those_of_the_study_file():
         places.setdefault(f"{cell.method},{cell.scheme}", set()).add(place)
     pairs = [len(set.intersection(*(places[arm] for arm in one.arms))) for one in PRIMARY]
     assert pairs == [32, 24, 24, 24, 24, 24]
+    hard = read_study(STUDIES / "hard.toml")
+    arms = {f"{cell.method},{cell.scheme}" for cell in hard.cells}
+    assert arms == {UNQUANTIZED, EQ1, *ANSWERS.values()}
+    assert {arm for one in PRIMARY_HARD for arm in one.arms} == arms - {UNQUANTIZED}
     page = (DOCS / "results/preregistered.md").read_text(encoding="utf-8")
     for name in ("dose_sort", "dose_spiral", "one_block", "hard"):
         assert f"launch/studies/{name}.toml" in page
