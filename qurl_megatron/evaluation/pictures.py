@@ -1,4 +1,4 @@
-"""The paper's Figures 2, 3 and 9 for a study: one line per method, a band over its seeds.
+"""The paper's Figures 2, 3, 4 and 9 for a study: one line per method, a band over its seeds.
 
 Two images per scheme: training, and what an update changes of the codes. Frames look as in the
 report of a run (observe.drawing); the legend stands in a frame of its own, since all share it.
@@ -51,7 +51,7 @@ class Panel:
 ACCURACY = Panel("Held-out accuracy", ("eval/accuracy",))
 CLIPPED = Panel("Clipped tokens (Fig. 2 b)", ("policy/clip_fraction",))
 KL = Panel(
-    "KL of behaviour from proximal policy, k3 (Fig. 3 a, 4 b)",
+    "KL of behaviour from proximal policy, k3 (Fig. 3 a)",
     ("rollout/kl_k3",),
     log=True,
     decades=3,
@@ -68,7 +68,7 @@ PICTURES = {
         ACCURACY,
         CLIPPED,
         Panel("Codes changed per step (Fig. 4 a)", ("quant/code_flip_rate",)),
-        KL,
+        Panel("Difference of a token's two probabilities (Fig. 4 b)", ("rollout/prob_diff_mean",)),
         Panel(
             "Weight update per step; dashed: error (Fig. 9)",
             ("quant/weight_update", "quant/weight_error"),

@@ -376,7 +376,7 @@ def page(
     parts = [f"# {study.title}", summary, table(groups), NOTE]
     if pictures:
         parts += [
-            "## Curves (the paper's Figures 2, 3 and 9)",
+            "## Curves (the paper's Figures 2, 3, 4 and 9)",
             "Mean over runs, smoothed, on the band from the lowest to the highest run.",
         ]
         parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures]

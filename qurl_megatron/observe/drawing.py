@@ -1,4 +1,4 @@
-"""The pictures of a run, after the paper's Figures 2, 3, 4, 8 and 9: which metrics, on which scale,
+"""The pictures of a run, after the paper's Figures 2, 3, 4 and 9: which metrics, on which scale,
 how to read them, and how they are drawn. TensorBoard has the curves of all other metrics.
 
 Figures are made without pyplot, so nothing here is global.
@@ -162,7 +162,7 @@ SECTIONS: dict[str, dict[str, Picture]] = {
             "price of the correction; both should stay small beside the rollout.",
         ),
         "throughput": Picture(
-            "Throughput (Fig. 8)",
+            "Throughput",
             (
                 Line("throughput/rollout_tokens_per_s", "rollout tokens/s", "blue"),
                 Line("throughput/train_tokens_per_s", "training tokens/s", "orange"),
