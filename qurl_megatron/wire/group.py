@@ -433,8 +433,7 @@ class GroupReceiver:
         self._device = torch.device("cpu")
         if transport["backend"] == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
-        # One blob is passed on while the next one comes.
-        self._memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * SLOTS
+        self._clear_memory()
         self._fetched = 0
         self._bucket = -1  # of this version, that is being fetched
         self._passed_by = 0.0  # until then the next engine has the bucket
@@ -491,6 +490,11 @@ class GroupReceiver:
         self._stores.clear()
         self._memory.clear()
 
+    def _clear_memory(self) -> None:
+        """Have new memory: what was on its way over a link that is gone may still move."""
+        # One blob is passed on while the next one comes.
+        self._memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * SLOTS
+
     def _next_memory(self, size: int) -> Tensor:
         """Return memory whose last bytes have been passed on."""
         self._fetched += 1
@@ -536,6 +540,7 @@ class GroupReceiver:
         """
         host, port, wait_s = (transport[x] for x in ("host", "port", "connect_timeout_s"))
         route = self._route = transport["route"]
+        held = self._link, self._onward
         try:
             while len(self._stores) < 2:
                 self._stores.append(join_store(host, port, wait_s))
@@ -564,6 +569,9 @@ class GroupReceiver:
             self._hang_up_onward()
             if not route["from"]:
                 raise ConfigError(self._lost) from None
+        finally:
+            if self._link is not held[0] or self._onward is not held[1]:
+                self._clear_memory()
 
     def _meet_next(self, transport: dict[str, Any]) -> None:
         """Open the link to the next engine of the chain, or keep it."""
@@ -578,12 +586,14 @@ class GroupReceiver:
         link, self._link = self._link, None
         if link is not None:
             link.abort()
+            self._clear_memory()
         self._hang_up_onward()
 
     def _hang_up_onward(self) -> None:
         onward, self._onward = self._onward, None
         if onward is not None:
             onward.abort()
+            self._clear_memory()
 
 
 class Hello(Record, frozen=True):

@@ -16,7 +16,7 @@ CASES = {
         "test_dry_run": "cut or gpus",  # finds the same, and takes none
         "test_engine_server": "test",  # the embedded engine takes the one that it finds
     },
-    6: {
+    8: {
         "test_transport": "gpu",  # CUDA's handles
         "test_transport_group": "nccl",  # each process of a cast has a GPU; some die, some stop
     },
