@@ -3,7 +3,7 @@
     python -m benchmarks.paired OUT/study.json [--alone OUT_ALONE/study.json]
 
 prints what docs/results/preregistered.md plans for the study: of S0 the doses, of S1 and S2 the
-primary tests, corrected by Holm's procedure over all of them, and what is told beside them.
+primary tests, corrected by Holm's procedure over all of them, and what stands beside them.
 Shapes: N = pairs.
 """
 
@@ -71,14 +71,14 @@ PRIMARY_HARD = (
 )
 
 
-def differences(told: Mapping[str, Any], arms: Sequence[str]) -> dict[tuple[Any, int], float]:
+def differences(record: Mapping[str, Any], arms: Sequence[str]) -> dict[tuple[Any, int], float]:
     """Return the difference in points by (warm start, seed), where all arms have a run."""
     values = []
     for arm in arms:
         values.append(
             {
                 (run["warmstart_seed"], run["seed"]): 100 * run[TRAINED]
-                for run in told["runs"].values()
+                for run in record["runs"].values()
                 if _arm(run) == arm and run.get(TRAINED) is not None
             }
         )
@@ -148,13 +148,19 @@ def log_rank(collapses: Sequence[int | None], others: Sequence[int | None], step
     return float(stats.logrank(*groups).pvalue)
 
 
-def comparisons(told: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMARY) -> list[str]:
-    """The table of those contrasts whose arms have two pairs or more; Holm's is over all given."""
+def comparisons(record: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMARY) -> list[str]:
+    """The table of those contrasts whose arms have two pairs or more; Holm's is over all given.
+
+    An arm of which a run failed is not called equivalent, nor not inferior. Such runs are listed.
+    """
+    failed = {name: _arm(run) for name, run in record["runs"].items() if run["state"] == "failed"}
     measured = []
     for contrast in contrasts:
-        pairs = differences(told, contrast.arms)
+        pairs = differences(record, contrast.arms)
         if len(pairs) > 1:
             p = p_value(np.array(list(pairs.values())), contrast.test)
+            if contrast.test != "different" and set(failed.values()) & set(contrast.arms):
+                p = 1.0
             measured.append((contrast, pairs, p))
     # A comparison that is still to come counts with a p of 1.
     missing = [1.0] * (len(contrasts) - len(measured))
@@ -170,46 +176,46 @@ def comparisons(told: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMARY
             f"| {_interval(by_warm_start(pairs))} | {contrast.test}{within} | {p:.3f} "
             f"| {p_holm:.3f} |"
         )
-    return lines
+    return [*lines, *(["", f"Failed: {', '.join(failed)}."] if failed else [])]
 
 
-def to_unquantized(told: Mapping[str, Any]) -> list[str]:
+def to_unquantized(record: Mapping[str, Any]) -> list[str]:
     """The table of each arm's difference to the unquantized one."""
     lines = [
         "| arm | rollouts | pairs | to unquantized, 95 % interval | by warm start |",
         "|---|---|---:|---:|---:|",
     ]
-    for arm in told["groups"]:
-        pairs = differences(told, (arm, UNQUANTIZED))
+    for arm in record["groups"]:
+        pairs = differences(record, (arm, UNQUANTIZED))
         if arm == UNQUANTIZED or len(pairs) < 2:
             continue
         method, scheme = arm.split(",")
         lines.append(
-            f"| {told['methods'][method]['label']} | {scheme.upper()} | {len(pairs)} "
+            f"| {record['methods'][method]['label']} | {scheme.upper()} | {len(pairs)} "
             f"| {_interval(np.array(list(pairs.values())))} | {_interval(by_warm_start(pairs))} |"
         )
     return lines
 
 
-def slope_on_kl(told: Mapping[str, Any]) -> np.ndarray:
+def slope_on_kl(record: Mapping[str, Any]) -> np.ndarray:
     """Return each pair's slope of the uncorrected arms, in points per factor of ten in KL; [N].
 
     The difference to unquantized over log10 of the arm's mean ``rollout/kl_k3``, by least squares
     over those arms; a pair counts where all have a run.
     """
-    arms = [arm for arm in told["groups"] if arm.startswith("proximal,")]
-    log_kl = np.log10([told["groups"][arm]["kl_mean"]["mean"] for arm in arms])
-    of_arms = [differences(told, (arm, UNQUANTIZED)) for arm in arms]
+    arms = [arm for arm in record["groups"] if arm.startswith("proximal,")]
+    log_kl = np.log10([record["groups"][arm]["kl_mean"]["mean"] for arm in arms])
+    of_arms = [differences(record, (arm, UNQUANTIZED)) for arm in arms]
     places = sorted(set.intersection(*map(set, of_arms)))
     values = np.array([[of_arm[place] for place in places] for of_arm in of_arms])
     return np.polyfit(log_kl, values, 1)[0]
 
 
-def collapses(told: Mapping[str, Any], steps: int = 40) -> list[str]:
+def collapses(record: Mapping[str, Any], steps: int = 40) -> list[str]:
     """The table of the runs that collapse: the log-rank test of each answer against Eq. 1."""
 
     def of(arm: str) -> list[int | None]:
-        runs = told["runs"].values()
+        runs = record["runs"].values()
         return [r["collapse_step"] for r in runs if _arm(r) == arm and r["state"] == "done"]
 
     p_values = [log_rank(of(arm), of(EQ1), steps) for arm in ANSWERS.values()]
@@ -218,13 +224,13 @@ def collapses(told: Mapping[str, Any], steps: int = 40) -> list[str]:
     for name, arm, p in rows:
         steps_of_arm = of(arm)
         collapsed = sum(step is not None for step in steps_of_arm)
-        told_p = NOTHING if p is None else f"{p:.3f}"
-        lines.append(f"| {name} | {collapsed} | {len(steps_of_arm)} | {told_p} |")
+        p_text = NOTHING if p is None else f"{p:.3f}"
+        lines.append(f"| {name} | {collapsed} | {len(steps_of_arm)} | {p_text} |")
     return lines
 
 
 def at_equal_seconds(
-    told: Mapping[str, Any], alone: Mapping[str, Any], steps: int = 40
+    record: Mapping[str, Any], alone: Mapping[str, Any], steps: int = 40
 ) -> list[str]:
     """The table of accuracies, as rolled out, when the fastest arm has done its steps.
 
@@ -244,7 +250,7 @@ def at_equal_seconds(
     reached: dict[str, dict[tuple[Any, int], float]] = {}
     for arm, seconds in step_seconds.items():
         reached[arm] = {}
-        for run in told["runs"].values():
+        for run in record["runs"].values():
             if _arm(run) == arm and "curves" in run:
                 curve = run["curves"]["eval/accuracy"]
                 value = 100 * np.interp(time / seconds, curve["steps"], curve["values"])
@@ -253,7 +259,7 @@ def at_equal_seconds(
         common = sorted(values.keys() & reached[EQ1].keys())
         more = np.array([values[place] - reached[EQ1][place] for place in common])
         lines.append(
-            f"| {told['methods'][arm.split(',')[0]]['label']} | {step_seconds[arm]:.2f} "
+            f"| {record['methods'][arm.split(',')[0]]['label']} | {step_seconds[arm]:.2f} "
             f"| {time / step_seconds[arm]:.1f} | {fmean(values.values()):.1f} "
             f"| {NOTHING if arm == EQ1 else _interval(more)} |"
         )
@@ -271,13 +277,13 @@ def _interval(values: np.ndarray) -> str:
     return f"{mean:+.1f} ± {half:.1f}"
 
 
-def doses(told: Mapping[str, Any]) -> list[str]:
+def doses(record: Mapping[str, Any]) -> list[str]:
     """The table of S0: what share of the gradient ACR adds, and what follows."""
     lines = [
         "| setting | rollouts | runs | gradient share | upper 95 % bound | so |",
         "|---|---|---:|---:|---:|---|",
     ]
-    for name, group in told["groups"].items():
+    for name, group in record["groups"].items():
         method, scheme = name.split(",")
         if (share := group["acr_gradient_share"]) is None or len(share["values"]) < 2:
             continue
@@ -288,7 +294,7 @@ def doses(told: Mapping[str, Any]) -> list[str]:
         elif share["mean"] > WORTH_A_STUDY:
             verdict = "TIS, ACR and placebo"
         lines.append(
-            f"| {told['methods'][method]['label']} | {scheme.upper()} | {len(share['values'])} "
+            f"| {record['methods'][method]['label']} | {scheme.upper()} | {len(share['values'])} "
             f"| {share['mean']:.2g} | {bound:.2g} | {verdict} |"
         )
     return lines
@@ -299,18 +305,24 @@ def main() -> None:
     parser.add_argument("record", type=Path, help="study.json of a qurl study")
     parser.add_argument("--alone", type=Path, help="of S2: that of runs made one after another")
     args = parser.parse_args()
-    told = json.loads(args.record.read_text(encoding="utf-8"))
-    if told["name"] == "one_block":
-        mean, half = mean_interval(slope_on_kl(told))
-        lines = [*comparisons(told), "", *to_unquantized(told), ""]
+    record = json.loads(args.record.read_text(encoding="utf-8"))
+    if record["name"] == "one_block":
+        mean, half = mean_interval(slope_on_kl(record))
+        lines = [*comparisons(record), "", *to_unquantized(record), ""]
         lines += [f"Uncorrected: {mean:+.2f} ± {half:.2f} points for each factor of ten in KL."]
-    elif told["name"] == "hard":
-        lines = [*comparisons(told, PRIMARY_HARD), "", *to_unquantized(told), "", *collapses(told)]
+    elif record["name"] == "hard":
+        lines = [
+            *comparisons(record, PRIMARY_HARD),
+            "",
+            *to_unquantized(record),
+            "",
+            *collapses(record),
+        ]
         if args.alone:
             alone = json.loads(args.alone.read_text(encoding="utf-8"))
-            lines += ["", *at_equal_seconds(told, alone)]
+            lines += ["", *at_equal_seconds(record, alone)]
     else:
-        lines = doses(told)
+        lines = doses(record)
     print("\n".join(lines))
 
 

@@ -22,7 +22,7 @@ from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.observe.text import MINUS
 
 DOCS = Path(__file__).parents[1] / "docs"
-Told = Mapping[str, Any]  # what a study.json holds
+Record = Mapping[str, Any]  # what a study.json holds
 
 METHODS = {
     "unquantized rollouts": "bf16",
@@ -42,7 +42,7 @@ SCALES = {
 }
 
 
-def corrections(told: Told, scheme: str) -> list[str]:
+def corrections(record: Record, scheme: str) -> list[str]:
     """How each method ended under one scheme, and unquantized."""
     lines = [
         "| method | trained policy, % | seeds | as rolled out, % | KL | largest rho | clipped "
@@ -50,7 +50,7 @@ def corrections(told: Told, scheme: str) -> list[str]:
         "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     for label, method in METHODS.items():
-        group = _group(told, method, scheme)
+        group = _group(record, method, scheme)
         seeds = ", ".join(f"{value:.1f}" for value in percents(group, TRAINED))
         acted = f"{100 * group['acr_active']['mean']:.2f} %" if "acr" in method else NOTHING
         lines.append(
@@ -61,14 +61,14 @@ def corrections(told: Told, scheme: str) -> list[str]:
     return lines
 
 
-def against_unquantized(told: Told) -> list[str]:
+def against_unquantized(record: Record) -> list[str]:
     """The differences of the trained policies, by Welch's t-test."""
     lines = ["| method | four bits | eight bits |", "|---|---:|---:|"]
-    unquantized = percents(_group(told, "bf16", "none"), TRAINED)
+    unquantized = percents(_group(record, "bf16", "none"), TRAINED)
     for label, method in list(METHODS.items())[1:]:
         cells = []
         for scheme in ("int4", "int8"):
-            trained = percents(_group(told, method, scheme), TRAINED)
+            trained = percents(_group(record, method, scheme), TRAINED)
             gap = f"{trained.mean() - unquantized.mean():+.1f}".replace("-", MINUS)
             p = stats.ttest_ind(trained, unquantized, equal_var=False).pvalue
             cells.append(f"{gap} (p = {p:.2f})".replace("= 0.", "= ."))
@@ -76,7 +76,7 @@ def against_unquantized(told: Told) -> list[str]:
     return lines
 
 
-def scales(told: Told) -> list[str]:
+def scales(record: Record) -> list[str]:
     """A larger s and a larger learning rate, with ACR."""
     lines = [
         "| setting | rollouts | trained policy, % | as rolled out, % | codes that change per step "
@@ -85,7 +85,7 @@ def scales(told: Told) -> list[str]:
     ]
     for rollouts, scheme in (("INT8", "int8"), ("INT4, simulated", "int4")):
         for label, method in SCALES.items():
-            group = _group(told, method, scheme)
+            group = _group(record, method, scheme)
             names = ("code_flip_rate", "weight_update", "weight_error")
             flips, update, error = (group[name]["mean"] for name in names)
             ratio = f"{update / error:.2g}" if update > 0.01 * error else f"{update / error:.4f}"
@@ -97,15 +97,15 @@ def scales(told: Told) -> list[str]:
     return lines
 
 
-def uaq_or_lr(told: Told) -> list[str]:
+def uaq_or_lr(record: Record) -> list[str]:
     """UAQ beside larger learning rates, paired by seed."""
     lines = [
         "| setting | unquantized | UAQ's, higher by | as rollouts | UAQ's, higher by | flips |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    uaq = told["groups"]["uaq,int8"]
-    for method, settings in told["methods"].items():
-        group, cells = told["groups"][f"{method},{settings['schemes'][0]}"], []
+    uaq = record["groups"]["uaq,int8"]
+    for method, settings in record["methods"].items():
+        group, cells = record["groups"][f"{method},{settings['schemes'][0]}"], []
         for what in (TRAINED, "accuracy"):
             more = NOTHING
             if group is not uaq:
@@ -118,9 +118,9 @@ def uaq_or_lr(told: Told) -> list[str]:
     return lines
 
 
-TABLES: dict[str, tuple[str, str, Callable[[Told], list[str]]]] = {
-    "four bits": ("results/study.md", "study_cpu", lambda told: corrections(told, "int4")),
-    "eight bits": ("results/study.md", "study_cpu", lambda told: corrections(told, "int8")),
+TABLES: dict[str, tuple[str, str, Callable[[Record], list[str]]]] = {
+    "four bits": ("results/study.md", "study_cpu", lambda record: corrections(record, "int4")),
+    "eight bits": ("results/study.md", "study_cpu", lambda record: corrections(record, "int8")),
     "against unquantized": ("results/study.md", "study_cpu", against_unquantized),
     "scales": ("results/study.md", "study_cpu", scales),
     "UAQ or learning rate": ("algorithms.md", "uaq_or_lr", uaq_or_lr),
@@ -128,7 +128,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Told], list[str]]]] = {
 """Name of the marks: the page, its record in docs/results, and what writes the table."""
 
 
-def percents(group: Told, name: str) -> np.ndarray:
+def percents(group: Record, name: str) -> np.ndarray:
     """A final number of each run."""
     return 100 * np.array(group[name]["values"])
 
@@ -136,11 +136,11 @@ def percents(group: Told, name: str) -> np.ndarray:
 def pages() -> dict[Path, str]:
     """Every page with its tables made again."""
     texts: dict[Path, str] = {}
-    for name, (page, record, make) in TABLES.items():
+    for name, (page, file, make) in TABLES.items():
         path = DOCS / page
-        told = json.loads((DOCS / f"results/{record}.json").read_text(encoding="utf-8"))
+        record = json.loads((DOCS / f"results/{file}.json").read_text(encoding="utf-8"))
         text = texts.get(path) or path.read_text(encoding="utf-8")
-        table = "\n".join(make(told))
+        table = "\n".join(make(record))
         begin, end = f"<!-- {name} -->\n\n", f"\n\n<!-- {name}: end -->"
         before, opened, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
@@ -149,11 +149,11 @@ def pages() -> dict[Path, str]:
     return texts
 
 
-def _group(told: Told, method: str, scheme: str) -> Told:
-    return told["groups"][f"{method},{'none' if method == 'bf16' else scheme}"]
+def _group(record: Record, method: str, scheme: str) -> Record:
+    return record["groups"][f"{method},{'none' if method == 'bf16' else scheme}"]
 
 
-def _spread(group: Told, name: str) -> str:
+def _spread(group: Record, name: str) -> str:
     values = percents(group, name)
     return f"{values.mean():.1f} ± {values.std(ddof=1):.1f}"
 

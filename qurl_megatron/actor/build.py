@@ -88,7 +88,7 @@ def transformer_config(
 
 
 def _expert_options(experts: Experts | None, parallel: ParallelConfig) -> dict[str, Any]:
-    """Every token reaches the experts its router chose: none is dropped, no loss balances them.
+    """Every token reaches the experts its router chose: none is dropped.
 
     The router computes in the dtype of the model, as transformers and engines do; in FP32 it would
     choose other experts than they where two are nearly equal.

@@ -37,7 +37,7 @@ from qurl_megatron.types import routes_dtype
 
 @dataclass(frozen=True)
 class Balance:
-    """The auxiliary loss of one microbatch: whose tokens these are, and what a response counts."""
+    """The auxiliary loss of a microbatch: which response a token is of, and its weight."""
 
     owner_T: Tensor  # int64: a response of the microbatch; padding has R
     length_R: Tensor  # float32: tokens of each, over all ranks
@@ -126,17 +126,13 @@ class Routing:
             self._routers.append(layer.mlp.router.router_replay)
 
     def begin(self, batches: Sequence[TokenBatch], *, backward: bool) -> None:
-        """Before a schedule's first pass; with ``backward`` all data ranks call it together."""
+        """Before a schedule's first pass. Every data rank has as many responses of an update."""
         for router in self._routers:
             router.earlier = deque() if backward and self._recompute else None
             router.given = router.balance = None
         self._share = 0.0
         if backward and self._aux_coef:
-            responses = torch.tensor(
-                sum(len(b.indices) for b in batches), device=batches[0].mask.device
-            )
-            dist.all_reduce(responses, group=self._ranks.data.group)
-            self._share = 1.0 / int(responses)
+            self._share = 1.0 / (sum(len(b.indices) for b in batches) * self._ranks.data.size)
             # Megatron averages over microbatches and data ranks (``Trained.accumulate``).
             self._scale = self._aux_coef * len(batches) * self._ranks.data.size
             self._updates += 1
@@ -156,7 +152,7 @@ class Routing:
     def _balance(self, batch: TokenBatch) -> Balance:
         rows, length = batch.real.shape
         starts = batch.starts or range(0, (rows + 1) * length, length)
-        inner = torch.tensor(starts[1:-1], device=batch.real.device)
+        inner = torch.tensor(starts[1:-1], dtype=torch.int64, device=batch.real.device)
         place = torch.arange(rows * length, device=batch.real.device)
         owner = torch.bucketize(place, inner, right=True).view(rows, length)
         owner = torch.where(batch.real, owner, len(batch.indices))

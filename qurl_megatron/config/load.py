@@ -81,6 +81,20 @@ class RunConfig:
             "other ranks, and with parallel.expert=1 none travels; leave it out",
         )
         require(
+            self.model.dtype == "bfloat16" or parallel.expert_dispatcher == "alltoall",
+            f"parallel.expert_dispatcher={parallel.expert_dispatcher} carries tokens in BF16 "
+            f"alone, and model.dtype={self.model.dtype}; leave it out",
+        )
+        same_tokens = parallel.tensor * parallel.context
+        require(
+            parallel.expert_dispatcher != "hybridep"
+            or self.train.max_tokens == 0
+            or parallel.expert <= same_tokens,
+            "parallel.expert_dispatcher=hybridep needs equally many tokens on all ranks that "
+            "exchange them, and with train.max_tokens those of data ranks differ; set deepep, or "
+            f"parallel.expert to parallel.tensor * parallel.context = {same_tokens} at most",
+        )
+        require(
             self.algo.deal == "responses"
             or self.data.prompts_per_step % self.algo.minibatches == 0,
             f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "

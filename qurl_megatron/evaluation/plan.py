@@ -18,6 +18,7 @@ from qurl_megatron.config import RunConfig, load, to_toml
 from qurl_megatron.config.arguments import add_overrides
 from qurl_megatron.config.keys import require
 from qurl_megatron.config.load import build, read_tables
+from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import shipped, shipped_names
 
@@ -170,7 +171,19 @@ def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
         "reward.kind, and reward.failed to 0 or 1",
     )
     cells = tuple(_cells(recipe, settings, methods, shared.model.path))
+    if settings.final_prompts:
+        _require_final_questions(cells)
     return Study(file, settings.title or file.stem, recipe, settings, methods, cells)
+
+
+def _require_final_questions(cells: Sequence[Cell]) -> None:
+    """Raise ConfigError where a cell's data cannot ask its trained policy anything."""
+    for cell in {repr(cell.config.data): cell for cell in cells}.values():
+        answers = bool(cell.config.reward.kind)
+        try:
+            held_out_questions(cell.config.data, cell.final_prompts, answers=answers)
+        except ConfigError as error:
+            raise ConfigError(f"final_prompts={cell.final_prompts}: {error}") from None
 
 
 def _method(name: str, settings: Settings) -> Method:
@@ -183,6 +196,12 @@ def _method(name: str, settings: Settings) -> Method:
     every = {"schemes": list(settings.schemes), "seeds": list(settings.seeds)}
     table = {"label": name, **every, **table}
     method = build(Method, table, f"methods.{name}.")
+    own = {setting.partition("=")[0] for setting in method.overrides}
+    require(
+        not settings.warmstart_seeds or not own & {"model.path", "warmstart.seed"},
+        f"methods.{name}.overrides: warmstart_seeds sets model.path and warmstart.seed of every "
+        "run; leave them out",
+    )
     require(
         bool(method.schemes),
         f'methods.{name}.schemes is empty; leave it out for all schemes, or set it to ["none"] for '

@@ -62,7 +62,9 @@ METRICS: dict[str, Known] = {
     "loss/*": Known("mean over tokens of this value of yours"),
     "acr/active_fraction": Known("tokens whose clip bound was raised", "share"),
     "acr/rescued_fraction": Known("tokens that the bound without ACR would have clipped", "share"),
-    "acr/gradient_share": Known("of the sum of |w R A| over unclipped tokens, theirs", "share"),
+    "acr/gradient_share": Known(
+        "rescued tokens in the sum of |w R A| over unclipped ones", "share"
+    ),
     "correction/weight_mean": Known("mean importance weight, truncated", "near 1"),
     "correction/banded_fraction": Known("tokens outside IcePop's band", "share"),
     "correction/rejected_responses": Known("responses that were rejected", "share"),

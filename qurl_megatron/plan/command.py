@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from qurl_megatron.config import RunConfig, load
+from qurl_megatron.config import ParallelConfig, RunConfig, load
 from qurl_megatron.config.arguments import add_recipe
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import aligned
@@ -143,13 +143,21 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
 
 
 def _refuse_given(config: RunConfig, arch: Arch, given: Sequence[str]) -> None:
-    """Raise ConfigError if the model forbids a size that the user gave: the layouts planned have
-    others, as they may in place of the recipe's own."""
-    try:
-        check_division(config, arch)
-    except ConfigError as error:  # which begins with the key
-        if str(error).partition("=")[0] in {setting.partition("=")[0] for setting in given}:
-            raise
+    """Raise ConfigError if the model forbids a size given on the command line.
+
+    Planned layouts may replace the recipe's own sizes, but must not silently ignore the user's.
+    """
+    keys = {setting.partition("=")[0] for setting in given}
+    loosest = ParallelConfig(expert=arch.experts.count if arch.experts else 1)
+    own, sizes = config.parallel, loosest
+    if "parallel.tensor" in keys:
+        sizes = replace(sizes, tensor=own.tensor)
+    if "parallel.pipeline" in keys:
+        sizes = replace(sizes, pipeline=own.pipeline)
+    if "parallel.expert" in keys:
+        sizes = replace(sizes, expert=own.expert)
+    engine_tensor = config.engine_tensor if "rollout.engine_tensor" in keys else 1
+    check_division(config, arch, sizes, engine_tensor)
 
 
 def workload(config: RunConfig, mean: float | None, prompt: float | None) -> Workload:

@@ -229,7 +229,7 @@ class Publisher:
         )
         if self.sender.cut:
             refuse_whole_experts(engines)
-            self._update.begin()  # one that fails here must not be behind, or before, another
+            self._update.begin()  # an engine that fails to pause must not stand in a chain
         sizes = self._update.sizes
         self._update.turns = self.sender.arrange(sizes)
         if self.sender.cut:
@@ -327,10 +327,8 @@ def _blobs_for(parts: Sequence[Blobs]) -> BlobsFor:
     by_place: dict[Place, list[Blob]] = {}
     for blobs in parts:
         for to, blob in blobs.items():
-            of_place = by_place.setdefault(to, [])
-            if blob.pieces:
-                of_place.append(blob)
-
+            # Of every training rank, even if it is empty: ``in_turn`` counts them.
+            by_place.setdefault(to, []).append(blob)
     encodings = {to: encoded(blobs) for to, blobs in by_place.items()}
 
     def blobs_for(engine: EngineRecord, rank: int) -> bytes:

@@ -94,7 +94,6 @@ class Update:
 
     def connect(self) -> None:
         """Have the engines open their end of the transport, while the ranks open theirs."""
-        self.begin()
         self._start(lambda engine: self._call(engine, "connect", 0), "connecting")
 
     def bucket(self, blobs: BlobsFor) -> None:

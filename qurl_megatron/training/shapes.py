@@ -5,7 +5,7 @@ from pathlib import Path
 
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.checkpoints.places import description_of
-from qurl_megatron.config import RunConfig
+from qurl_megatron.config import ParallelConfig, RunConfig
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import ROOT
@@ -64,32 +64,45 @@ def check_computed(config: RunConfig, arch: Arch) -> None:
         raise ConfigError(f"model.path={config.model.path}: {ALIGNED_EXPERTS}")
 
 
-def check_division(config: RunConfig, arch: Arch) -> None:
+def check_division(
+    config: RunConfig,
+    arch: Arch,
+    parallel: ParallelConfig | None = None,
+    engine_tensor: int | None = None,
+) -> None:
     """Raise ``ConfigError`` where the model does not divide over the ranks of trainer or engines,
-    or is not computed so."""
-    parallel = config.parallel
+    or is not computed so.
+
+    Args:
+        parallel, engine_tensor: sizes in place of the configuration's.
+    """
+    parallel = parallel or config.parallel
+    engine_tensor = engine_tensor or config.engine_tensor
     arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
     check_computed(config, arch)
-    split = arch
-    if config.rollout.deals_experts:
-        split = replace(arch, experts=None)  # engines have whole ones
-    if not engine_divides(split, config.engine_tensor):
+    whole = config.rollout.deals_experts
+    if not engine_divides(arch, engine_tensor, whole_experts=whole):
         sizes = f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
-        if split.experts:
-            sizes += f", or its moe_intermediate_size={split.routed.intermediate}"
-        fitting = [n for n in range(1, arch.heads + 1) if engine_divides(split, n)]
+        if arch.experts and not whole:
+            sizes += f", or its moe_intermediate_size={arch.experts.intermediate}"
+        if arch.experts and arch.experts.shared:
+            sizes += f", or its shared_expert_intermediate_size={arch.experts.shared}"
+        fitting = [
+            n for n in range(1, arch.heads + 1) if engine_divides(arch, n, whole_experts=whole)
+        ]
         raise ConfigError(
-            f"rollout.engine_tensor={config.engine_tensor} does not divide the model's {sizes}; "
+            f"rollout.engine_tensor={engine_tensor} does not divide the model's {sizes}; "
             f"use one of {fitting}"
         )
     if SCHEMES[config.quant.scheme].block:
-        _refuse_cut_squares(config, arch)
+        _refuse_cut_squares(config, arch, parallel, engine_tensor)
 
 
-def _refuse_cut_squares(config: RunConfig, arch: Arch) -> None:
+def _refuse_cut_squares(
+    config: RunConfig, arch: Arch, parallel: ParallelConfig, engines: int
+) -> None:
     """Raise ``ConfigError`` where a rank of trainer or engines would have a part of a square that
     shares a scale, or SGLang would fuse projections in the middle of one."""
-    parallel, engines = config.parallel, config.engine_tensor
     for name in hf_shapes(replace(arch, num_layers=1)):
         if not is_quantized(name):
             continue
@@ -111,12 +124,19 @@ def _refuse_cut_squares(config: RunConfig, arch: Arch) -> None:
             )
 
 
-def engine_divides(arch: Arch, tensor: int) -> bool:
+def engine_divides(arch: Arch, tensor: int, *, whole_experts: bool = False) -> bool:
     """Whether an engine of ``tensor`` GPUs can split the heads, and each expert, of which every GPU
-    has its part; keys and values may be shared."""
-    if arch.experts and arch.experts.intermediate % tensor:
+    has its part; keys and values may be shared.
+
+    Args:
+        whole_experts: experts are dealt to the GPUs instead, but for a shared one.
+    """
+    split = [arch.heads]
+    if arch.experts:
+        split += [arch.experts.shared, 0 if whole_experts else arch.experts.intermediate]
+    if any(size % tensor for size in split):
         return False
-    return not (arch.heads % tensor or (arch.kv_heads % tensor and tensor % arch.kv_heads))
+    return not (arch.kv_heads % tensor and tensor % arch.kv_heads)
 
 
 def _find(model_path: str, given: Path | None) -> Path:

@@ -144,7 +144,7 @@ def in_turn(blobs: Sequence[Blob], turn: Turn) -> list[Blob]:
     """
     place, count = turn
     first = place * len(blobs) // count
-    return [*blobs[first:], *blobs[:first]]
+    return [blob for blob in (*blobs[first:], *blobs[:first]) if blob.pieces]
 
 
 class Receipt(Record, frozen=True):

@@ -121,7 +121,7 @@ class Sender:
         """Decide how the bytes reach these engines, given their TP sizes, for ``describe`` to tell.
 
         Returns:
-            Whose turn is when.
+            Each engine's turn, by name.
         """
         return {engine: (place, len(engines)) for place, engine in enumerate(engines)}
 

@@ -145,6 +145,16 @@ TOOL = "rollout.environment=tool.py:Tool"
             "reward.kind=exact would not be used beside reward.url",
         ),
         (["parallel.expert_dispatcher=deepep"], "with parallel.expert=1 none travels; leave it"),
+        (
+            ["parallel.expert=2", "parallel.data=2", "parallel.expert_dispatcher=deepep"]
+            + ["model.dtype=float32"],
+            "deepep carries tokens in BF16 alone, and model.dtype=float32; leave it out",
+        ),
+        (
+            ["parallel.expert=4", "parallel.data=4", "parallel.expert_dispatcher=hybridep"]
+            + ["model.dtype=bfloat16", "train.max_tokens=64"],
+            r"those of data ranks differ; set deepep, or .* parallel.context = \d at most",
+        ),
         ([TOOL, "reward.kind=exact"], "exact compares all that the policy wrote, and a con"),
     ],
 )

@@ -18,9 +18,9 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan import memory
 from qurl_megatron.plan.footprint import footprint, render
 from qurl_megatron.plan.memory import GIB, Pass
-from qurl_megatron.tensors.arch import read_arch
+from qurl_megatron.tensors.arch import Experts, read_arch
 from qurl_megatron.training import start
-from qurl_megatron.training.shapes import check_division, find_models
+from qurl_megatron.training.shapes import check_division, engine_divides, find_models
 from qurl_megatron.training.warmstart import warmstart
 from tests.support.descriptions import QWEN2
 from tests.support.meta_ranks import built
@@ -97,6 +97,14 @@ def test_layouts_that_would_cut_a_square_that_shares_a_scale_are_refused(setting
     alone = load("launch/recipes/quickstart.toml", [*settings, "parallel.tensor=1"])
     with pytest.raises(ConfigError, match=r"SGLang fuses .*k_proj.weight .* 64 rows"):
         check_division(alone, replace(arch, kv_heads=1, head_dim=64, heads=8))
+
+
+def test_experts_may_be_dealt_whole_to_an_engines_gpus_but_for_the_shared_one():
+    experts = Experts(count=4, top_k=2, intermediate=6, norm_topk_prob=True, shared=12)
+    arch = replace(ARCH, heads=8, kv_heads=8, experts=experts)
+    assert [n for n in (1, 2, 4, 8) if engine_divides(arch, n)] == [1, 2]
+    dealt = [n for n in (1, 2, 4, 8) if engine_divides(arch, n, whole_experts=True)]
+    assert dealt == [1, 2, 4]
 
 
 def test_keys_and_values_are_split_over_an_engines_ranks_until_one_head_is_left():

@@ -473,3 +473,9 @@ def test_a_layout_of_the_recipe_that_cannot_be_scaled_is_said(capsys):
     recipe = RECIPES / "grpo_qwen2.5_14b.toml"
     code, out, _ = call(capsys, recipe, "--gpus", "8", *shape, "--up-to", "0")
     assert code == 0 and "those of 8 GPUs: parallel.tensor=8 does not divide the model's" in out
+    # What the user gives is refused, whatever else of the recipe does not fit.
+    code, _, error = call(capsys, recipe, "--gpus", "8", *shape, "parallel.pipeline=5")
+    assert code == 2 and "parallel.pipeline=5 does not divide the model's" in error
+    cut = ["quant.scheme=fp8_block", "rollout.engine_tensor=8"]
+    code, _, error = call(capsys, RECIPES / "grpo_qwen2.5_14b.toml", "--gpus", "8", *cut)
+    assert code == 2 and "a smaller rollout.engine_tensor" in error

@@ -479,6 +479,24 @@ def test_the_trained_policy_may_be_asked_more_questions_than_a_run_asks_as_it_tr
     assert (cell.config.train.eval_prompts, cell.final_questions) == (0, 9)
 
 
+def test_a_study_that_asks_for_more_questions_than_there_are_does_not_begin(root):
+    (root / "study.toml").write_text(f"final_prompts = 200\n{STUDY}")
+    sums = "data.task_args={min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1}"
+    with pytest.raises(ConfigError, match="^final_prompts=200: .* distinct held-out questions"):
+        read_study(root / "study.toml", [sums])
+    assert read_study(root / "study.toml").cells
+
+
+@pytest.mark.parametrize("setting", ["model.path=other", "warmstart.seed=9"])
+def test_a_method_cannot_name_the_model_that_warm_starts_name(root, setting):
+    own = STUDY.replace("quant.uaq_scale=1.5", setting)
+    (root / "study.toml").write_text(f"warmstart_seeds = [0]\n{own}")
+    with pytest.raises(ConfigError, match="methods.acr.overrides: warmstart_seeds sets model.path"):
+        read_study(root / "study.toml")
+    (root / "study.toml").write_text(own)
+    assert read_study(root / "study.toml").cells
+
+
 def test_checkpoints_of_a_finished_run_are_deleted_where_the_study_says_so(root):
     (root / "study.toml").write_text(f"keep_checkpoints = false\n{STUDY}")
     checkpoints = root / "out/runs" / CELLS[0] / "checkpoints"

@@ -51,19 +51,21 @@ def json_of(path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def told(**arms: dict[tuple[int, int], float | None]) -> dict:
+def record_of(**arms: dict[tuple[int, int], float | None]) -> dict:
     """A study.json; by method the accuracy of each (warm start, seed), in percent."""
     runs = {}
     for method, values in arms.items():
         for (warm, seed), value in values.items():
             run = {"method": method, "scheme": "int4", "warmstart_seed": warm, "seed": seed}
-            run["accuracy_trained"] = None if value is None else value / 100
+            run |= {"accuracy_trained": None, "state": "failed"}
+            if value is not None:
+                run |= {"accuracy_trained": value / 100, "state": "done"}
             runs[f"{method}-{warm}-{seed}"] = run
     return {"runs": runs}
 
 
 def test_runs_are_paired_by_warm_start_and_seed_whatever_their_order():
-    study = told(
+    study = record_of(
         a={(0, 0): 50, (0, 1): 60, (1, 0): 70, (1, 1): 80},
         b={(1, 0): 60, (0, 1): 59, (0, 0): 45, (1, 1): None, (2, 0): 10},
     )
@@ -101,7 +103,9 @@ def test_the_log_rank_test_counts_runs_that_never_collapse_as_censored():
 
 def test_a_comparison_that_is_still_to_come_counts_in_the_correction():
     places = [(warm, seed) for warm in (0, 1) for seed in (0, 1, 2)]
-    study = told(a={place: 50 + i for i, place in enumerate(places)}, b=dict.fromkeys(places, 50))
+    study = record_of(
+        a={place: 50 + i for i, place in enumerate(places)}, b=dict.fromkeys(places, 50)
+    )
     planned = (
         Contrast("a - b", ("a,int4", "b,int4"), "different"),
         Contrast("a - c", ("a,int4", "c,int4"), "equivalent"),
@@ -111,6 +115,17 @@ def test_a_comparison_that_is_still_to_come_counts_in_the_correction():
     # The models' means are 1 and 4: +- 12.706 x 1.5.
     measured = "| a - b | 6 | +2.5 ± 2.0 | +2.5 ± 19.1 | different"
     assert lines[2:] == [f"{measured} | {p:.3f} | {2 * p:.3f} |"]
+
+
+def test_an_arm_with_a_failed_run_is_not_called_equivalent():
+    places = [(0, seed) for seed in range(4)]
+    same = {place: 50 + i for i, place in enumerate(places)}
+    b = {place: value + 0.1 * (i % 2) for i, (place, value) in enumerate(same.items())}
+    planned = (Contrast("a - b", ("a,int4", "b,int4"), "equivalent"),)
+    assert "| 0.000 | 0.000 |" in comparisons(record_of(a=same, b=b), planned)[2]
+    lines = comparisons(record_of(a=same, b={**b, (1, 0): None}), planned)
+    assert "| 4 | -0.0 ± 0.1 |" in lines[2] or "| 4 | -0.1 ± 0.1 |" in lines[2]
+    assert lines[2].endswith("| 1.000 | 1.000 |") and lines[-1] == "Failed: b-1-0."
 
 
 def test_a_dose_says_whether_an_outcome_is_run():
