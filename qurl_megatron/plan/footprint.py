@@ -8,15 +8,16 @@ the models' part to models that are really built.
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qurl_megatron.checkpoints.ops import parameter_count
 from qurl_megatron.config import RunConfig
+from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import aligned, how_many
 from qurl_megatron.plan import memory
 from qurl_megatron.plan.memory import GIB, Held, Pass, held_from_shapes, round_up
-from qurl_megatron.schemes import SERVED, title
+from qurl_megatron.schemes import SCHEMES, SERVED, title
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.training.shapes import Models, check_division, find_models
 from qurl_megatron.wire import SLOTS
@@ -249,11 +250,21 @@ def _engine(config: RunConfig, arch: Arch, trainer: int, gpu: int) -> EngineFoot
     itemsize = config.model.itemsize
     return EngineFootprint(
         weights={
-            scheme: memory.engine_weights(arch, scheme, tensor, itemsize) for scheme in SERVED
+            scheme: memory.engine_weights(arch, scheme, tensor, itemsize)
+            for scheme in SERVED
+            if SCHEMES[scheme].block is None or _leaves_squares_whole(config, arch, scheme)
         },
         token=memory.cached_token(arch, tensor, itemsize),
         room=int(memory.engine_free(gpu, at_rest) * _static_fraction(config)),
     )
+
+
+def _leaves_squares_whole(config: RunConfig, arch: Arch, scheme: str) -> bool:
+    try:
+        check_division(replace(config, quant=replace(config.quant, scheme=scheme)), arch)
+    except ConfigError:
+        return False
+    return True
 
 
 def _mapping_engines(config: RunConfig) -> int:
@@ -383,7 +394,7 @@ def _engine_lines(run: Footprint, engine: EngineFootprint) -> list[str]:
         f"{engine.room / GIB:.1f} GiB a GPU for weights and cache, "
         f"{engine.token / 1024:g} KiB a token of cache"
     ]
-    for scheme in sorted(SERVED, key="none".__eq__):
+    for scheme in sorted(engine.weights, key="none".__eq__):
         tokens = engine.tokens(scheme)
         lines.append(
             f"  {title(scheme):9} weights {engine.weights[scheme] / GIB:6.2f} GiB, cache of "

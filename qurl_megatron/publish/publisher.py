@@ -327,8 +327,10 @@ def _blobs_for(parts: Sequence[Blobs]) -> BlobsFor:
     by_place: dict[Place, list[Blob]] = {}
     for blobs in parts:
         for to, blob in blobs.items():
-            # Of every training rank, even if it is empty: ``in_turn`` counts them.
-            by_place.setdefault(to, []).append(blob)
+            of_place = by_place.setdefault(to, [])
+            if blob.pieces:
+                of_place.append(blob)
+
     encodings = {to: encoded(blobs) for to, blobs in by_place.items()}
 
     def blobs_for(engine: EngineRecord, rank: int) -> bytes:

@@ -139,12 +139,12 @@ def in_turn(blobs: Sequence[Blob], turn: Turn) -> list[Blob]:
     """Return a bucket's blobs in the order in which an engine's ranks fetch them.
 
     Each engine begins with another training rank's: if all began with the first one's, they would
-    share its link, and the other links would wait. Ranks of one engine keep one order: NCCL sends a
-    training rank's chunks to them in turn, and two orders could wait for each other.
+    share its link, and the other links would wait. Ranks of one engine have the same turn, since a
+    training rank sends to all of them at once.
     """
     place, count = turn
     first = place * len(blobs) // count
-    return [blob for blob in (*blobs[first:], *blobs[:first]) if blob.pieces]
+    return [*blobs[first:], *blobs[:first]]
 
 
 class Receipt(Record, frozen=True):

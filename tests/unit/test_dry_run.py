@@ -18,6 +18,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.plan import memory
 from qurl_megatron.plan.footprint import footprint, render
 from qurl_megatron.plan.memory import GIB, Pass
+from qurl_megatron.schemes import SERVED
 from qurl_megatron.tensors.arch import Experts, read_arch
 from qurl_megatron.training import start
 from qurl_megatron.training.shapes import check_division, engine_divides, find_models
@@ -384,3 +385,9 @@ def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(tmp_path):
 
 def test_the_room_for_log_probs_is_what_they_are_worked_out_in():
     assert SCRATCH_BYTES["cuda"] == memory.SCRATCH
+
+
+def test_a_format_that_cuts_its_squares_on_the_engines_is_not_listed():
+    for name, missing in (("grpo_qwen3_30b_a3b", {"fp8_block"}), ("grpo_qwen3_32b", set())):
+        run = footprint(load(f"launch/recipes/{name}.toml", []))
+        assert set(run.engine.weights) == set(SERVED) - missing

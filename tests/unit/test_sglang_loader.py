@@ -7,7 +7,7 @@ import torch
 from qurl_megatron.engines.sglang.loader import SGLangWeights
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard, Slice
-from qurl_megatron.wire.message import Blob, Message, Piece, checksum, in_turn, lay_out, piece_of
+from qurl_megatron.wire.message import Blob, Message, checksum, lay_out, piece_of
 from qurl_megatron.wire.session import UpdateEnd, pointers
 from tests.support.sglang_lookalikes import Qwen2ForCausalLM, targets, whole_tensors
 from tests.support.shards import shard
@@ -100,23 +100,13 @@ def test_an_engine_fetches_first_what_other_engines_do_not():
     whole, turns = whole_tensors(), []
     for turn, rank in itertools.product(((0, 2), (1, 2)), range(2)):
         engine = Engine(rank=rank, tp=2)
-        four = parts(whole, 4)
-        blobs = [engine.wire.put(part) for part in four]
+        blobs = [engine.wire.put(part) for part in parts(whole, 4)]
         engine.say("bucket", 0, tuple(blobs), turn=turn)
         engine.index = 1
         assert engine.check().error is None
         turns.append(engine.wire.fetched)
     # The second blob has nothing for the second rank.
     assert turns == [[0, 1, 2, 3], [0, 2, 3], [2, 3, 0, 1], [2, 3, 0]]
-
-
-def test_ranks_of_one_engine_keep_one_order_whatever_each_of_them_is_sent():
-    piece = Piece("weight", "uint8", (8,), None, 0, 0, checksum="")
-    blobs = [Blob({"number": rank}, 8, (piece,)) for rank in range(6)]
-    empty = [Blob({"number": rank}, 0, ()) for rank in range(6)]
-    order = [blob.where["number"] for blob in in_turn(blobs, (2, 3))]
-    some = in_turn([*blobs[:1], *empty[1:3], *blobs[3:]], (2, 3))
-    assert [blob.where["number"] for blob in some] == [n for n in order if n not in (1, 2)]
 
 
 @pytest.mark.parametrize("tp, ep", [(1, 0), (2, 0), (4, 0), (2, 1), (2, 2), (4, 2)])
