@@ -5,7 +5,8 @@ Adam's step does not grow with the gradient. Fold s into a norm and the linear l
 1 / s times as far in the norm's gain. So training the folded model is training the unfolded one
 with the learning rates that ``layerwise`` gives, as long as nothing looks at the size of a weight
 or of a gradient: with ``eps``, weight decay, a clipped gradient norm or weights rounded to BF16
-they part.
+they part. Without Adam, a step along the gradient, which folding makes s times as large, the rates
+are the squares of these: the s² of the paper's Eq. 12.
 
 ``python -m benchmarks.folding`` trains a small model both ways, under each of these, and
 records how far they part in docs/results/folding.json; docs/algorithms.md has the table.
@@ -108,6 +109,9 @@ class Setting:
     """What Adam and its surroundings do beside a step of the learning rate's size."""
 
     label: str
+    sgd: bool = False
+    """Plain gradient steps in Adam's place, the first as large as Adam's; for no other setting."""
+
     eps: float = 0.0
     gradient: float = 0.0
     """Root mean square of the first gradient's elements; 0: as it comes."""
@@ -125,7 +129,7 @@ class Setting:
 def train(
     weights: Weights, setting: Setting, rates: Mapping[str, float], steps: int, *, unit: float
 ) -> Weights:
-    """Adam on the next token of random sequences, the same ones in every call.
+    """Train on the next token of random sequences, the same ones in every call.
 
     Args:
         rates: learning rate of each tensor.
@@ -137,19 +141,23 @@ def train(
         {"params": [leaf], "lr": rates[name], "weight_decay": setting.decay * (leaf.ndim > 1)}
         for name, leaf in leaves.items()
     ]
-    # eps -> 0, but a gradient of exactly 0 must not become 0 / 0.
-    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=setting.eps or 1e-30, foreach=False)
     count = sum(w.numel() for w in weights.values())
     scale = setting.gradient * count**0.5 / unit if setting.gradient else 1.0
+    # eps -> 0, but a gradient of exactly 0 must not become 0 / 0.
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=setting.eps or 1e-30, foreach=False)
+    optimizer: torch.optim.Optimizer = adam
+    if setting.sgd:
+        scale = count**0.5 / unit
+        optimizer = torch.optim.SGD(groups, foreach=False)
     for step in range(steps):
         tokens = _batch(step)
         used = {n: _rounded(leaf) if setting.bf16 else leaf for n, leaf in leaves.items()}
         found = log_probs({n: w.double() for n, w in used.items()}, tokens[:, :-1])
-        adam.zero_grad()
+        optimizer.zero_grad()
         (F.nll_loss(found.flatten(0, 1), tokens[:, 1:].flatten()) * scale).backward()
         if setting.clip:
             torch.nn.utils.clip_grad_norm_(leaves.values(), setting.clip * unit * scale)
-        adam.step()
+        optimizer.step()
     return {name: leaf.detach() for name, leaf in leaves.items()}
 
 
@@ -200,11 +208,13 @@ def compare(
     """Train the model with ``s`` folded in, and unfolded with other learning rates in its place.
 
     Args:
-        instead: one factor of the whole learning rate, in the place of ``layerwise``.
+        instead: one factor of the whole learning rate, in the place of ``layerwise`` (with
+            ``sgd``, its square).
     """
     start, config = initial_weights(), {"model_type": "qwen2"}
     unit = _first_norm(start)
-    rates = {n: lr * (layerwise(n, s) if instead is None else instead) for n in start}
+    power = 2 if setting.sgd else 1
+    rates = {n: lr * (layerwise(n, s) ** power if instead is None else instead) for n in start}
     unfolded = train(start, setting, rates, steps, unit=unit)
     raw = train(fold_uaq(start, config, s), setting, dict.fromkeys(start, lr), steps, unit=unit)
     folded_in = unfold_uaq(raw, config)
@@ -240,8 +250,10 @@ def codes_that_differ(one: Weights, two: Weights) -> float:
 
 
 S = 1.5
+PLAIN_STEPS = Setting("no Adam, plain gradient steps", sgd=True)
 SETTINGS = (
     Setting("Adam, eps near 0"),
+    PLAIN_STEPS,
     Setting("eps 1e-8, gradients of 1e-5", eps=1e-8, gradient=1e-5),
     Setting("eps 1e-8, gradients of 1e-6", eps=1e-8, gradient=1e-6),
     Setting("weight decay 0.01", decay=0.01),
@@ -274,7 +286,8 @@ def table(record: Mapping[str, Any]) -> str:
         "|---|---|---:|---:|---:|",
     ]
     for label, row in record["layerwise"].items():
-        lines.append(f"| layer-wise learning rates | {label} | {_cells(row)} |")
+        squared = " squared" if label == PLAIN_STEPS.label else ""
+        lines.append(f"| layer-wise learning rates{squared} | {label} | {_cells(row)} |")
     for label, row in record["plain"].items():
         lines.append(f"| {label} the learning rate | {SETTINGS[0].label} | {_cells(row)} |")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.folding import (
+    PLAIN_STEPS,
     RECORD,
     Setting,
     codes_that_differ,
@@ -39,6 +40,24 @@ def test_under_adam_alone_folding_is_a_layer_wise_learning_rate():
     found = compare(ADAM, 1.5, steps=60)
     assert found.largest < 1e-14 and found.weights < 1e-11  # of log-probs of about -4
     assert found.codes == 0
+
+
+def test_with_plain_gradient_steps_the_rates_are_squared():
+    """The s² of the paper's Eq. 12, as a learning rate; not squared, it is another training."""
+    found = compare(PLAIN_STEPS, 1.5, steps=60)
+    assert found.largest < 1e-13 and found.weights < 1e-11 and found.codes == 0
+    assert compare(PLAIN_STEPS, 1.5, instead=1.5, steps=4).weights > 0.03
+    assert compare(PLAIN_STEPS, 2.0, steps=4).weights == 0
+
+
+@pytest.mark.parametrize(("setting", "farther"), [(ADAM, 1.5), (PLAIN_STEPS, 1.5**2)])
+def test_the_first_step_goes_s_or_s_squared_times_as_far_beside_a_weight(setting, farther):
+    start, config = initial_weights(), {"model_type": "qwen2"}
+    name, relative = "model.layers.0.mlp.up_proj.weight", []
+    for weights in (start, fold_uaq(start, config, 1.5)):
+        after = train(weights, setting, dict.fromkeys(start, 1e-6), 1, unit=1.0)
+        relative.append((after[name] - weights[name]).norm() / weights[name].norm())
+    assert relative[1] / relative[0] == pytest.approx(farther, rel=1e-6)
 
 
 def test_a_power_of_two_is_so_to_the_last_bit():
