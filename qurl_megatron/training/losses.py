@@ -100,6 +100,9 @@ class PolicyLoss:
         counts = dict.fromkeys(means, float(len(current)))
         counts |= zip(wholes, sums[len(means) :], strict=True)
         metrics = {name: Mean(s, counts[name]) for name, s in zip(means, sums, strict=False)}
+        for name in wholes:
+            if not counts[name]:  # no share of nothing
+                del metrics[name]
         return loss, {"policy/loss": Mean(total, 0.0), **metrics, **measured}
 
     def _objective(
