@@ -295,7 +295,7 @@ def doses(record: Mapping[str, Any]) -> list[str]:
             verdict = "TIS, ACR and placebo"
         lines.append(
             f"| {record['methods'][method]['label']} | {scheme.upper()} | {len(share['values'])} "
-            f"| {share['mean']:.2g} | {bound:.2g} | {verdict} |"
+            f"| {share['mean']:.3g} | {bound:.3g} | {verdict} |"
         )
     return lines
 

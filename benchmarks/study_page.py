@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.paired import mean_interval
+from benchmarks.paired import doses, mean_interval
 from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.observe.text import MINUS
@@ -124,6 +124,8 @@ TABLES: dict[str, tuple[str, str, Callable[[Record], list[str]]]] = {
     "against unquantized": ("results/study.md", "study_cpu", against_unquantized),
     "scales": ("results/study.md", "study_cpu", scales),
     "UAQ or learning rate": ("algorithms.md", "uaq_or_lr", uaq_or_lr),
+    "doses, sorting": ("results/README.md", "dose_sort", doses),
+    "doses, spiral": ("results/README.md", "dose_spiral", doses),
 }
 """Name of the marks: the page, its record in docs/results, and what writes the table."""
 

@@ -137,7 +137,7 @@ def test_a_dose_says_whether_an_outcome_is_run():
         methods[method] = {"label": method}
     lines = doses({"groups": groups, "methods": methods})[2:]
     # 2e-4 + 2.92 x 1e-4 / sqrt(3)
-    assert lines[0] == "| low | INT4 | 3 | 0.0002 | 0.00037 | ACR is TIS here |"
+    assert lines[0] == "| low | INT4 | 3 | 0.0002 | 0.000369 | ACR is TIS here |"
     assert lines[1].endswith("| no outcome is run |")
     assert lines[2].endswith("| TIS, ACR and placebo |")
 
