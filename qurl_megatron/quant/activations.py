@@ -34,6 +34,8 @@ TINY = torch.finfo(torch.float32).tiny
 CUDA_INT8_ROWS = 32
 CUDA_STEP = 16
 
+EXACT_IN_FP32 = 1024  # products of int8 codes, whose sum is at most 1024 * 128**2 = 2**24
+
 SGLANG_LEAST = 1e-10  # largest magnitude of a token that SGLang's INT8 kernel tells from zeros
 
 
@@ -161,6 +163,13 @@ def product_of_groups(
 
 def int8_matmul(a_TI: Tensor, w_OI: Tensor) -> Tensor:
     """Exact int32 product of int8 codes, [T, O]."""
+    if a_TI.device.type == "cpu" and not torch.cpu._is_vnni_supported():
+        # 30 times as fast as torch's integer product, which has no fast kernel there.
+        parts = zip(a_TI.split(EXACT_IN_FP32, dim=1), w_OI.split(EXACT_IN_FP32, dim=1), strict=True)
+        y_TO = a_TI.new_zeros(len(a_TI), len(w_OI), dtype=torch.int32)
+        for a_Ti, w_Oi in parts:
+            y_TO += (a_Ti.float() @ w_Oi.float().t()).int()
+        return y_TO
     rows = a_TI.shape[0]
     if a_TI.is_cuda and rows < CUDA_INT8_ROWS:
         a_TI = torch.nn.functional.pad(a_TI, (0, 0, 0, CUDA_INT8_ROWS - rows))

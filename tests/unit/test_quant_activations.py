@@ -72,10 +72,13 @@ def test_weights_are_rounded_as_tokens_are(scheme):
     assert torch.equal(codes.float(), weight.values.float()) and torch.equal(scale, weight.scale)
 
 
+@pytest.mark.parametrize("vnni", [True, False], ids=["integers", "slices in FP32"])
 @pytest.mark.parametrize("tokens,inputs,outputs", SHAPES)
-def test_int8_product_is_exact_at_the_largest_codes(tokens, inputs, outputs):
+def test_int8_product_is_exact_at_the_largest_codes(tokens, inputs, outputs, vnni, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
     torch.manual_seed(0)
-    a = torch.randint(0, 2, (tokens, inputs)).mul(254).sub(127).to(torch.int8)
-    w = torch.randint(0, 2, (outputs, inputs)).mul(254).sub(127).to(torch.int8)
+    a = torch.randint(96, 128, (tokens, inputs)).to(torch.int8)
+    w = torch.randint(96, 128, (outputs, inputs)).to(torch.int8)
     a[0], w[0] = 127, 127  # the sum that saturates 16-bit intermediate results
+    a[-1], w[-1] = -128, -128  # the largest sum there is
     assert torch.equal(activations.int8_matmul(a, w).long(), a.long() @ w.long().t())
