@@ -1,5 +1,8 @@
 """Tests between the arms of a study, run by run: pairs share their warm start and their seed.
 
+A study whose record was joined of parts has its own models in each: another machine may round
+differently, and make another model of the same seed.
+
     python -m benchmarks.paired OUT/study.json [--alone OUT_ALONE/study.json]
 
 prints what docs/results/preregistered.md plans for the study: of S0 the doses, of S1 and S2 the
@@ -39,6 +42,9 @@ class Contrast:
 
 SIGNS = (1, -1, -1, 1)
 
+Place = tuple[int, Any, int]
+"""What a pair shares: the part of the study (0 where it has none), warm start and seed."""
+
 PRIMARY = (
     Contrast("ACR - TIS", ("acr,int4", "tis,int4"), "equivalent"),
     Contrast("UAQ - 1.33 x lr", ("tis_uaq,int4", "tis_lr133,int4"), "equivalent"),
@@ -71,13 +77,13 @@ PRIMARY_HARD = (
 )
 
 
-def differences(record: Mapping[str, Any], arms: Sequence[str]) -> dict[tuple[Any, int], float]:
-    """Return the difference in points by (warm start, seed), where all arms have a run."""
+def differences(record: Mapping[str, Any], arms: Sequence[str]) -> dict[Place, float]:
+    """Return the difference in points of each pair, where all arms have a run."""
     values = []
     for arm in arms:
         values.append(
             {
-                (run["warmstart_seed"], run["seed"]): 100 * run[TRAINED]
+                _place(run): 100 * run[TRAINED]
                 for run in record["runs"].values()
                 if _arm(run) == arm and run.get(TRAINED) is not None
             }
@@ -88,9 +94,9 @@ def differences(record: Mapping[str, Any], arms: Sequence[str]) -> dict[tuple[An
     }
 
 
-def by_warm_start(of_pairs: Mapping[tuple[Any, int], float]) -> np.ndarray:
+def by_warm_start(of_pairs: Mapping[Place, float]) -> np.ndarray:
     """Return the mean difference of each warm start."""
-    pairs = groupby(of_pairs.items(), lambda pair: pair[0][0])
+    pairs = groupby(of_pairs.items(), lambda pair: pair[0][:2])
     return np.array([fmean(value for _, value in members) for _, members in pairs])
 
 
@@ -247,14 +253,14 @@ def at_equal_seconds(
         f"| arm | seconds of a step | steps in {time:.0f} s | accuracy, % | to Eq. 1, points |",
         "|---|---:|---:|---:|---:|",
     ]
-    reached: dict[str, dict[tuple[Any, int], float]] = {}
+    reached: dict[str, dict[Place, float]] = {}
     for arm, seconds in step_seconds.items():
         reached[arm] = {}
         for run in record["runs"].values():
             if _arm(run) == arm and "curves" in run:
                 curve = run["curves"]["eval/accuracy"]
                 value = 100 * np.interp(time / seconds, curve["steps"], curve["values"])
-                reached[arm][run["warmstart_seed"], run["seed"]] = float(value)
+                reached[arm][_place(run)] = float(value)
     for arm, values in reached.items():
         common = sorted(values.keys() & reached[EQ1].keys())
         more = np.array([values[place] - reached[EQ1][place] for place in common])
@@ -264,6 +270,10 @@ def at_equal_seconds(
             f"| {NOTHING if arm == EQ1 else _interval(more)} |"
         )
     return lines
+
+
+def _place(run: Mapping[str, Any]) -> Place:
+    return run.get("part", 0), run["warmstart_seed"], run["seed"]
 
 
 def _arm(run: Mapping[str, Any]) -> str:

@@ -1,10 +1,10 @@
-"""The tables that pages have of studies, made from the study.json that is kept of each.
+"""The tables and pictures that pages have of studies, made from the study.json kept of each.
 
     python -m benchmarks.study_page
 
 writes each table of ``TABLES`` again between its two marks, ``<!-- NAME -->`` and
-``<!-- NAME: end -->``; a test holds them equal. To renew one, put the study.json of ``qurl study``
-in the place of its record in docs/results, and call this.
+``<!-- NAME: end -->``, and draws the pictures; tests hold both to the records. To renew them, put
+the study.json of ``qurl study`` in the place of its record in docs/results, and call this.
 """
 
 import json
@@ -17,6 +17,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.paired import doses, mean_interval
+from benchmarks.study_pictures import IMAGES, PICTURES, png
 from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.observe.text import MINUS
@@ -174,6 +175,9 @@ def main() -> int:
     for path, text in pages().items():
         write_whole(path, text)
         print(path.relative_to(DOCS.parent))
+    for name, picture in PICTURES.items():
+        write_whole(IMAGES / name, png(picture))
+        print((IMAGES / name).relative_to(DOCS.parent))
     return 0
 
 

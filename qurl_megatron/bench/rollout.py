@@ -206,15 +206,29 @@ def figures_of(outcomes: Sequence[LoadOutcome]) -> list[Figure]:
     return figures
 
 
-def ratios(cases: Sequence[Case]) -> list[str]:
-    """Return a line for each 8-bit case beside BF16's of the same engine and load, if both count.
+@dataclass(frozen=True)
+class Speedup:
+    """Tokens/s of an 8-bit case over those of BF16 in the same round."""
 
-    It has the median of tokens/s over BF16's in the same round, and its 95 % confidence interval by
-    the sign test; of five rounds or fewer, which are too few for one, the least and the most.
+    case: Case
+    median: float
+    low: float
+    high: float
+
+    @property
+    def scheme(self) -> str:
+        return str(self.case.keys["scheme"]).upper()
+
+
+def speedups(cases: Sequence[Case]) -> list[Speedup]:
+    """Return one for each 8-bit case beside BF16's of the same engine and load, if both count.
+
+    The interval is the median's, 95 % by the sign test; of five rounds or fewer, which are too few
+    for one, the least and the most.
     """
     from scipy.stats import quantile_test  # it takes half a second to import
 
-    lines = []
+    found = []
     for case, bf16 in itertools.permutations(cases, 2):
         load = {key for key in case.keys if case.keys[key] == bf16.keys[key]}
         alike = load >= case.keys.keys() - {"scheme", "dtype"}
@@ -225,7 +239,14 @@ def ratios(cases: Sequence[Case]) -> list[str]:
         low, high = quantile_test(rounds, p=0.5).confidence_interval(0.95)
         if math.isnan(low):
             low, high = min(rounds), max(rounds)
-        scheme = str(case.keys["scheme"]).upper()
-        span = f"{statistics.median(rounds):.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"{case.name}: {scheme} / BF16 = {span}")
+        found.append(Speedup(case, statistics.median(rounds), float(low), float(high)))
+    return found
+
+
+def ratios(cases: Sequence[Case]) -> list[str]:
+    """Return a line for each of the ``speedups``."""
+    lines = []
+    for s in speedups(cases):
+        span = f"{s.median:.2f} ({s.low:.2f} to {s.high:.2f})"
+        lines.append(f"{s.case.name}: {s.scheme} / BF16 = {span}")
     return lines

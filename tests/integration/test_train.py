@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.weight_changes import changes
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
 from qurl_megatron.observe.catalogue import known
@@ -86,6 +87,17 @@ def test_a_run_leaves_metrics_report_and_checkpoint_and_no_process(uninterrupted
     assert (uninterrupted / "checkpoints/step_000004/state.json").is_file()
     left = subprocess.run(["pgrep", "-f", str(uninterrupted.parent / "model")], capture_output=True)
     assert left.returncode == 1, left.stdout
+
+
+def test_between_checkpoints_the_weights_have_moved_as_the_run_measured(uninterrupted):
+    """Of whole weights here, of the shards of two ranks there."""
+    (change,) = changes(uninterrupted, "int8")
+    assert (change.first, change.last) == (2, 4)
+    seen = metrics(uninterrupted)
+    assert change.error == pytest.approx(seen[4]["quant/weight_error"], rel=1e-5)
+    steps = [seen[step]["quant/weight_update"] ** 0.5 for step in (3, 4)]
+    assert max(steps) - min(steps) < change.update**0.5 < 1.0001 * sum(steps)
+    assert 0 < change.flips < 1
 
 
 def test_from_a_converted_checkpoint_a_run_measures_the_same_and_converts_back(

@@ -5,8 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy import stats
 
+from benchmarks.join_studies import joined
+from benchmarks.join_studies import main as join
 from benchmarks.mismatch_page import kept
 from benchmarks.paired import (
     ANSWERS,
@@ -30,7 +33,9 @@ from benchmarks.paired import (
     upper_bound,
 )
 from benchmarks.study_page import DOCS, TABLES, pages
+from benchmarks.study_pictures import IMAGES, MADE_OF, PICTURES, digest, png
 from qurl_megatron.evaluation.plan import read_study
+from qurl_megatron.evaluation.study_results import FINAL_NAMES
 
 STUDIES = DOCS.parent / "launch/studies"
 
@@ -39,6 +44,13 @@ def test_the_tables_of_the_pages_are_made_of_the_records():
     """``python -m benchmarks.study_page`` writes them again."""
     for path, text in pages().items():
         assert path.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_drawn_of_the_records_as_they_are(name):
+    """``python -m benchmarks.study_page`` draws them again."""
+    assert Image.open(IMAGES / name).text[MADE_OF] == digest(PICTURES[name].records)
+    assert png(PICTURES[name]).startswith(b"\x89PNG")
 
 
 def test_every_record_of_a_study_is_on_a_page():
@@ -70,7 +82,7 @@ def test_runs_are_paired_by_warm_start_and_seed_whatever_their_order():
         b={(1, 0): 60, (0, 1): 59, (0, 0): 45, (1, 1): None, (2, 0): 10},
     )
     found = differences(study, ("a,int4", "b,int4"))
-    assert found == pytest.approx({(0, 0): 5, (0, 1): 1, (1, 0): 10})
+    assert found == pytest.approx({(0, 0, 0): 5, (0, 0, 1): 1, (0, 1, 0): 10})
     assert by_warm_start(found).tolist() == pytest.approx([3, 10])
     # A difference in differences: (a - b) - (b - a) is twice the difference.
     arms = ("a,int4", "b,int4", "b,int4", "a,int4")
@@ -213,3 +225,46 @@ def test_the_planned_arms_are_those_of_the_study_file():
     for name in ("dose_sort", "dose_spiral", "one_block", "hard"):
         assert f"launch/studies/{name}.toml" in page
         assert f"{len(read_study(STUDIES / f'{name}.toml').cells)} runs" in page
+
+
+def part_of(done: dict[str, float | None], machine: str) -> dict:
+    """study.json of two arms with one pair each on two models, of which these runs have ended."""
+    runs = {}
+    for method, warm in (("a", 0), ("b", 0), ("a", 1), ("b", 1)):
+        name = f"{method}-{warm}"
+        run = {"method": method, "scheme": "int4", "warmstart_seed": warm, "seed": 0}
+        run["state"] = "waiting"
+        if name in done:
+            finals = dict.fromkeys(FINAL_NAMES) | {"accuracy_trained": done[name]}
+            run |= {"state": "done" if done[name] else "failed"} | finals
+        runs[name] = run
+    groups = {f"{method},int4": {"planned": 2, "done": 0} for method in "ab"}
+    settings = {"name": "study", "recipe": {}, "methods": {}, "environment": machine}
+    return {**settings, "runs": runs, "groups": groups}
+
+
+def test_parts_of_a_study_are_joined_and_a_pair_is_of_one_part():
+    first = joined(None, part_of({"a-0": 0.5, "b-0": 0.4, "a-1": 0.9}, "one"))
+    assert first["runs"]["b-1"]["state"] == "waiting"
+    both = joined(first, part_of({"b-1": 0.2}, "two"))
+    assert both["environments"] == ["one", "two"]
+    assert [run["state"] for run in both["runs"].values()] == ["done"] * 4
+    assert both["groups"]["b,int4"]["accuracy_trained"]["values"] == [0.4, 0.2]
+    assert both["groups"]["b,int4"]["done"] == both["groups"]["b,int4"]["planned"] == 2
+    # The second model of b was made on another machine than that of a.
+    found = differences(both, ("a,int4", "b,int4"))
+    assert found == pytest.approx({(0, 0, 0): 10})
+
+
+def test_a_run_that_has_ended_twice_or_a_record_of_another_study_is_not_joined(tmp_path, capsys):
+    record, part = tmp_path / "record.json", tmp_path / "study.json"
+    part.write_text(json.dumps(part_of({"a-0": 0.5, "b-0": None}, "one")))
+    assert join([str(record), str(part)]) == 0
+    assert "2 of 4 runs have ended" in capsys.readouterr().out
+    before = record.read_bytes()
+    assert join([str(record), str(part)]) == 2
+    assert "a-0 has ended in both records; leave it out of one" in capsys.readouterr().err
+    part.write_text(json.dumps(part_of({"a-1": 0.5}, "two") | {"recipe": {"lr": 1}}))
+    assert join([str(record), str(part)]) == 2
+    assert "the records differ in their recipe" in capsys.readouterr().err
+    assert record.read_bytes() == before

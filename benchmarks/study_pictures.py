@@ -1,0 +1,134 @@
+"""The pictures of docs/results/README.md, drawn from the records of studies.
+
+``python -m benchmarks.study_page`` writes them with its tables. Each file has the SHA-256 of its
+records within it, by which a test finds one that is out of date: the bytes of a drawing differ
+between versions of matplotlib.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.paired import (
+    MARGIN,
+    NOTHING_ADDED,
+    UNQUANTIZED,
+    WORTH_A_STUDY,
+    by_warm_start,
+    differences,
+    mean_interval,
+    upper_bound,
+)
+from qurl_megatron.observe.drawing import COLORS, STYLE
+
+RESULTS = Path(__file__).parents[1] / "docs/results"
+IMAGES = RESULTS / "study"
+MADE_OF = "Source"
+"""Key of a PNG's text under which the digest of its records stands."""
+
+LEAST = 3e-5
+"""Where a logarithmic axis of shares begins; a share of 0 stands there."""
+
+Record = Mapping[str, Any]  # what a study.json holds
+
+
+@dataclass(frozen=True)
+class Picture:
+    title: str
+    records: tuple[str, ...]  # their names in docs/results
+    draw: Callable[[Axes, Sequence[Record]], None]
+    height: float  # inches
+
+
+def doses(axes: Axes, records: Sequence[Record]) -> None:
+    """Each cell's mean share of the gradient, and its one-sided upper 95 % bound."""
+    labels = []
+    for task, record in zip(("sorting", "spiral"), records, strict=True):
+        for name, group in record["groups"].items():
+            method, scheme = name.split(",")
+            share = group["acr_gradient_share"]
+            bound = upper_bound(np.array(share["values"]))
+            color = COLORS["orange" if scheme == "int4" else "blue"]
+            place = len(labels)
+            axes.plot([max(share["mean"], LEAST), max(bound, LEAST)], [place] * 2, color=color)
+            axes.plot(max(share["mean"], LEAST), place, "o", ms=6, color=color)
+            labels.append(f"{scheme.upper()}, {task}, {record['methods'][method]['label']}")
+    axes.set_xscale("log")
+    axes.set_xlim(LEAST / 1.3, 0.03)
+    axes.axvline(NOTHING_ADDED, color=COLORS["muted"], ls="--", lw=1)
+    axes.axvline(WORTH_A_STUDY, color=COLORS["muted"], lw=1)
+    axes.set_xlabel("share of the gradient (0 at the left edge); line: upper 95 % bound")
+    _rows(axes, labels)
+
+
+def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
+    """Each arm's difference to the unquantized one: its 95 % interval, and each model's mean."""
+    (record,) = records
+    labels = []
+    for arm in record["groups"]:
+        pairs = differences(record, (arm, UNQUANTIZED))
+        if arm == UNQUANTIZED or len(pairs) < 2:
+            continue
+        method, scheme = arm.split(",")
+        mean, half = mean_interval(np.array(list(pairs.values())))
+        place = len(labels)
+        color = COLORS["orange" if scheme == "int4" else "blue"]
+        axes.plot([mean - half, mean + half], [place] * 2, color=color, lw=2)
+        axes.plot(mean, place, "o", ms=7, color=color)
+        models = by_warm_start(pairs)
+        axes.plot(models, [place] * len(models), "|", ms=9, color=COLORS["muted"], zorder=1)
+        labels.append(f"{record['methods'][method]['label']}, {scheme.upper()}")
+    axes.axvline(0, color=COLORS["ink"], lw=1)
+    axes.axvspan(-MARGIN, MARGIN, color=COLORS["rule"], zorder=0)
+    axes.set_xlabel("points to unquantized; line: 95 % interval of the pairs; bars: models")
+    _rows(axes, labels)
+
+
+PICTURES = {
+    "doses.png": Picture(
+        "ACR adds less than a hundredth (line) of the gradient in all 16 cells",
+        ("dose_sort", "dose_spiral"),
+        doses,
+        5.2,
+    ),
+}
+
+
+def digest(records: Sequence[str]) -> str:
+    """Return the SHA-256 of records, by their names in docs/results."""
+    contents = b"".join((RESULTS / f"{name}.json").read_bytes() for name in records)
+    return hashlib.sha256(contents).hexdigest()
+
+
+def png(picture: Picture) -> bytes:
+    records = []
+    for name in picture.records:
+        records.append(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((9.6, picture.height), facecolor=COLORS["paper"], layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_facecolor("none")
+        picture.draw(axes, records)
+        figure.suptitle(picture.title, x=0.02, ha="left", fontsize=12.5, fontweight="bold")
+        file = io.BytesIO()
+        metadata = {MADE_OF: digest(picture.records), "Software": None}
+        figure.savefig(file, format="png", dpi=110, metadata=metadata)
+    return file.getvalue()
+
+
+def _rows(axes: Axes, labels: Sequence[str]) -> None:
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="x", color=COLORS["rule"], lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
