@@ -1,7 +1,8 @@
 """Rollouts of 8 bits over BF16's, by the size of the model: the paper's Figure 8.
 
-    qurl bench rollout --model Qwen2.5-7B --schemes bf16 int8 fp8 --out runs/7b    # 14B, 32B
-    python -m benchmarks.speedups runs/*/rollout.json --out speedups.png
+    qurl bench rollout --model Qwen2.5-Math-7B --schemes bf16 int8 --out runs/7b
+    qurl bench rollout --model Qwen2.5-14B --schemes bf16 int8 --out runs/14b
+    python -m benchmarks.speedups runs/7b/rollout.json runs/14b/rollout.json --out speedups.png
 
 Each record gives the median ratio of tokens/s and its interval, as ``qurl bench rollout`` prints
 them, for each of its loads and engines. The models stand in the order of the files.

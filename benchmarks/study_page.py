@@ -7,7 +7,6 @@ writes each table of ``TABLES`` again between its two marks, ``<!-- NAME -->`` a
 the study.json of ``qurl study`` in the place of its record in docs/results, and call this.
 """
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from scipy import stats
 from benchmarks.paired import doses, mean_interval
 from benchmarks.study_pictures import IMAGES, PICTURES, png
 from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
-from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.observe.text import MINUS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -119,16 +118,16 @@ def uaq_or_lr(record: Record) -> list[str]:
     return lines
 
 
-TABLES: dict[str, tuple[str, str, Callable[[Record], list[str]]]] = {
-    "four bits": ("results/study.md", "study_cpu", lambda record: corrections(record, "int4")),
-    "eight bits": ("results/study.md", "study_cpu", lambda record: corrections(record, "int8")),
-    "against unquantized": ("results/study.md", "study_cpu", against_unquantized),
-    "scales": ("results/study.md", "study_cpu", scales),
-    "UAQ or learning rate": ("algorithms.md", "uaq_or_lr", uaq_or_lr),
-    "doses, sorting": ("results/README.md", "dose_sort", doses),
-    "doses, spiral": ("results/README.md", "dose_spiral", doses),
+TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
+    "four bits": ("results/study.md", ("study_cpu",), lambda record: corrections(record, "int4")),
+    "eight bits": ("results/study.md", ("study_cpu",), lambda record: corrections(record, "int8")),
+    "against unquantized": ("results/study.md", ("study_cpu",), against_unquantized),
+    "scales": ("results/study.md", ("study_cpu",), scales),
+    "UAQ or learning rate": ("algorithms.md", ("uaq_or_lr",), uaq_or_lr),
+    "doses, sorting": ("results/README.md", ("dose_sort",), doses),
+    "doses, spiral": ("results/README.md", ("dose_spiral",), doses),
 }
-"""Name of the marks: the page, its record in docs/results, and what writes the table."""
+"""Name of the marks: the page, the records in docs/results, and what writes the table of them."""
 
 
 def percents(group: Record, name: str) -> np.ndarray:
@@ -139,11 +138,11 @@ def percents(group: Record, name: str) -> np.ndarray:
 def pages() -> dict[Path, str]:
     """Every page with its tables made again."""
     texts: dict[Path, str] = {}
-    for name, (page, file, make) in TABLES.items():
+    for name, (page, files, make) in TABLES.items():
         path = DOCS / page
-        record = json.loads((DOCS / f"results/{file}.json").read_text(encoding="utf-8"))
+        records = [read_json(DOCS / f"results/{file}.json") for file in files]
         text = texts.get(path) or path.read_text(encoding="utf-8")
-        table = "\n".join(make(record))
+        table = "\n".join(make(*records))
         begin, end = f"<!-- {name} -->\n\n", f"\n\n<!-- {name}: end -->"
         before, opened, rest = text.partition(begin)
         _, closed, after = rest.partition(end)

@@ -7,7 +7,6 @@ between versions of matplotlib.
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from benchmarks.paired import (
     mean_interval,
     upper_bound,
 )
+from qurl_megatron.kit.disk import read_json
 from qurl_megatron.observe.drawing import COLORS, STYLE
 
 RESULTS = Path(__file__).parents[1] / "docs/results"
@@ -110,9 +110,7 @@ def digest(records: Sequence[str]) -> str:
 
 
 def png(picture: Picture) -> bytes:
-    records = []
-    for name in picture.records:
-        records.append(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+    records = [read_json(RESULTS / f"{name}.json") for name in picture.records]
     with matplotlib.rc_context(STYLE):
         figure = Figure((9.6, picture.height), facecolor=COLORS["paper"], layout="constrained")
         axes = figure.add_subplot()

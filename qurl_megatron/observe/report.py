@@ -190,8 +190,8 @@ ACTS = {
     ),
     "acr": (
         "acr/active_fraction",
-        "ACR acted: a wider clip range for {share} of the tokens, {rescued} rescued from TIS's "
-        "(C = {cap:g}, largest importance weight {ratio})",
+        "ACR acted: a wider clip range for {share} of the tokens, {rescued} rescued from TIS's, "
+        "{gradient} of the gradient (C = {cap:g}, largest importance weight {ratio})",
         "ACR never acted: no token of a positive advantage had an importance weight above "
         "C = {cap:g} (largest {ratio})",
     ),
@@ -227,6 +227,7 @@ def what_acted(history: History, algo: Mapping[str, Any]) -> str:
         cap=algo["cap"],
         ratio=number(ratio),
         rescued=percent(history.mean("acr/rescued_fraction")),
+        gradient=percent(history.mean("acr/gradient_share")),
     )
 
 

@@ -49,6 +49,7 @@ def fake_metrics(step: int, steps: int, noise: random.Random) -> dict[str, float
         "policy/entropy": near(0.9 - 0.55 * learned, 0.04),
         "acr/active_fraction": active,
         "acr/rescued_fraction": 0.12 * near(active, 0.5),
+        "acr/gradient_share": 0.2 * near(active, 0.5),
         "rollout/kl_k3": k3,
         "rollout/rho_max": 1.5 + math.exp(1.2 * done + abs(noise.gauss(0, 1.3))),
         "rollout/truncated_weight_fraction": near(0.001 + 0.002 * done, 0.3),

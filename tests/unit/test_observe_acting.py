@@ -18,6 +18,7 @@ BUSY = {
     "rollout/truncated_weight_fraction": 0.02,
     "acr/active_fraction": 0.012,
     "acr/rescued_fraction": 0.0005,
+    "acr/gradient_share": 0.004,
     "correction/banded_fraction": 0.03,
 }
 
@@ -33,8 +34,8 @@ def said(objective, *steps):
         (
             "acr",
             "ACR never acted: no importance weight above C = 2 (largest 1.27)",
-            "ACR acted: a wider clip range for 0.6 % of the tokens, 0.03 % rescued from TIS's "
-            "(C = 2, largest importance weight 31)",
+            "ACR acted: a wider clip range for 0.6 % of the tokens, 0.03 % rescued from TIS's, "
+            "0.4 % of the gradient (C = 2, largest importance weight 31)",
         ),
         (
             "tis",
