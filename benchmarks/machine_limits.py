@@ -33,7 +33,7 @@ def measured_limits(device: str) -> dict[str, float]:
     from qurl_megatron.quant.activations import int8_matmul
 
     size = SIZE if device == "cpu" else SIZE * ON_A_GPU
-    kinds = {
+    kinds: dict[str, tuple[torch.dtype, Callable[..., torch.Tensor]]] = {
         "int8_gop_s": (torch.int8, lambda a, b: int8_matmul(a, b.t())),
         "bf16_gflop_s": (torch.bfloat16, torch.mm),
         "fp32_gflop_s": (torch.float32, torch.mm),

@@ -203,6 +203,15 @@ def to_unquantized(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def gate(record: Mapping[str, Any]) -> list[str]:
+    """The sentence of S2's gate: what the unquantized runs of seed 0 gained, as rolled out."""
+    gains = []
+    for run in record["runs"].values():
+        if _arm(run) == UNQUANTIZED and run["seed"] == 0:
+            gains.append(f"{100 * (run['accuracy'] - run['accuracy_before']):.0f}")
+    return [f"The gate asks for 15 points. The unquantized runs gained {', '.join(gains)}."]
+
+
 def slope_on_kl(record: Mapping[str, Any]) -> np.ndarray:
     """Return each pair's slope of the uncorrected arms, in points per factor of ten in KL; [N].
 
@@ -322,6 +331,8 @@ def main() -> None:
         lines += [f"Uncorrected: {mean:+.2f} ± {half:.2f} points for each factor of ten in KL."]
     elif record["name"] == "hard":
         lines = [
+            *gate(record),
+            "",
             *comparisons(record, PRIMARY_HARD),
             "",
             *to_unquantized(record),

@@ -38,8 +38,8 @@ def setting(speedup: Speedup) -> str:
 def table(ratios: Sequence[Speedup]) -> str:
     rows = [("setting", "scheme", "over BF16", "from", "to")]
     for s in ratios:
-        numbers = (f"{value:.2f}" for value in (s.median, s.low, s.high))
-        rows.append((setting(s).replace("\n", ", "), s.scheme, *numbers))
+        median, low, high = (f"{value:.2f}" for value in (s.median, s.low, s.high))
+        rows.append((setting(s).replace("\n", ", "), s.scheme, median, low, high))
     return "\n".join(aligned(rows, words=("setting", "scheme")))
 
 

@@ -51,7 +51,7 @@ class Picture:
 
 def doses(axes: Axes, records: Sequence[Record]) -> None:
     """Each cell's mean share of the gradient, and its one-sided upper 95 % bound."""
-    labels = []
+    labels: list[str] = []
     for task, record in zip(("sorting", "spiral"), records, strict=True):
         for name, group in record["groups"].items():
             method, scheme = name.split(",")
@@ -73,7 +73,7 @@ def doses(axes: Axes, records: Sequence[Record]) -> None:
 def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
     """Each arm's difference to the unquantized one: its 95 % interval, and each model's mean."""
     (record,) = records
-    labels = []
+    labels: list[str] = []
     for arm in record["groups"]:
         pairs = differences(record, (arm, UNQUANTIZED))
         if arm == UNQUANTIZED or len(pairs) < 2:

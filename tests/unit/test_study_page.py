@@ -24,6 +24,7 @@ from benchmarks.paired import (
     comparisons,
     differences,
     doses,
+    gate,
     holm,
     log_rank,
     mean_interval,
@@ -198,6 +199,13 @@ def test_arms_are_compared_at_the_seconds_in_which_the_fastest_has_done_its_step
         "| proximal | 2.00 | 40.0 | 80.0 | – |",
         "| tis | 3.20 | 25.0 | 50.0 | -30.0 ± 0.0 |",
     ]
+
+
+def test_the_gate_is_of_the_unquantized_runs_of_the_first_seed():
+    gains = [(0.10, 0.45), (0.20, 0.30)]
+    runs = [{"accuracy_before": before, "accuracy": after} for before, after in gains]
+    study = of_arms({UNQUANTIZED: runs, EQ1: runs})
+    assert gate(study)[0].endswith("gained 35.")  # the second is of another seed
 
 
 def test_collapses_of_each_answer_are_tested_against_none():
