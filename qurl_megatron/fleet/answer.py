@@ -244,14 +244,14 @@ def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:
     return Part(ids, log_probs, versions, reason, message, routes)
 
 
-def _routes(meta: _Meta, given: int, sent: int, kept: int, routed: Routed | None) -> Any:
+def _routes(meta: _Meta, earlier: int, sent: int, kept: int, routed: Routed | None) -> Any:
     """Return ``Sample.routes`` of the tokens before the last that is kept; None: there are none.
 
     A request that SGLang retracted for want of room is computed again: where weights have changed
     meanwhile, its first tokens' experts are not those of their log-probs.
 
     Args:
-        given, sent, kept: tokens before the answer's, in it, and of these the ones that count.
+        earlier, sent, kept: tokens before the answer's, in it, and of these the ones that count.
     """
     if routed is None or not kept:
         return None
@@ -264,12 +264,12 @@ def _routes(meta: _Meta, given: int, sent: int, kept: int, routed: Routed | None
             "it has no routed_experts, which model.routing_replay=rollout replays; start SGLang "
             "with --enable-return-routed-experts"
         )
-    shape = (given + sent - 1, routed.layers, routed.top_k)
+    shape = (earlier + sent - 1, routed.layers, routed.top_k)
     try:
         experts = unpack_experts(meta.routed_experts, math.prod(shape)).reshape(shape)
     except ValueError as error:
         raise Malformed(f"malformed routed_experts ({error})") from None
-    experts = experts[: given + kept - 1]
+    experts = experts[: earlier + kept - 1]
     if experts.size and not 0 <= experts.min() <= experts.max() < routed.count:
         raise Malformed(f"an expert that is none of the layer's {routed.count}")
     # What nobody has recorded is zero; to look at all of them would take too long.
@@ -284,25 +284,25 @@ def _routes(meta: _Meta, given: int, sent: int, kept: int, routed: Routed | None
 
 def _numbers(answer: _Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the token ids of an answer, those that its log-probs belong to, and the log-probs."""
-    ids, given = answer.output_ids, answer.meta_info.output_token_logprobs
-    match ids, given:
+    ids, logprobs = answer.output_ids, answer.meta_info.output_token_logprobs
+    match ids, logprobs:
         case list(), list():
-            values, owners, _ = zip(*given, strict=True) if given else ((), (), ())
+            values, owners, _ = zip(*logprobs, strict=True) if logprobs else ((), (), ())
             return np.array(ids, np.int64), np.array(owners, np.int64), np.array(values)
         case bytes(), bytes():
             try:
-                packed_ids, log_probs = unpack(ids, given)
+                packed_ids, log_probs = unpack(ids, logprobs)
             except ValueError as error:
                 raise Malformed(f"malformed answer ({error})") from None
             return packed_ids, packed_ids, log_probs
     raise Malformed("malformed answer (one of output_ids and output_token_logprobs is packed)")
 
 
-def _ended(ids: np.ndarray, reason: FinishReason, least: int, stops: StopIds) -> FinishReason:
+def _ended(ids: np.ndarray, reason: FinishReason, limit: int, stops: StopIds) -> FinishReason:
     """Return why a response ended, by its tokens.
 
     Args:
-        least: tokens at which it can have ended for its length.
+        limit: tokens at which it can have ended for its length.
 
     Raises:
         Malformed: no sampler ends there, or goes on there.
@@ -311,8 +311,8 @@ def _ended(ids: np.ndarray, reason: FinishReason, least: int, stops: StopIds) ->
         if (behind := np.flatnonzero(ids[:-1] == stop)).size:
             more = len(ids) - 1 - int(behind[0])
             raise Malformed(f"{how_many(more, 'token')} behind token {stop}, which ends a response")
-    if reason == "length" and len(ids) < least:
-        raise Malformed(f"it ended for its length after {len(ids)} of {least} tokens")
+    if reason == "length" and len(ids) < limit:
+        raise Malformed(f"it ended for its length after {len(ids)} of {limit} tokens")
     if reason == "stop" and int(ids[-1]) not in stops.known:
         raise Malformed(f"it stopped at token {ids[-1]}, which ends no response")
     if reason == "abort" and len(ids) and int(ids[-1]) in stops.always:
@@ -471,12 +471,12 @@ def _resampling(server: _ServerInfo) -> Iterator[str]:
             preferred = decode(dict[str, Any], preferred.encode(errors="replace"))
         except Malformed as error:
             raise Malformed(f"preferred_sampling_params: {error}") from None
-    others = {}
+    defaults = {}
     for name, value in (preferred or {}).items():
         if value and name not in ASKED_FOR:
-            others[name] = value
-    if others:
-        yield f"preferred_sampling_params = {shortened(others)}"
+            defaults[name] = value
+    if defaults:
+        yield f"preferred_sampling_params = {shortened(defaults)}"
     if server.speculative_algorithm:
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if (threshold := getattr(server, name)) not in (None, 1.0):

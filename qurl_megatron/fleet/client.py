@@ -293,14 +293,14 @@ class EngineClient:
 
         It is whole within ``timeout_s``, connection and headers included.
         """
-        where, chunks, size = self.url + endpoint, [], 0
+        url, chunks, size = self.url + endpoint, [], 0
         method = "GET" if content is None else "POST"
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 http.request(
                     method,
-                    where,
+                    url,
                     data=content,
                     headers=self._headers,
                     ssl=self._tls,
@@ -312,17 +312,17 @@ class EngineClient:
                     size += len(chunk)
                     if size > limit:  # more than any true answer has
                         raise EngineError(
-                            f"{where} answered with more than {limit} bytes", faulty=True
+                            f"{url} answered with more than {limit} bytes", faulty=True
                         )
         except TimeoutError as error:
             limit_s = round(timeout_s, 1)
-            raise EngineError(f"{where} did not answer within {limit_s:g} s") from error
+            raise EngineError(f"{url} did not answer within {limit_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineError(f"{where} did not answer: {shortened(_why(error))}") from error
+            raise EngineError(f"{url} did not answer: {shortened(_cause(error))}") from error
         answer, status = b"".join(chunks), response.status
         if status != 200:
             raise EngineError(
-                f"{where} answered {status}: {shortened(_message(answer))}", status=status
+                f"{url} answered {status}: {shortened(_message(answer))}", status=status
             )
         return answer
 
@@ -407,7 +407,7 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()  # reading certificates takes tens of milliseconds
 
 
-def _why(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     """Return the system's or the name server's reason, if any: it is shorter."""
     root = error
     while (beneath := root.__cause__ or root.__context__) is not None:

@@ -207,9 +207,9 @@ class _Collection:
 
     async def _fly(self, flight: _Flight, session: Session, number: int) -> list[Part | Malformed]:
         fleet, requests = self.fleet, [item.request() for item in flight.items]
-        asked = []
+        expected = []
         for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True)):
-            asked.append(Asked(f"{self.tag}-{number}-{index}", item.budget, len(ids)))
+            expected.append(Asked(f"{self.tag}-{number}-{index}", item.budget, len(ids)))
 
         def read(content: bytes) -> list[Part | Malformed]:
             rules = Rules(
@@ -221,14 +221,14 @@ class _Collection:
                 flight.engine.longest_input,
                 self.routed,
             )
-            return read_answers(content, asked, rules)
+            return read_answers(content, expected, rules)
 
         return await session.generate(
             [ids for ids, _ in requests],
             [params for _, params in requests],
-            [request.rid for request in asked],
+            [request.rid for request in expected],
             read,
-            limit=answer_limit(asked, self.routed),
+            limit=answer_limit(expected, self.routed),
             routed=self.routed is not None,
             # Prefixes that other weights computed are not to be shared, flushed or not.
             cache_key=str(flight.version) if flight.engine.kind.shares_prefixes else None,
@@ -267,7 +267,7 @@ class _Collection:
         bad = None
         for item, part in zip(flight.items, parts, strict=True):
             if isinstance(part, Part):
-                item.take(part, most=self.most_turns)
+                item.take(part, max_turns=self.most_turns)
             elif bad is None:
                 url, prompt = flight.engine.url, item.prompt.index
                 bad = EngineError(f"{url} answered prompt {prompt}: {part}", faulty=True)

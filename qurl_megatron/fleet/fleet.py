@@ -327,7 +327,7 @@ class Fleet:
         engine.version, engine.reason = version, ""
 
     def fail(
-        self, engine: EngineRecord, why: str | EngineError, *, start_at: float | None = None
+        self, engine: EngineRecord, cause: str | EngineError, *, start_at: float | None = None
     ) -> None:
         """Take an engine out of the traffic until an update succeeds; its requests are given up.
 
@@ -337,7 +337,7 @@ class Fleet:
         Args:
             start_at: of one whose process has ended: time of the next attempt.
         """
-        error = why if isinstance(why, EngineError) else EngineError(why)
+        error = cause if isinstance(cause, EngineError) else EngineError(cause)
         if error.refused and engine.process is None:
             self.leave(engine, f"{error}; give its API key in {API_KEY}", "refused")
             return
@@ -356,16 +356,16 @@ class Fleet:
             engine.served = 0
             engine.pulse.healthy, engine.pulse.due = False, 0.0
 
-    def leave(self, engine: EngineRecord, message: str, why: Departure = "gave up") -> None:
+    def leave(self, engine: EngineRecord, message: str, departure: Departure = "gave up") -> None:
         """Do without an engine for good; the run continues with the others."""
         with self.lock:
             if engine.state == "gone":
                 return
-            engine.state, engine.reason, engine.departure = "gone", message, why
+            engine.state, engine.reason, engine.departure = "gone", message, departure
             engine.failures += 1
-            self.note("left" if why == "left" else "gave up", engine, message)
+            self.note("left" if departure == "left" else "gave up", engine, message)
             if engine.process is None and engine.client is not None:
-                if why != "left":
+                if departure != "left":
                     self._barred.add(engine.url)
                 self._leases.let_go(engine.client)
 
@@ -588,8 +588,8 @@ class Fleet:
             ConfigError: one cannot be this run's, or none takes our key.
             EngineError: one died or did not come up in time.
         """
-        limit_s, began, told = self.config.start_limit_s, self.clock(), False
-        wanted = self.config.engines if self.config.rendezvous else 1
+        limit_s, began, reported = self.config.start_limit_s, self.clock(), False
+        needed = self.config.engines if self.config.rendezvous else 1
         while True:
             if self._stop():
                 raise Interrupted("stopped while engines were waited for")
@@ -606,7 +606,7 @@ class Fleet:
             if reasons:
                 raise ConfigError("; ".join(reasons))
             self._refuse_locked_out()
-            if not waiting and len(engines) >= wanted:
+            if not waiting and len(engines) >= needed:
                 return
             late = [e for e in waiting if e.overdue(e.started_at, limit_s, time_s)]
             if late:
@@ -615,11 +615,11 @@ class Fleet:
                 complaints = "; ".join(self._complaints)
                 raise EngineError(
                     f"rollout.rendezvous {self._rendezvous} offers {len(engines)} of "
-                    f"{wanted} engines after {limit_s:.0f} s {complaints}".rstrip()
+                    f"{needed} engines after {limit_s:.0f} s {complaints}".rstrip()
                 )
-            if time_s > began + TOLD_AFTER_S and not told:
-                told = True
-                self._tell(waiting, wanted - len(engines))
+            if time_s > began + TOLD_AFTER_S and not reported:
+                reported = True
+                self._tell(waiting, needed - len(engines))
             self._stopping.wait(RETRY_S / 10)
 
     def _tell(self, waiting: list[EngineRecord], missing: int) -> None:

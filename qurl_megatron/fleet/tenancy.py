@@ -101,7 +101,7 @@ class Leases:
         self._tenures: dict[str, _Tenure] = {}
         self._due, self._ended = 0.0, False
 
-    def claim(self, client: EngineClient, wanted: Callable[[], bool]) -> Mapping[str, Any] | None:
+    def claim(self, client: EngineClient, needed: Callable[[], bool]) -> Mapping[str, Any] | None:
         """Make an engine this run's.
 
         Returns:
@@ -113,7 +113,7 @@ class Leases:
         """
         tenure = self._tenures.setdefault(client.url, _Tenure())
         with tenure.asking:
-            if self._ended or not wanted():
+            if self._ended or not needed():
                 raise EngineError(f"{client.url} is not wanted any more")
             verdict = client.lease(
                 self._owner, LEASE_S, take_over=self._take_over, timeout_s=ANSWER_S
@@ -157,8 +157,7 @@ class Leases:
     def let_go(self, client: EngineClient) -> None:
         """Give back the lease on an engine that has left, without waiting for its answer."""
         if tenure := self._tenures.get(client.url):
-            asked = (tenure, client)
-            threading.Thread(target=self._give_back, args=asked, daemon=True).start()
+            threading.Thread(target=self._give_back, args=(tenure, client), daemon=True).start()
 
     def end(self) -> None:
         """Give all back, so that the next run need not wait for leases to lapse."""

@@ -66,15 +66,15 @@ class Response:
             ids += part.ids.tolist()
         return ids, params
 
-    def take(self, part: Part, *, most: int) -> None:
+    def take(self, part: Part, *, max_turns: int) -> None:
         """Append an engine's answer.
 
         Args:
-            most: turns that the conversation may have.
+            max_turns: turns that the conversation may have.
         """
         self.parts.append(part)
         self.turn.append(part)
-        if part.finish == "stop" and self.turns < most:
+        if part.finish == "stop" and self.turns < max_turns:
             self.ended = True
         elif part.finish != "abort":
             self.finish = part.finish
@@ -140,20 +140,20 @@ class Response:
         Those of the tokens that were sampled without any are nobody's: a later request names them
         too, but other weights may have chosen them.
         """
-        known: np.ndarray | None = None
+        routes: np.ndarray | None = None
         nobodys, end = [], len(self.prompt.input_ids)
         for part in self.parts:
             end += len(part.ids)
-            told = 0 if known is None else len(known)
+            covered = 0 if routes is None else len(routes)
             if part.routes is not None:
-                new = part.routes[told:]
-                known = new.copy() if known is None else np.concatenate([known, new])
+                new = part.routes[covered:]
+                routes = new.copy() if routes is None else np.concatenate([routes, new])
             elif part.versions:
-                nobodys.append(slice(told, end - 1))
-        if known is not None:
+                nobodys.append(slice(covered, end - 1))
+        if routes is not None:
             for rows in nobodys:
-                known[rows] = 0
-        return known
+                routes[rows] = 0
+        return routes
 
     def sample(self) -> Sample:
         assert self.finish is not None, "it is finished"

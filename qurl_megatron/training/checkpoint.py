@@ -283,12 +283,12 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     # are as this layout has them (experts that not every rank has are in some of their own), and
     # follow the present recipe.
     saved = [group for group in _parameter_groups(loaded["optimizer"]) if "step" in group]
-    own = trained.optimizer.state_dict()
-    for group in _parameter_groups(own):
+    optimizer_state = trained.optimizer.state_dict()
+    for group in _parameter_groups(optimizer_state):
         group.pop("step", None)
         if saved:  # a fused Adam has no count before its first step
             group["step"] = saved[0]["step"]
-    trained.optimizer.load_state_dict(own)
+    trained.optimizer.load_state_dict(optimizer_state)
     # Megatron loads one step count into all states: each parameter's update would advance it for
     # all, and the bias correction would be wrong without any error.
     for adam_state in torch_adam_states(trained.optimizer):

@@ -46,15 +46,15 @@ def engines_here(config: RunConfig, ranks: Ranks) -> Iterator[Offering | None]:
     key = on_lead(
         lambda: prepare(Path(rollout.rendezvous)), ranks, waiting_for="preparing the rendezvous"
     )
-    here: list[Offering] = []
+    offerings: list[Offering] = []
     with ExitStack() as stack:
 
         def start() -> None:
             if first:
-                own = start_here(config, count, key)
-                own = replace(own, trainer_ranks=ranks_here(os.environ))
-                here.append(stack.enter_context(Offering(own, Path(rollout.rendezvous))))
-                here[0].watch()
+                settings = start_here(config, count, key)
+                settings = replace(settings, trainer_ranks=ranks_here(os.environ))
+                offerings.append(stack.enter_context(Offering(settings, Path(rollout.rendezvous))))
+                offerings[0].watch()
 
         together(start)
-        yield here[0] if here else None
+        yield offerings[0] if offerings else None

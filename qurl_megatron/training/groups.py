@@ -41,10 +41,10 @@ class Draft:
     Answered rounds stay: when the engines fail, only the last round is asked again.
     """
 
-    asked: Sequence[Prompt]
+    prompts: Sequence[Prompt]
     """Prompts of the round to answer next."""
 
-    wanted: int
+    group_count: int
     """Groups that the step trains on, all of equal size."""
 
     max_refills: int | None = None
@@ -69,7 +69,7 @@ class Draft:
         """Useful groups that are missing."""
         if self.max_refills is None:
             return 0
-        return max(self.wanted - self.useful_groups, 0)
+        return max(self.group_count - self.useful_groups, 0)
 
     @property
     def generated_tokens(self) -> int:
@@ -77,20 +77,20 @@ class Draft:
         return sum(sample.written_tokens for group in self.groups for sample in group)
 
     def take(self, samples: Sequence[Sample]) -> int:
-        """Add the graded samples of ``asked``, prompt-major.
+        """Add the graded samples of ``prompts``, prompt-major.
 
         Returns:
             How many prompts the next round needs: the missing groups over the share of useful ones
-            so far, ``wanted`` at most; 0 where the draft is done.
+            so far, ``group_count`` at most; 0 where the draft is done.
         """
-        size = len(samples) // len(self.asked)
+        size = len(samples) // len(self.prompts)
         self.groups += [samples[i : i + size] for i in range(0, len(samples), size)]
-        self.asked = ()
+        self.prompts = ()
         if self.max_refills is None or self.refills == self.max_refills:
             return 0
         count = len(self.groups)
         share = max(self.useful_groups, LOWEST_SHARE * count)
-        return min(math.ceil(self.unfilled * count / share), self.wanted)
+        return min(math.ceil(self.unfilled * count / share), self.group_count)
 
     def chosen(self) -> list[Group]:
         """Return the groups to train on, in the order in which their prompts were drawn.
@@ -101,7 +101,7 @@ class Draft:
         if self.max_refills is None:
             return self.groups
         places = range(len(self.groups))
-        first = sorted(places, key=lambda place: not useful(self.groups[place]))[: self.wanted]
+        first = sorted(places, key=lambda place: not useful(self.groups[place]))[: self.group_count]
         return [self.groups[place] for place in sorted(first)]
 
     def metrics(self) -> dict[str, Metric]:
@@ -118,7 +118,7 @@ class Draft:
             "sampling/all_right_fraction": Mean(solved, count),
             "sampling/all_wrong_fraction": Mean(count - useful_groups - solved, count),
             "sampling/refills": Max(self.refills),
-            "sampling/surplus": Max(max(useful_groups - self.wanted, 0)),
+            "sampling/surplus": Max(max(useful_groups - self.group_count, 0)),
             "sampling/unfilled": Max(self.unfilled),
         }
 
@@ -134,8 +134,8 @@ def fill(
         answer: prompts -> their graded samples, prompt-major.
         draw: count -> that many further prompts.
     """
-    while missing := draft.take(answer(draft.asked)):
-        draft.asked = draw(missing)
+    while missing := draft.take(answer(draft.prompts)):
+        draft.prompts = draw(missing)
         draft.refills += 1
     return draft
 

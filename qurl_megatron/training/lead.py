@@ -46,7 +46,7 @@ from qurl_megatron.types import Prompt, Sample
 
 @dataclass(frozen=True)
 class Rollout:
-    """Facts of one step's responses that every rank has beside them."""
+    """Facts about one step's responses, on every rank."""
 
     metrics: dict[str, Metric]
     tokens: int  # that the engines generated, dropped groups included
@@ -71,7 +71,7 @@ class Lead:
         """
         Args:
             state: the state that the run goes on from.
-            prompts: where the run goes on with them.
+            prompts: positioned where the run goes on.
             rewards: started.
             journal: takes the alarms and the progress.
             turns: with an environment, which answers.
@@ -99,7 +99,7 @@ class Lead:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.rewards.leave()  # else a slow server would be waited for
+        self.rewards.leave()  # so that a slow server is not waited for
         if self._turns:
             self._turns.pool.leave()
         self._ahead.__exit__(*exception)
@@ -116,8 +116,8 @@ class Lead:
             Interrupted: a stop was requested; nothing is lost, because the same prompts come again
                 after a restart.
             EngineError: no engine is left; after ``retry`` the step can be taken again.
-            ConfigError, RewardDown: a response has no score, and the recipe wants the run to end
-                then; or none has. Or the journal cannot be written.
+            ConfigError, RewardDown: a response has no score and the recipe ends the run then; no
+                response has one; or the journal cannot be written.
         """
         if self._stop():
             raise Interrupted(f"stopped before the rollout of step {step}")
@@ -231,7 +231,7 @@ class Lead:
             )
 
     def _tell_left_out(self, samples: Sequence[Sample], step: int) -> None:
-        """Say that the environment's words did not fit, once between two starts."""
+        """Say once per start that the environment's words did not fit."""
         count = sum(sample.left_out for sample in samples)
         if not count or "left_out" in self._remarked:
             return
@@ -273,9 +273,9 @@ class Lead:
         if draft.unfilled:
             self.journal.alarm(
                 "sampling",
-                f"{draft.unfilled} of {draft.wanted} groups have answers that are all right or all "
-                f"wrong, after {len(draft.groups)} prompts; they fill up the batch and teach "
-                "nothing",
+                f"{draft.unfilled} of {draft.group_count} groups have answers that are all right "
+                f"or all wrong, after {len(draft.groups)} prompts; they fill up the batch and "
+                "teach nothing",
                 step,
             )
 

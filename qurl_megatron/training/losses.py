@@ -80,7 +80,7 @@ class PolicyLoss:
             measured = batch_mismatch(batch, algo.cap)
         wholes: dict[str, Tensor] = {}  # what a share is of, where that is not the tokens
         if algo.function:
-            value, means = self._own(current, batch)
+            value, means = self._from_user(current, batch)
         else:
             value, means, wholes = self._objective(current, batch)
         means["policy/entropy"] = entropy
@@ -138,7 +138,7 @@ class PolicyLoss:
             means["correction/banded_fraction"] = terms.banded
         return terms.value, means, {"acr/gradient_share": terms.gradient}
 
-    def _own(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _from_user(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the user's own objective of each token, and its metrics per token."""
         algo = self.algo
         mask = batch.kept

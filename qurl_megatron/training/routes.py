@@ -37,11 +37,11 @@ def with_routes(
         rows, length = batch.input_ids.shape
         starts = batch.starts or range(0, rows * length, length)
         shape = next(iter(routes.values())).shape[1:]
-        whole = torch.zeros(rows * length, *shape, dtype=dtype_of(arch.routed.count))
+        routes_TLK = torch.zeros(rows * length, *shape, dtype=dtype_of(arch.routed.count))
         for index, start in zip(batch.indices, starts, strict=False):
-            whole[start : start + len(routes[index])] = routes[index]
-        own = own_part(whole.unflatten(0, (rows, length)).to(ranks.device), batch, ranks)
-        return replace(batch, routes=own)
+            routes_TLK[start : start + len(routes[index])] = routes[index]
+        part = own_part(routes_TLK.unflatten(0, (rows, length)).to(ranks.device), batch, ranks)
+        return replace(batch, routes=part)
 
     return [[laid_out(batch) for batch in minibatch] for minibatch in minibatches]
 
@@ -53,32 +53,32 @@ def _received(
     layers = arch.num_layers // ranks.pipeline.size
     totals, kind = samples.summary.totals, dtype_of(arch.routed.count)
 
-    def memory(wanted: Sequence[int]) -> Tensor:
-        tokens = sum(totals[i] for i in wanted)
+    def memory(responses: Sequence[int]) -> Tensor:
+        tokens = sum(totals[i] for i in responses)
         return torch.zeros(tokens, layers, arch.routed.top_k, dtype=kind)
 
-    def filled(wanted: Sequence[int], stage: int) -> Tensor:
-        part, start = memory(wanted), 0
-        told = samples.routes or ()  # no answer may have any
-        for i in wanted if told else ():
-            given = torch.from_numpy(told[i])
-            part[start : start + len(given)] = given[:, stage * layers : (stage + 1) * layers]
+    def filled(responses: Sequence[int], stage: int) -> Tensor:
+        part, start = memory(responses), 0
+        engine_routes = samples.routes or ()  # no answer may have any
+        for i in responses if engine_routes else ():
+            choices = torch.from_numpy(engine_routes[i])
+            part[start : start + len(choices)] = choices[:, stage * layers : (stage + 1) * layers]
             start += totals[i]
         return part
 
     # To one rank for each share of the responses and stage, which hands it to its neighbours.
-    own, takers = memory(indices), everywhere((ranks.counted, list(indices), ranks.pipeline.rank))
-    for rank, (takes, wanted, stage) in enumerate(takers):
+    local, takers = memory(indices), everywhere((ranks.counted, list(indices), ranks.pipeline.rank))
+    for rank, (takes, responses, stage) in enumerate(takers):
         if not (takes and ranks.leads):
             continue
         if rank == ranks.rank:
-            own = filled(wanted, stage)
+            local = filled(responses, stage)
         else:
-            dist.send(filled(wanted, stage).view(torch.uint8), rank)
+            dist.send(filled(responses, stage).view(torch.uint8), rank)
     if ranks.counted and not ranks.leads:
-        dist.recv(own.view(torch.uint8), 0)
+        dist.recv(local.view(torch.uint8), 0)
     for axis, takes_part in ((ranks.context, ranks.tensor.rank == 0), (ranks.tensor, True)):
         if takes_part and axis.size > 1:
             first = dist.get_global_rank(axis.group, 0)
-            dist.broadcast(own.view(torch.uint8), first, group=axis.group)
-    return own.split([totals[i] for i in indices])
+            dist.broadcast(local.view(torch.uint8), first, group=axis.group)
+    return local.split([totals[i] for i in indices])

@@ -80,15 +80,15 @@ def check_division(
     engine_tensor = engine_tensor or config.engine_tensor
     arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
     check_computed(config, arch)
-    whole = config.rollout.deals_experts
-    if not engine_divides(arch, engine_tensor, whole_experts=whole):
+    dealt = config.rollout.deals_experts
+    if not engine_divides(arch, engine_tensor, whole_experts=dealt):
         sizes = f"num_attention_heads={arch.heads} and num_key_value_heads={arch.kv_heads}"
-        if arch.experts and not whole:
+        if arch.experts and not dealt:
             sizes += f", or its moe_intermediate_size={arch.experts.intermediate}"
         if arch.experts and arch.experts.shared:
             sizes += f", or its shared_expert_intermediate_size={arch.experts.shared}"
         fitting = [
-            n for n in range(1, arch.heads + 1) if engine_divides(arch, n, whole_experts=whole)
+            n for n in range(1, arch.heads + 1) if engine_divides(arch, n, whole_experts=dealt)
         ]
         raise ConfigError(
             f"rollout.engine_tensor={engine_tensor} does not divide the model's {sizes}; "
@@ -111,8 +111,8 @@ def _refuse_cut_squares(
         assert units is not None
         trainers = parallel.expert_tensor if is_expert(name) else parallel.tensor
         scale.part(0, units.length // trainers, "a smaller parallel.tensor")
-        whole = is_expert(name) and config.rollout.deals_experts
-        length = units.length // (1 if whole else engines)
+        dealt = is_expert(name) and config.rollout.deals_experts
+        length = units.length // (1 if dealt else engines)
         if units.repeats and engines > units.count:
             length = units.width
         scale.part(0, length, "a smaller rollout.engine_tensor")
@@ -139,12 +139,12 @@ def engine_divides(arch: Arch, tensor: int, *, whole_experts: bool = False) -> b
     return not (arch.kv_heads % tensor and tensor % arch.kv_heads)
 
 
-def _find(model_path: str, given: Path | None) -> Path:
+def _find(model_path: str, override: Path | None) -> Path:
     """The config.json of ``model.path``."""
-    if given is not None:
-        path = given / "config.json" if given.is_dir() else given
+    if override is not None:
+        path = override / "config.json" if override.is_dir() else override
         if not path.is_file():
-            raise ConfigError(f"--config {given} is neither a config.json nor a folder with one")
+            raise ConfigError(f"--config {override} is neither a config.json nor a folder with one")
         return path
     folder = Path(model_path)
     if folder.exists():

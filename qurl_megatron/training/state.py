@@ -62,9 +62,9 @@ class TrainState:
             raise ConfigError(f"{path} is missing") from None
         except (ValueError, RecursionError, msgspec.ValidationError) as error:
             raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
-        known = {field.name for field in fields(TrainState)}
+        field_names = {field.name for field in fields(TrainState)}
         # An empty value, such as earlier versions wrote for what is gone, says nothing.
-        if unknown := sorted(key for key in values.keys() - known if values[key]):
+        if unknown := sorted(key for key in values.keys() - field_names if values[key]):
             raise Unreadable(
                 f"{path} has the keys {', '.join(unknown):.200}, which this version does not know; "
                 "go on with the version that wrote them, or set train.run_dir to a new folder"

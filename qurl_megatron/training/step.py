@@ -124,11 +124,11 @@ def attach_scores(
     later = batches[begin:]
     if record:
         with policy.recording() as routes:
-            found = policy.score(later, log_probs)
-        later = [replace(b, routes=own) for b, own in zip(later, routes, strict=True)]
+            proximal = policy.score(later, log_probs)
+        later = [replace(b, routes=chosen) for b, chosen in zip(later, routes, strict=True)]
     else:
-        found = policy.score(later, log_probs)
-    later = with_scores(later, "proximal", found)
+        proximal = policy.score(later, log_probs)
+    later = with_scores(later, "proximal", proximal)
     scored = [*batches[:begin], *later]
     if with_reference:
         with policy.reference():

@@ -20,7 +20,7 @@ def test_what_is_drawn_counted_and_watched_is_known():
     names = {line.metric for one in drawn for line in one.lines}
     names |= {f"reward/{cause}" for cause in CAUSES} | {f"guard/{one.name}" for one in THRESHOLDS}
     names |= {name for one in THRESHOLDS for name in one.metrics} | FIELDS.keys()
-    names |= Draft((), wanted=1, max_refills=0).metrics().keys()
+    names |= Draft((), group_count=1, max_refills=0).metrics().keys()
     names |= fake_metrics(1, 2, random.Random(0)).keys()
     assert [name for name in sorted(names) if not known(name).says] == []
 
