@@ -98,7 +98,7 @@ def lock(file: IO) -> bool:
 
 
 @contextlib.contextmanager
-def claimed(out: Path, who: str) -> Iterator[None]:
+def claimed(out: Path, tool: str) -> Iterator[None]:
     """Keep others of a kind out of the folder of --out until the block ends.
 
     Raises:
@@ -112,6 +112,6 @@ def claimed(out: Path, who: str) -> Iterator[None]:
     with lock_file:
         if not lock(lock_file):
             raise ConfigError(
-                f"{who} is at work in {out}; wait for it, stop it, or give another --out"
+                f"{tool} is at work in {out}; wait for it, stop it, or give another --out"
             )
         yield

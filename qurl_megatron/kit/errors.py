@@ -133,9 +133,9 @@ class Unscored:
     why: str
 
 
-def unscored(cause: str, why: str) -> Unscored:
+def unscored(cause: str, reason: str) -> Unscored:
     """With a reason that fits on a line of a terminal, and does nothing to it."""
-    why = " ".join(printable(why).split())
-    if len(why) > LONGEST_REASON:
-        why = f"{why[: LONGEST_REASON - 3]}..."
-    return Unscored(cause, why)
+    reason = " ".join(printable(reason).split())
+    if len(reason) > LONGEST_REASON:
+        reason = f"{reason[: LONGEST_REASON - 3]}..."
+    return Unscored(cause, reason)

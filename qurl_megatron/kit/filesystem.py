@@ -97,11 +97,11 @@ def _folder_above(path: Path) -> Path:
     return next(p for p in (path, *path.absolute().parents) if os.path.isdir(p))
 
 
-def wait_until_seen(path: Path, why: str, *, key: str, seconds: float = CACHED_S) -> None:
+def wait_until_seen(path: Path, evidence: str, *, key: str, seconds: float = CACHED_S) -> None:
     """Return once this node sees ``path``, which another one has.
 
     Args:
-        why: evidence that the other has it, for the message.
+        evidence: a sign that the other has it, for the message.
         key: recipe key of the folder that must be shared.
 
     Raises:
@@ -112,7 +112,7 @@ def wait_until_seen(path: Path, why: str, *, key: str, seconds: float = CACHED_S
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{path} is not visible on {socket.gethostname()} after {seconds:g} s, although "
-                f"{why}; set {key} to a folder that all nodes share"
+                f"{evidence}; set {key} to a folder that all nodes share"
             )
         # A failed lookup is cached too; listing the folders queries the server again.
         for folder in path.parents[:3]:

@@ -68,13 +68,13 @@ def launch(
     # network to change keys; and the launcher need not import it.
     listener = socket.create_server(("127.0.0.1", 0))
     ranks: list = []
-    for number, (_, told) in enumerate(pipes):
+    for number, (_, writer) in enumerate(pipes):
         keeps = listener if number == 0 else None
-        arguments = (target, args, number, world_size, listener.getsockname(), told, keeps)
+        arguments = (target, args, number, world_size, listener.getsockname(), writer, keeps)
         ranks.append(context.Process(target=_run, args=arguments, name=f"rank {number}"))
-    for process, (_, told) in zip(ranks, pipes, strict=True):
+    for process, (_, writer) in zip(ranks, pipes, strict=True):
         process.start()
-        told.close()  # the rank's own is the only one
+        writer.close()  # the rank's own is the only one
     listener.close()
     with _forwarded(ranks) as forwarded:
         return _join(ranks, [reader for reader, _ in pipes], forwarded, lost)
@@ -160,7 +160,7 @@ def _first_to_fail() -> bool:
 
 
 def _join(
-    ranks: list, told: list[Connection], forwarded: set[int], lost: Callable[[str], str]
+    ranks: list, readers: list[Connection], forwarded: set[int], lost: Callable[[str], str]
 ) -> int:
     """Wait for all ranks; after a first failure say why, and end those that do not end."""
     codes: dict[int, int] = {}
@@ -170,7 +170,7 @@ def _join(
     # By then it is clear whether a rank was killed, or only reported the failure.
     _wait(ranks, codes, SURE_S)
     killed = [rank for rank, code in codes.items() if code < 0 or code == NO_CODE]
-    (text, teller), patience_s = _first(told), GRACE_S
+    (text, teller), patience_s = _first(readers), GRACE_S
     if text and all(codes[rank] == -signal.SIGABRT for rank in killed):
         killed = []  # by NCCL, for they waited for one that failed and told why
     if killed:
@@ -210,10 +210,10 @@ def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
             codes[index] = ranks[index].exitcode
 
 
-def _first(told: list[Connection]) -> tuple[str | None, int | None]:
+def _first(readers: list[Connection]) -> tuple[str | None, int | None]:
     """The earliest sentence of a rank, and the rank; None: there is none."""
     failures = []
-    for rank, reader in enumerate(told):
+    for rank, reader in enumerate(readers):
         with contextlib.suppress(EOFError):  # it ended without a word
             if reader.poll():
                 failures.append((*reader.recv(), rank))

@@ -128,8 +128,8 @@ def mustered(folder: Path, *, key: str) -> Iterator[None]:
     else:
         reason = "rank 0, if it has not failed, writes it once it listens"
         wait_until_seen(file, reason, key=key, seconds=PATIENCE_S)
-    where = json.loads(file.read_text(encoding="utf-8"))
-    env["MASTER_ADDR"], env["MASTER_PORT"] = where["address"], str(where["port"])
+    meeting = json.loads(file.read_text(encoding="utf-8"))
+    env["MASTER_ADDR"], env["MASTER_PORT"] = meeting["address"], str(meeting["port"])
     env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 has opened it
     be_reachable(one_node=one_node)
     try:
@@ -195,11 +195,11 @@ def _reached_at(goal: str = "") -> tuple[str, str]:
     Args:
         goal: an address, a name, or "" where there is none.
     """
-    name, own = socket.gethostname(), ""
+    name, resolved = socket.gethostname(), ""
     with contextlib.suppress(OSError):  # no such name
-        own = str(socket.getaddrinfo(name, 0)[0][4][0])
-    if own and not ipaddress.ip_address(own).is_loopback:
-        return own, ""
+        resolved = str(socket.getaddrinfo(name, 0)[0][4][0])
+    if resolved and not ipaddress.ip_address(resolved).is_loopback:
+        return resolved, ""
     outward = _outward()
     # The last two are reserved for documentation: the default route leads to them.
     for end in filter(None, (goal, "192.0.2.1", "2001:db8::1")):
@@ -209,7 +209,7 @@ def _reached_at(goal: str = "") -> tuple[str, str]:
     if len(set(outward.values())) == 1:
         return next(iter(outward.items()))
     raise ConfigError(
-        f"this node's name, {name}, resolves to {own or 'nothing'}, which other nodes cannot "
+        f"this node's name, {name}, resolves to {resolved or 'nothing'}, which other nodes cannot "
         f"reach; set GLOO_SOCKET_IFNAME to the interface that leads to them, of "
         f"{sorted(set(outward.values()))}"
     )

@@ -37,7 +37,7 @@ PATIENCE_S = 1.0
 to do."""
 
 
-def bury(what: int | Path) -> None:
+def bury(target: int | Path) -> None:
     """Have something end with this process: a process group, by its number, a folder, or a file.
 
     A folder that somebody makes under the same name later is spared. A file is one of ``SGLANGS``,
@@ -46,33 +46,33 @@ def bury(what: int | Path) -> None:
     Raises:
         OSError: there is no such folder, or it is another file.
     """
-    if isinstance(what, int):
-        return _hired().write(["bury", what])
-    if str(what).startswith(SGLANGS):
-        return _hired().write(["bury", str(what)])
-    folder = os.open(what, os.O_PATH | os.O_DIRECTORY)
+    if isinstance(target, int):
+        return _hired().write(["bury", target])
+    if str(target).startswith(SGLANGS):
+        return _hired().write(["bury", str(target)])
+    folder = os.open(target, os.O_PATH | os.O_DIRECTORY)
     try:
-        _hired().write(["bury", str(what)], folder)
+        _hired().write(["bury", str(target)], folder)
     finally:
         os.close(folder)
 
 
-def spare(what: int | Path) -> None:
+def spare(target: int | Path) -> None:
     """Take ``bury`` back: it has ended already, and its number may become somebody else's."""
-    if isinstance(what, Path):
-        return _hired().write(["spare", str(what)])
-    return _hired().write(["spare", what])
+    if isinstance(target, Path):
+        return _hired().write(["spare", str(target)])
+    return _hired().write(["spare", target])
 
 
-def remove(what: Path) -> None:
+def remove(path: Path) -> None:
     """Remove names given to ``bury``; those that cannot be removed yet are tried again at the
     end."""
-    if str(what).startswith(SGLANGS):
-        _unlink(str(what))
+    if str(path).startswith(SGLANGS):
+        _unlink(str(path))
     else:
-        shutil.rmtree(what, ignore_errors=True)
-    if not what.exists():
-        spare(what)
+        shutil.rmtree(path, ignore_errors=True)
+    if not path.exists():
+        spare(path)
 
 
 def shared_by(groups: Iterable[int]) -> set[str]:

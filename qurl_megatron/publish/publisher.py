@@ -219,7 +219,7 @@ class Publisher:
     # The leading rank's part, between the ranks' rounds. Each returns the engines that are left,
     # with their tensor sizes.
 
-    def _begin(self, version: int, publication: ExitStack, begun: list) -> dict[str, int]:
+    def _begin(self, version: int, publication: ExitStack, _: list) -> dict[str, int]:
         fleet = held(self.fleet)
         engines = publication.enter_context(fleet.publication())
         if align := self.policy.align:

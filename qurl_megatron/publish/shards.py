@@ -73,9 +73,9 @@ class RankShards:
                 sizes[turns].append(size // parts)
         self._rounds: list[list[list[_Portion]]] = []
         for turns, of_kind in portions.items():
-            own = buckets(of_kind, sizes[turns], limit)
-            for start in range(0, max(everywhere(len(own))), turns):
-                self._rounds.append(own[start : start + turns])
+            own_buckets = buckets(of_kind, sizes[turns], limit)
+            for start in range(0, max(everywhere(len(own_buckets))), turns):
+                self._rounds.append(own_buckets[start : start + turns])
 
     @property
     def rounds(self) -> int:
@@ -134,7 +134,7 @@ class RankShards:
             # Unless another rank sends it, or it is padding of the vocabulary alone.
             return value.numel() > 0 and (split_dim is not None or split.rank == 0)
 
-        def made(of: Shard, dtype: torch.dtype) -> list[Shard]:
+        def converted(of: Shard, dtype: torch.dtype) -> list[Shard]:
             if not sent(of.value, of.dim):
                 return []
             place = room.place(of.value.shape, dtype)
@@ -145,7 +145,7 @@ class RankShards:
         if not quantized or self._scheme == "none":
             if quantized:
                 drift.observe(name, shard.value, None, version)
-            return made(shard, self._dtype)
+            return converted(shard, self._dtype)
         scale = hf_tensor(self._policy.arch, name + SCHEMES[self._scheme].scale)
         start = 0
         if scale.split_dim is not None:
@@ -176,7 +176,7 @@ class RankShards:
         drift.observe(name, shard.value, codes, version)
         own_scale = Shard(scale.name, codes.scale, scale.shape, scale.split_dim, start)
         own_codes = [replace(shard, value=codes.values)] if sent(codes.values, dim) else []
-        return own_codes + made(own_scale, codes.scale.dtype)
+        return own_codes + converted(own_scale, codes.scale.dtype)
 
     def _parts(self, shards: Sequence[Shard], size: int, limit: int) -> int:
         """Return into how many a parameter's rows are divided to keep a bucket within its limit.
@@ -229,8 +229,8 @@ def engine_part(tensor: HfTensor, shape: Sequence[int], tp: int, rank: int) -> S
         return Slice.whole(shape)
     assert units is not None, "what is split has units"
     repeated = units.repeats and tp > units.count
-    whole, by = (tp, units.count) if repeated else (units.count, tp)
-    if whole % by:
+    dividend, divisor = (tp, units.count) if repeated else (units.count, tp)
+    if dividend % divisor:
         raise ConfigError(
             f"tensor {tensor.name}: the engine's tensor size={tp} does not fit "
             f"{units.key}={units.count}"

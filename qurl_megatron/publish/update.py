@@ -57,7 +57,7 @@ class Update:
         self._stage = stage
         self._staged: list[BlobsFor] = []
         self._buckets = 0
-        self._begun: float | None = None
+        self._started_at: float | None = None
         self._committed = False
         self._background = ThreadPoolExecutor(1, thread_name_prefix="update")
         self._loading: Future | None = None
@@ -67,7 +67,7 @@ class Update:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._background.shutdown()
-        if self._begun is not None and not self._committed:
+        if self._started_at is not None and not self._committed:
             # Paused, with weights of both versions: nobody must wait for an answer from them.
             for engine in self.engines:
                 if engine.state == "serving":
@@ -88,8 +88,8 @@ class Update:
 
     def begin(self) -> None:
         """Pause the engines; those that fail take no part."""
-        if self._begun is None:
-            self._begun = time.monotonic()
+        if self._started_at is None:
+            self._started_at = time.monotonic()
             self._each(self._begin, "beginning")
 
     def connect(self) -> None:
@@ -154,7 +154,7 @@ class Update:
             client.resume()
 
         self._each(commit, "committing")
-        assert self._begun is not None, "a bucket has come"
+        assert self._started_at is not None, "a bucket has come"
         with self.fleet.lock:
             # One may have failed again, at a request, while others were still committing.
             self.engines = [e for e in self.engines if e.failures == failures[e.name]]
@@ -167,7 +167,7 @@ class Update:
             receipts_left += receipts_by_engine[engine.name]
         return {
             "sync/load_s": Max(max(receipt.seconds for receipt in receipts_left)),
-            "sync/paused_s": Max(time.monotonic() - self._begun),
+            "sync/paused_s": Max(time.monotonic() - self._started_at),
             "sync/loaded_bytes": Sum(sum(receipt.bytes for receipt in receipts_left)),
         }
 
@@ -192,10 +192,10 @@ class Update:
         payloads: list[str] = []
         before = b""
         for rank in range(engine.tp):
-            mine = blobs(engine, rank) if blobs else b""
-            shared = payloads and mine is before
-            payloads.append(payloads[-1] if shared else payload(message, mine))
-            before = mine
+            content = blobs(engine, rank) if blobs else b""
+            shared = payloads and content is before
+            payloads.append(payloads[-1] if shared else payload(message, content))
+            before = content
         engine.api.update_weights_from_tensor(payloads, LOADER)
 
     def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:

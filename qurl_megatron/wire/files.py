@@ -130,8 +130,8 @@ def private_folder(path: Path) -> None:
         must_be_ours(path, os.stat(path, follow_symlinks=False), stat.S_ISDIR)
 
 
-def must_be_ours(path: Path, found: os.stat_result, is_kind) -> None:
-    if not is_kind(found.st_mode) or found.st_uid != os.getuid():
+def must_be_ours(path: Path, status: os.stat_result, is_kind) -> None:
+    if not is_kind(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{path} is not what this user's trainer makes there; remove it")
 
 

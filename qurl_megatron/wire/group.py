@@ -232,10 +232,10 @@ class GroupSender(Sender):
         self._links: dict[str, Link] = {}
         self._routes: dict[str, dict[str, Any]] = {}
         self._places: dict[str, int] = {}  # of the engines in their chains
-        self._whole: set[str] = set()  # engines that have all of the version so far
+        self._complete: set[str] = set()  # engines that have all of the version so far
         # Likewise of the version before; and who passed it on to whom.
         self._places_before: dict[str, int] = {}
-        self._whole_before: set[str] = set()
+        self._complete_before: set[str] = set()
         self._pairs_before: set[tuple[str, str]] = set()
         self._stores: dict[str, dist.TCPStore] = {}  # one for each engine, to wait there
         self._failures: Failures = {}
@@ -268,8 +268,8 @@ class GroupSender(Sender):
         }
 
     def arrange(self, engines: Mapping[str, int]) -> dict[str, Turn]:
-        chains = chains_of(engines, self.size, self._whole_before, self._places_before)
-        self._whole = set(engines)
+        chains = chains_of(engines, self.size, self._complete_before, self._places_before)
+        self._complete = set(engines)
         # Whole dictionaries: other threads read the one before.
         self._routes = {engine: self._route(chain, engine) for chain in chains for engine in chain}
         self._places = {engine: place for chain in chains for place, engine in enumerate(chain)}
@@ -283,7 +283,7 @@ class GroupSender(Sender):
         if not self._finished:
             self._hang_up()  # the links may hold bytes of a version that was abandoned
         self._finished = False
-        self._whole_before, self._places_before = self._whole, self._places
+        self._complete_before, self._places_before = self._complete, self._places
         self._pairs_before = {(route["from"], name) for name, route in self._routes.items()}
         self._failures.clear()
         self._ready.clear()
@@ -338,7 +338,7 @@ class GroupSender(Sender):
         return dict(self._failures)
 
     def drop(self, engine: str) -> None:
-        self._whole.discard(engine)
+        self._complete.discard(engine)
         self._unlink(engine)
 
     def _unlink(self, engine: str) -> None:
@@ -361,7 +361,7 @@ class GroupSender(Sender):
         self._memory.clear()
 
     def _hang_up(self) -> None:
-        self._whole = set()
+        self._complete = set()
         for engine in list(self._links):
             self.drop(engine)
 
@@ -385,7 +385,7 @@ class GroupSender(Sender):
     def _kept(self, source: str, engine: str) -> bool:
         """True if both had the version before, over the same way: no bytes of it are left there."""
         pair = source, engine
-        return pair in self._pairs_before and self._whole_before.issuperset(pair)
+        return pair in self._pairs_before and self._complete_before.issuperset(pair)
 
     def _connect(self, engine: str, ranks: int) -> "Link | str":
         """Return the link, or why there is none."""
@@ -472,9 +472,9 @@ class GroupReceiver:
         except RuntimeError as error:
             # At once: a kernel that waits for the sender would keep the GPU from all else.
             self._hang_up()
-            who = self._route["from"] or f"training rank {source}"
+            sender = self._route["from"] or f"training rank {source}"
             raise ConfigError(
-                f"{who} did not send {blob.bytes / 1e6:.1f} MB within {self._timeout_s:g} s: "
+                f"{sender} did not send {blob.bytes / 1e6:.1f} MB within {self._timeout_s:g} s: "
                 f"{gist(error)}"
             ) from None
         return memory
@@ -540,7 +540,7 @@ class GroupReceiver:
         """
         host, port, wait_s = (transport[x] for x in ("host", "port", "connect_timeout_s"))
         route = self._route = transport["route"]
-        held = self._link, self._onward
+        links_before = self._link, self._onward
         try:
             while len(self._stores) < 2:
                 self._stores.append(join_store(host, port, wait_s))
@@ -570,7 +570,7 @@ class GroupReceiver:
             if not route["from"]:
                 raise ConfigError(self._lost) from None
         finally:
-            if self._link is not held[0] or self._onward is not held[1]:
+            if self._link is not links_before[0] or self._onward is not links_before[1]:
                 self._clear_memory()
 
     def _meet_next(self, transport: dict[str, Any]) -> None:

@@ -257,8 +257,8 @@ def fill(blob: Tensor, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> tu
         # Other processes, and other streams of this one, do not wait for this stream.
         torch.cuda.current_stream(blob.device).synchronize()
     return tuple(
-        msgspec.structs.replace(piece, checksum=own)
-        for piece, own in zip(pieces, sums, strict=True)
+        msgspec.structs.replace(piece, checksum=digest)
+        for piece, digest in zip(pieces, sums, strict=True)
     )
 
 

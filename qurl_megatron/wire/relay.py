@@ -78,13 +78,13 @@ class RelaySender(MemorySender):
         if None in sizes:
             return {}  # the peer that has none says why
         starts, total = layout(sizes, self._machine)
-        slot, where, failure = self._slots[index % SLOTS], None, None
+        slot, address, failure = self._slots[index % SLOTS], None, None
         try:
             memory = slot.of(total)
-            where = slot.where
+            address = slot.where
         except ConfigError as error:  # peers wait for this rank
             failure = error
-        slots = self._gather(where)
+        slots = self._gather(address)
         if failure is not None:
             raise failure
         if None in slots:
@@ -111,14 +111,14 @@ class RelaySender(MemorySender):
 
     def _exchange(self, memory: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> None:
         """Give peers the part of this rank, and take theirs."""
-        own = memory[: sizes[self._machine]]
+        own_part = memory[: sizes[self._machine]]
         takes, gives = [], []
         for machine, (peer, start, size) in enumerate(zip(self._peers, starts, sizes, strict=True)):
             part = memory[start : start + size]
             if machine != self._machine and size:
                 takes.append(dist.P2POp(dist.irecv, part, peer, self._group))
-            if machine != self._machine and len(own):
-                gives.append(dist.P2POp(dist.isend, own, peer, self._group))
+            if machine != self._machine and len(own_part):
+                gives.append(dist.P2POp(dist.isend, own_part, peer, self._group))
         # gloo tells a peer that it may send behind all that it sends itself: receives come first.
         moves = [*takes, *gives]
         with self._from_peers():
@@ -132,9 +132,9 @@ class RelaySender(MemorySender):
         try:
             yield
         except RuntimeError as error:
-            others = [host for host in self._hosts if host != self._hosts[self._machine]]
+            other_hosts = [host for host in self._hosts if host != self._hosts[self._machine]]
             raise LinkError(
-                f"a training rank on {' or '.join(others)} is gone, or gave no part of this "
+                f"a training rank on {' or '.join(other_hosts)} is gone, or gave no part of this "
                 f"version within {self._limit_s:g} s (rollout.update_timeout_s): {gist(error)}"
             ) from error
 

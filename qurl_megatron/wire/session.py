@@ -167,14 +167,14 @@ class UpdateSession:
         sums = checksums(data, [piece.place for piece, *_ in kept])
         scales = [value.flatten() for piece, *_, value in kept if _is_scale(piece)]
         sound = not scales or _usable(torch.cat(scales))
-        for (piece, target, source, live, part, value), own in zip(kept, sums, strict=True):
+        for (piece, target, source, live, part, value), checksum in zip(kept, sums, strict=True):
             covered = self.covered.setdefault(piece.name, [])
             if any(part.overlap(other) for other in covered):
-                raise ConfigError(f"{_what(piece)} came twice")
-            if own != piece.checksum:
-                raise ConfigError(f"{_what(piece)} is damaged: its checksum does not agree")
+                raise ConfigError(f"{_label(piece)} came twice")
+            if checksum != piece.checksum:
+                raise ConfigError(f"{_label(piece)} is damaged: its checksum does not agree")
             if not sound and _is_scale(piece) and not _usable(value):
-                raise ConfigError(f"{_what(piece)} holds scales that are not positive and finite")
+                raise ConfigError(f"{_label(piece)} holds scales that are not positive and finite")
             part.narrow(target.value, live).copy_(part.narrow(value, source))
             covered.append(part)
             self.bytes += part.elements * target.value.element_size()
@@ -215,7 +215,7 @@ class UpdateSession:
         )
         if not fits:
             raise ConfigError(
-                f"{_what(piece)} of shape {list(piece.shape)} is not a part of the engine's "
+                f"{_label(piece)} of shape {list(piece.shape)} is not a part of the engine's "
                 f"{list(target.shape)}"
             )
 
@@ -325,7 +325,7 @@ def _usable(scales: Tensor) -> bool:
     return bool((scales.isfinite() & (scales > 0)).all())
 
 
-def _what(piece: Piece) -> str:
+def _label(piece: Piece) -> str:
     if piece.dim is None:
         return piece.name
     lines = ("rows", "columns")[piece.dim]

@@ -107,8 +107,8 @@ class MemoryReceiver(FolderReceiver):
 
     def fetch(self, blob: Blob) -> Tensor:
         key = blob.where["slot"]
-        where, memory = self._open.get(key, (None, None))
-        if memory is None or where != blob.where:  # it grew, or a trainer was restarted
+        opened_at, memory = self._open.get(key, (None, None))
+        if memory is None or opened_at != blob.where:  # it grew, or a trainer was restarted
             self._open.pop(key, None)
             if "cuda" in blob.where:
                 memory = _open_cuda(blob.where, self._transport["facts"])
@@ -173,8 +173,8 @@ class _Slot:
         return memory
 
 
-def _open_file(where: dict[str, Any]) -> Tensor:
-    path = where["slot"]
+def _open_file(address: dict[str, Any]) -> Tensor:
+    path = address["slot"]
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -185,28 +185,28 @@ def _open_file(where: dict[str, Any]) -> Tensor:
     try:
         status = os.fstat(file)
         must_be_ours(Path(path), status, stat.S_ISREG)
-        if status.st_size < where["size"] or status.st_ino != where["inode"]:
+        if status.st_size < address["size"] or status.st_ino != address["inode"]:
             raise ConfigError(
                 f"{path} has {status.st_size} bytes, inode {status.st_ino}, instead of "
-                f"{where['size']}, inode {where['inode']}: another trainer writes there"
+                f"{address['size']}, inode {address['inode']}: another trainer writes there"
             )
-        return mapped(file, where["size"])
+        return mapped(file, address["size"])
     finally:
         os.close(file)
 
 
-def _open_cuda(where: dict[str, Any], trainer: Mapping[str, str]) -> Tensor:
+def _open_cuda(address: dict[str, Any], trainer: Mapping[str, str]) -> Tensor:
     uuids = [
         str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
     ]
-    if where["cuda"] not in uuids:
+    if address["cuda"] not in uuids:
         raise ConfigError(
-            f"GPU {where['cuda']}, which holds the trainer's weights, is not visible to this "
+            f"GPU {address['cuda']}, which holds the trainer's weights, is not visible to this "
             "engine; show it in CUDA_VISIBLE_DEVICES, or set sync.transport to group"
         )
-    index = uuids.index(where["cuda"])
+    index = uuids.index(address["cuda"])
     torch.cuda._lazy_init()
-    shared = [base64.b64decode(x) if isinstance(x, str) else x for x in where["shared"]]
+    shared = [base64.b64decode(x) if isinstance(x, str) else x for x in address["shared"]]
     try:
         storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
     except (RuntimeError, TypeError) as error:

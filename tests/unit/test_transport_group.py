@@ -731,4 +731,4 @@ def test_an_engine_that_fails_before_the_links_are_opened_is_in_no_chain():
         assert Publisher._begin(publisher, 1, publication, []) == {"a": 1, "c": 1}
         publisher._update.wait()
         assert sender.describe("c", 1)["route"]["from"] == "a"
-        publisher._update._begun = None  # nobody was paused
+        publisher._update._started_at = None  # nobody was paused
