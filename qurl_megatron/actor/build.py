@@ -123,17 +123,17 @@ def _expert_options(experts: Experts | None, parallel: ParallelConfig) -> dict[s
 
 def _refuse_without_deep_ep(dispatcher: str) -> None:
     """Raise ``ConfigError`` unless this rank has a GPU and the library that a dispatcher needs."""
-    asked = f"parallel.expert_dispatcher={dispatcher}"
+    setting = f"parallel.expert_dispatcher={dispatcher}"
     if not torch.cuda.is_available():
-        raise ConfigError(f"{asked} needs GPUs, and there is none; leave it out")
+        raise ConfigError(f"{setting} needs GPUs, and there is none; leave it out")
     try:
         library: Any = importlib.import_module("deep_ep")
     except ImportError as error:
-        raise ConfigError(f"{asked} needs the library deep_ep ({error}); leave it out") from None
+        raise ConfigError(f"{setting} needs the library deep_ep ({error}); leave it out") from None
     kernels = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}[dispatcher]
     if not hasattr(library, kernels):
         raise ConfigError(
-            f"{asked} needs {kernels} of the library deep_ep, which the installed version lacks; "
+            f"{setting} needs {kernels} of the library deep_ep, which the installed version lacks; "
             "install another one"
         )
 
@@ -262,7 +262,7 @@ def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[st
 
 
 def _counted_from(first: int, number: re.Pattern[str], name: str) -> str:
-    return number.sub(lambda found: str(int(found[0]) - first), name)
+    return number.sub(lambda match: str(int(match[0]) - first), name)
 
 
 def load_weights(

@@ -171,7 +171,7 @@ class Policy(Trained):
 
     def after_pass(self) -> None:
         if self.routing and self._routes is not None:
-            self._routes.append(self.routing.made(dtype_of(self.arch.routed.count)))
+            self._routes.append(self.routing.choices(dtype_of(self.arch.routed.count)))
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:

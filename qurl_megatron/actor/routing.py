@@ -67,8 +67,8 @@ class _Router:
 
     def __init__(self, *, softmax_first: bool) -> None:
         self._softmax_first = softmax_first  # scores are probabilities, not logits
-        self.given: Tensor | None = None  # [T, K] for the next pass
-        self.made: Tensor | None = None  # [T, K] by the newest pass
+        self.replay: Tensor | None = None  # [T, K] for the next pass
+        self.chosen: Tensor | None = None  # [T, K] by the newest pass
         self.counted: Tensor | None = None  # [T] bool: tokens that count, of the next pass
         self.balance: Balance | None = None  # of the next pass, if it has gradients
         # What passes had whose layers will be computed again; None: none will.
@@ -82,32 +82,32 @@ class _Router:
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Any
     ) -> tuple[Tensor, Tensor]:
         """Return scores and numbers of each token's experts, [T, K] of scores [T, E]."""
-        given, balance, again = self.given, self.balance, False
+        given_TK, balance, again = self.replay, self.balance, False
         if self.earlier is not None and torch.is_grad_enabled():  # the backward pass asks
-            (given, balance), again = self.earlier.popleft(), True
+            (given_TK, balance), again = self.earlier.popleft(), True
         elif self.earlier is not None:
-            self.earlier.append((given, balance))
-        values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen = own
-        if given is not None:
-            wanted = given.long() - 1
-            chosen = torch.where(wanted >= 0, wanted, own)
-            values = scores.gather(1, chosen)
+            self.earlier.append((given_TK, balance))
+        values, own_TK = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen_TK = own_TK
+        if given_TK is not None:
+            replayed_TK = given_TK.long() - 1
+            chosen_TK = torch.where(replayed_TK >= 0, replayed_TK, own_TK)
+            values = scores.gather(1, chosen_TK)
             if self.counted is not None and not again:
-                replayed = self.counted & (wanted[:, 0] >= 0)
-                differs = replayed & (chosen[:, :, None] != own[:, None, :]).all(-1).any(-1)
+                replayed = self.counted & (replayed_TK[:, 0] >= 0)
+                differs = replayed & (chosen_TK[:, :, None] != own_TK[:, None, :]).all(-1).any(-1)
                 self.differing.append(torch.stack([differs.sum(), replayed.sum()]))
         if self.counted is not None and not again:
             once = self.counted.long().repeat_interleave(topk)
-            load_E = chosen.new_zeros(scores.shape[1])
-            self.loads.append(load_E.scatter_add_(0, chosen.flatten(), once))
-        self.made = chosen
+            load_E = chosen_TK.new_zeros(scores.shape[1])
+            self.loads.append(load_E.scatter_add_(0, chosen_TK.flatten(), once))
+        self.chosen = chosen_TK
         if balance is not None and torch.is_grad_enabled():
             wide = scores.float()
-            loss = balance.loss(wide if self._softmax_first else wide.softmax(-1), own)
+            loss = balance.loss(wide if self._softmax_first else wide.softmax(-1), own_TK)
             self.losses.append(loss.detach())
             values = MoEAuxLossAutoScaler.apply(values, loss * balance.scale)
-        return values, chosen
+        return values, chosen_TK
 
 
 class Routing:
@@ -129,7 +129,7 @@ class Routing:
         """Before a schedule's first pass. Every data rank has as many responses of an update."""
         for router in self._routers:
             router.earlier = deque() if backward and self._recompute else None
-            router.given = router.balance = None
+            router.replay = router.balance = None
         self._share = 0.0
         if backward and self._aux_coef:
             self._share = 1.0 / (sum(len(b.indices) for b in batches) * self._ranks.data.size)
@@ -147,7 +147,7 @@ class Routing:
         for layer, router in enumerate(self._routers):
             router.balance = balance
             router.counted = counted_T
-            router.given = None if routes_TLK is None else routes_TLK[:, layer]
+            router.replay = None if routes_TLK is None else routes_TLK[:, layer]
 
     def _balance(self, batch: TokenBatch) -> Balance:
         rows, length = batch.real.shape
@@ -166,10 +166,10 @@ class Routing:
             tuple(axis.group for axis in axes if axis.size > 1),
         )
 
-    def made(self, dtype: torch.dtype) -> Tensor:
+    def choices(self, dtype: torch.dtype) -> Tensor:
         """Return the choices of the newest pass, [T, L, K]."""
-        made = [router.made for router in self._routers if router.made is not None]
-        return (torch.stack(made, dim=1) + 1).to(dtype)
+        chosen = [router.chosen for router in self._routers if router.chosen is not None]
+        return (torch.stack(chosen, dim=1) + 1).to(dtype)
 
     def metrics(self) -> dict[str, Metric]:
         """Return figures of all passes since the last call; all ranks call it together.
@@ -203,8 +203,8 @@ class Routing:
             )
             self._updates = 0
         if differing:
-            differ, given = torch.stack(differing).sum(0).double().tolist()
-            metrics["policy/routes_differ_fraction"] = Mean(differ, given)
+            differ, compared = torch.stack(differing).sum(0).double().tolist()
+            metrics["policy/routes_differ_fraction"] = Mean(differ, compared)
         return metrics
 
 

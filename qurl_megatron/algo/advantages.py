@@ -200,36 +200,36 @@ class BatchFacts:
         return whitened(discounted_returns(rewards_N, lengths, self.gamma), group=self.group)
 
 
-def over_group(kind: str, known: BatchFacts) -> tuple[Tensor, None]:
+def over_group(kind: str, facts: BatchFacts) -> tuple[Tensor, None]:
     """Each response against the others to its prompt; all its tokens alike."""
-    groups_PG = known.penalised().view(-1, known.group_size)
+    groups_PG = facts.penalised().view(-1, facts.group_size)
     worth_R = group_advantages(groups_PG, kind).flatten()
-    return worth_R[known.indices_r].repeat_interleave(known.lengths_r), None
+    return worth_R[facts.indices_r].repeat_interleave(facts.lengths_r), None
 
 
-def over_batch(known: BatchFacts) -> tuple[Tensor, None]:
+def over_batch(facts: BatchFacts) -> tuple[Tensor, None]:
     """Rewards still to come, whitened over the whole batch."""
-    return known.whitened_returns(known.rewards_R), None
+    return facts.whitened_returns(facts.rewards_R), None
 
 
-def over_group_and_batch(known: BatchFacts) -> tuple[Tensor, None]:
+def over_group_and_batch(facts: BatchFacts) -> tuple[Tensor, None]:
     """The same with the group's mean as the baseline of the reward. Without discount and penalty
     all tokens of a response are worth the same."""
-    groups_PG = known.rewards_R.view(-1, known.group_size)
-    return known.whitened_returns(group_advantages(groups_PG, "dr_grpo").flatten()), None
+    groups_PG = facts.rewards_R.view(-1, facts.group_size)
+    return facts.whitened_returns(group_advantages(groups_PG, "dr_grpo").flatten()), None
 
 
-def against_critic(known: BatchFacts) -> tuple[Tensor, Tensor]:
+def against_critic(facts: BatchFacts) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, whitened; the critic's targets are not."""
-    assert known.values_N is not None, "there is a critic"
+    assert facts.values_N is not None, "there is a critic"
     advantages_N, returns_N = gae(
-        known.token_rewards(known.rewards_R),
-        known.values_N,
-        known.lengths_r.tolist(),
-        gamma=known.gamma,
-        lam=known.lam,
+        facts.token_rewards(facts.rewards_R),
+        facts.values_N,
+        facts.lengths_r.tolist(),
+        gamma=facts.gamma,
+        lam=facts.lam,
     )
-    return whitened(advantages_N, group=known.group), returns_N
+    return whitened(advantages_N, group=facts.group), returns_N
 
 
 Estimate = Callable[[BatchFacts], tuple[Tensor, Tensor | None]]

@@ -68,10 +68,10 @@ def own_objective(
     try:
         returned = function(inputs)
     except Exception as error:  # whatever the user's code does
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{named} raised {type(error).__name__}: {error} "
-            f"({Path(where.filename).name}, line {where.lineno})"
+            f"({Path(frame.filename).name}, line {frame.lineno})"
         ) from error
     value, logged = returned if isinstance(returned, tuple) else (returned, {})
     shape = inputs.current.shape

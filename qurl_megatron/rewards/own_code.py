@@ -50,10 +50,10 @@ def find_named(setting: str, kind: Literal["function", "class"]) -> Callable[...
         raise ConfigError(f"{setting}: {target} has no {attribute}; {hint}")
     if callable(named_object) and inspect.isclass(named_object) == (kind == "class"):
         return named_object
-    found = f"value of type {type(named_object).__name__}"
+    actual_kind = f"value of type {type(named_object).__name__}"
     if callable(named_object):
-        found = "function" if kind == "class" else "class"
-    raise ConfigError(f"{setting} is a {found}; name a {kind} ({contents})")
+        actual_kind = "function" if kind == "class" else "class"
+    raise ConfigError(f"{setting} is a {actual_kind}; name a {kind} ({contents})")
 
 
 def check_call(

@@ -146,10 +146,10 @@ class RewardPool:
             ConfigError, RewardDown: the reward cannot be used any more; or gave no score, and the
                 recipe wants the run to end then.
         """
-        found = iter(self._scores([item for item in items if isinstance(item, Item)], stop))
+        item_scores = iter(self._scores([item for item in items if isinstance(item, Item)], stop))
         scores: list[Score] = []
         for item in items:
-            scores.append(next(found) if isinstance(item, Item) else item)
+            scores.append(next(item_scores) if isinstance(item, Item) else item)
         if self.config.on_failure == "stop" and (tally := Tally.of(scores)).failed:
             fix = FIXES.get(tally.only_cause, "fix the reward")
             raise _error(

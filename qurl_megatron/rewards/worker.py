@@ -59,8 +59,8 @@ def serve(make: Callable[[], Answer], memory_gb: float) -> None:
     def say(number: bytes, value: Any) -> None:
         if os.getpid() != worker_pid:
             os._exit(1)
-        said = {"failed": asdict(value)} if isinstance(value, Unscored) else {"value": value}
-        results.write(b"%s %s\n" % (number, json.dumps(said).encode("ascii")))
+        message = {"failed": asdict(value)} if isinstance(value, Unscored) else {"value": value}
+        results.write(b"%s %s\n" % (number, json.dumps(message).encode("ascii")))
         results.flush()
 
     try:
@@ -89,10 +89,10 @@ def environment(setting: str) -> Answer:
     """Make an environment; raises ``ConfigError`` where that fails, or it has no ``step``."""
     own_class, class_name = find_named(setting, "class"), setting.rpartition(":")[2]
     try:
-        made = own_class()
+        instance = own_class()
     except BaseException as error:  # whatever it does, this is one sentence
         raise ConfigError(f"{setting}: {class_name}() failed: {last_line(error)}") from None
-    step = getattr(made, "step", None)
+    step = getattr(instance, "step", None)
     if not callable(step):
         call_of = ", ".join(f"{field}=..." for field in STEP_FIELDS)
         raise ConfigError(f"{setting}: {class_name} has no method step({call_of}); write one")

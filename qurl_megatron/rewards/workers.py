@@ -113,8 +113,8 @@ class WorkerPool:
         Raises:
             As a future of ``put``; Abandoned also where ``stop()`` became true.
         """
-        asked = [self.put(question) for question in questions]
-        pending = set(asked)
+        futures = [self.put(question) for question in questions]
+        pending = set(futures)
         try:
             while pending:
                 if stop():
@@ -125,7 +125,7 @@ class WorkerPool:
         finally:
             for future in pending:
                 future.cancel()
-        return [future.result() for future in asked]
+        return [future.result() for future in futures]
 
     def _answer(self, question: str) -> Any:
         worker = self._idle.get()
@@ -161,8 +161,8 @@ class Worker:
             ConfigError, RuntimeError: as ``await_ready``.
         """
         self.await_ready()
-        self._asked += 1
-        line = b"%d %s\n" % (self._asked, question.encode("ascii"))
+        self._question_number += 1
+        line = b"%d %s\n" % (self._question_number, question.encode("ascii"))
         return self._answer_to(line, self.pool.limit_s)
 
     def await_ready(self) -> None:
@@ -240,14 +240,14 @@ class Worker:
                 )
             bury(self.process.pid)
             self._answers = self._line.makefile("rb")
-            self._asked = 0  # the last question's number, which its answer repeats
+            self._question_number = 0  # the last question's number, which its answer repeats
 
     def _answer_to(self, line: bytes, limit_s: float) -> dict[str, Any]:
         self._line.settimeout(limit_s)
         try:
             self._line.sendall(line)
             number, _, answer = self._answers.readline(LINE_BYTES).partition(b" ")
-            if int(number) == self._asked:
+            if int(number) == self._question_number:
                 return json.loads(answer)
         except TimeoutError:
             raise

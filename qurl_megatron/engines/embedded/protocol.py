@@ -79,23 +79,23 @@ def parse_generate(body: dict, limits: RequestLimits) -> Generation:
     Raises:
         ConfigError: malformed, unsupported or too long; nothing of the request has been queued.
     """
-    given = _checked(Body, "/generate", body)
-    batched = isinstance(given.input_ids[0], list)
+    request = _checked(Body, "/generate", body)
+    batched = isinstance(request.input_ids[0], list)
     prompts = _checked(
         list[Annotated[list[Token], Meta(min_length=1)]],
         "input_ids",
-        given.input_ids if batched else [given.input_ids],
+        request.input_ids if batched else [request.input_ids],
     )
     count = len(prompts)
-    params = _per_prompt(Sampling, "sampling_params", given.sampling_params or {}, count)
-    rids = _per_prompt(str | None, "rid", given.rid, count)
+    params = _per_prompt(Sampling, "sampling_params", request.sampling_params or {}, count)
+    rids = _per_prompt(str | None, "rid", request.rid, count)
     sequences = [
         _sequence(prompt, sampling, rid, limits)
         for prompt, sampling, rid in zip(prompts, params, rids, strict=True)
     ]
-    if given.return_routed_experts and not limits.routed:
+    if request.return_routed_experts and not limits.routed:
         raise ConfigError("return_routed_experts: the model has no experts; leave it out")
-    return Generation(sequences, batched, given.return_logprob, given.return_routed_experts)
+    return Generation(sequences, batched, request.return_logprob, request.return_routed_experts)
 
 
 def _checked(kind: type[Value], name: str, value: object) -> Value:

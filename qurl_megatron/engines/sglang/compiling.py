@@ -46,8 +46,8 @@ def use_cuda_of_pip() -> None:
     except OSError:  # read-only: with all kernels in it, nothing is compiled
         return
     # Of a container's libcuda.so the loader alone may be told.
-    given = [os.environ.get(name) for name in ("LIBRARY_PATH", "LD_LIBRARY_PATH")]
-    searched = [str(links), str(cuda / "lib"), *filter(None, given)]
+    inherited = [os.environ.get(name) for name in ("LIBRARY_PATH", "LD_LIBRARY_PATH")]
+    searched = [str(links), str(cuda / "lib"), *filter(None, inherited)]
     os.environ.update(CUDA_HOME=str(cuda), LIBRARY_PATH=":".join(searched))
 
 

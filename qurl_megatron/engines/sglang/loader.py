@@ -222,7 +222,7 @@ def _column_parallel(
         parts: (name of the projection, rows here, first row in the whole, rows of the whole).
     """
     prefix = name.rpartition(".")[0]
-    views = {"weight": _natural(name, module)} | _rest(name, module)
+    views = {"weight": _natural(name, module)} | _row_values(name, module)
     row = 0
     for part, rows, start, all_rows in parts:
         for kind, view in views.items():
@@ -264,7 +264,7 @@ def _gate_up(name: str, module: Any) -> Iterator[_Claim]:
 
 def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
     rank, size = _rank_and_size(module)
-    views = {"weight": _natural(name, module)} | _rest(name, module)
+    views = {"weight": _natural(name, module)} | _row_values(name, module)
     for kind, view in views.items():
         target = Shard.whole(f"{name}.{kind}", view)
         if kind in ("weight", f"weight{SCALES[1]}"):
@@ -273,7 +273,7 @@ def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
         yield _Claim(target, id(getattr(module, kind)))
 
 
-def _rest(name: str, module: Any) -> dict[str, Tensor]:
+def _row_values(name: str, module: Any) -> dict[str, Tensor]:
     """Return a linear layer's parameters beside its weight: a value or scale per row, or square."""
     expected = {"bias"}
     if _is_quantized(name, module):
@@ -306,8 +306,8 @@ def _experts(name: str, module: Any) -> Iterator[_Claim]:
                 start = module.moe_tp_rank * shape[dim]
                 shape[dim] *= module.moe_tp_size
             for expert in range(local * module.moe_ep_size):
-                here = 0 <= expert - first < local
-                value = values_E[expert - first] if here else values_E[0, :0]
+                is_local = 0 <= expert - first < local
+                value = values_E[expert - first] if is_local else values_E[0, :0]
                 full_name = f"{name}.{expert}.{part}.{kind}"
                 yield _Claim(Shard(full_name, value, tuple(shape), dim, start), id(parameter))
 
@@ -315,8 +315,8 @@ def _experts(name: str, module: Any) -> Iterator[_Claim]:
 def _refuse_experts(name: str, module: Any) -> None:
     """Raise ``ConfigError`` unless the experts lie in memory as in the checkpoint."""
     method, backend = module.quant_method, module.runner_backend
-    known = ("UnquantizedFusedMoEMethod", "W8A8Int8MoEMethod", "W8A8FP8MoEMethod", "Fp8MoEMethod")
-    if type(method).__name__ not in known:
+    usable = ("UnquantizedFusedMoEMethod", "W8A8Int8MoEMethod", "W8A8FP8MoEMethod", "Fp8MoEMethod")
+    if type(method).__name__ not in usable:
         raise ConfigError(
             f"{name} is quantized as {type(method).__name__}; updates reach unquantized experts, "
             "and those of quantization_config w8a8_int8, w8a8_fp8 and fp8"
@@ -342,7 +342,7 @@ def _refuse_experts(name: str, module: Any) -> None:
 def _replicated(name: str, module: Any) -> Iterator[_Claim]:
     if _is_quantized(name, module):
         raise ConfigError(f"{name} is quantized; routers must stay unquantized")
-    return _whole(name, module)
+    return _unsplit(name, module)
 
 
 def _vocabulary(name: str, module: Any) -> Iterator[_Claim]:
@@ -392,14 +392,14 @@ def register() -> None:
         loader.initialize_dummy_weights = initialize_others
 
 
-def _whole(name: str, module: Any) -> Iterator[_Claim]:
+def _unsplit(name: str, module: Any) -> Iterator[_Claim]:
     for part, parameter in module.named_parameters(recurse=False):
         yield _Claim(Shard.whole(f"{name}.{part}", parameter.data), id(parameter))
 
 
 def _shared_gate(name: str, module: Any) -> Iterator[_Claim]:
     """Claims of a shared expert's gate; other layers of its class are not known."""
-    return _whole(name, module) if name.endswith(".mlp.shared_expert_gate") else iter(())
+    return _unsplit(name, module) if name.endswith(".mlp.shared_expert_gate") else iter(())
 
 
 _KINDS: dict[str, Callable[[str, nn.Module], Iterator[_Claim]]] = {
@@ -410,7 +410,7 @@ _KINDS: dict[str, Callable[[str, nn.Module], Iterator[_Claim]]] = {
     "Linear": _shared_gate,  # torch's own
     "FusedMoE": _experts,
     "VocabParallelEmbedding": _vocabulary,
-    "RMSNorm": _whole,
+    "RMSNorm": _unsplit,
     "RadixAttention": _attention,
 }
 _SPLIT = (_qkv, _gate_up, _row_parallel)

@@ -102,8 +102,8 @@ def server_arguments(argv: Sequence[str], *, cuda: bool, port: int, nccl_port: i
 
 def ask_itself_directly(host: str) -> None:
     """Keep this process's requests to ``host``, which SGLang makes to warm up, from a proxy."""
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    hosts = ",".join(filter(None, (given, host, "127.0.0.1", "::1")))
+    direct_hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    hosts = ",".join(filter(None, (direct_hosts, host, "127.0.0.1", "::1")))
     os.environ.update(no_proxy=hosts, NO_PROXY=hosts)
 
 
@@ -167,14 +167,14 @@ def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | Non
     return None
 
 
-def sglang_python(given: str) -> Path:
-    if given:
-        if not Path(given).is_file():
+def sglang_python(setting: str) -> Path:
+    if setting:
+        if not Path(setting).is_file():
             raise ConfigError(
-                f"rollout.sglang_python = {given} does not exist; `make sglang` makes the "
+                f"rollout.sglang_python = {setting} does not exist; `make sglang` makes the "
                 "environment .venv-sglang"
             )
-        return Path(given)
+        return Path(setting)
     usual = Path(".venv-sglang/bin/python")
     if usual.is_file():
         return usual.absolute()  # not resolved: the link makes it the environment's
