@@ -6,11 +6,11 @@ each version, k = 1 generates one step off, larger k hide the longest responses 
 the next ones. Batches are drawn and handed over in order, so the prompts that a step begins with
 are the same for every k; the answers are not, since versions change in between.
 
-A batch may draw further prompts while it is produced. For k > 0 these lie behind the prompts of
-the batches after it, so no place in the order of prompts has all used ones before it and all unused
-ones behind it. A batch is handed over with the place where the next batch began to draw. A restart
-from there skips no prompt, and repeats the prompts that earlier batches drew later. For k = 0, and
-where nothing is drawn later, it repeats none either.
+A batch may draw further prompts while it is produced. For k > 0 these come after the prompts of
+later batches, so no point in the order separates used prompts from unused ones. A batch is handed
+over with the point where the next batch began to draw: a restart from there skips no prompt, and
+repeats only those that earlier batches drew late. For k = 0, or where nothing is drawn late, it
+repeats none.
 """
 
 from collections import deque
@@ -56,7 +56,7 @@ class Ahead:
             draw: the prompts of the next batch, and where they begin.
             produce: (step, drawn prompts, stop) -> batch; runs on a thread, and raises
                 ``Interrupted`` soon after ``stop()`` becomes true.
-            cursor: where the prompts go on that nobody has drawn yet.
+            cursor: where the prompts not drawn yet begin.
             first, last: the steps to produce batches for.
         """
         self._draw, self._produce, self._cursor = draw, produce, cursor

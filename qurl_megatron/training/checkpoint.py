@@ -1,13 +1,12 @@
 """The training state on disk: Megatron's own distributed checkpoint, made atomic.
 
 Model, optimizer and random state are sharded over the ranks and load into any parallel layout. The
-loop's own state is the small ``TrainState`` beside them. A critic lies beside the
-policy, all of its names prefixed, so that who reads the checkpoint as a model does not see it.
-Every file's checksum is recorded, of the large ones as they are written, so that damage is found
-before anything is resumed from it (``newest``).
+loop's own state is the small ``TrainState`` beside them. A critic lies beside the policy under
+prefixed names, so that readers of the model do not see it. Every file's checksum is recorded, of
+large ones while they are written, so that damage is found before a run resumes (``newest``).
 
-On a GPU neither saving nor loading needs memory to speak of, so both work while engines hold the
-rest of it: tensors go to and from the files one at a time (``in_place``).
+Saving and loading need hardly any GPU memory, so both work while engines hold the rest: tensors go
+to and from the files one at a time (``in_place``).
 """
 
 import contextlib
@@ -127,7 +126,7 @@ def evaluated(run_dir: Path, state: TrainState) -> None:
     folder = run_dir / "checkpoints" / f"step_{state.step:06d}"
     with refusing(folder / STATE, key="train.run_dir"):
         record = read_record(folder)
-        # Without a record a checkpoint is taken as it is: one that is cut off here is whole.
+        # A checkpoint without a record is not verified: one interrupted here still counts as whole.
         (folder / RECORD).unlink(missing_ok=True)
         state.write(folder)
         if record is not None:
@@ -136,7 +135,7 @@ def evaluated(run_dir: Path, state: TrainState) -> None:
 
 
 class _Alone(Exception):
-    """The system refused rank 0 a write in a collective, where the other ranks wait in vain."""
+    """Rank 0 could not write in a collective, and the other ranks wait for it."""
 
     def __init__(self, refused: OSError) -> None:
         self.refused = refused
@@ -146,8 +145,8 @@ def _write_sharded(sharded: dict[str, Any], folder: Path, policy: Policy) -> dic
     """Have Megatron write; return the sums of this rank's files.
 
     Raises:
-        OSError: the system refused a rank a write; on all ranks.
-        _Alone: it refused rank 0 one, and the others do not know.
+        OSError: a rank could not write; raised on all ranks.
+        _Alone: rank 0 could not write, and the others do not know.
     """
     strategy = OneTensorAtATime("torch_dist", 1)
     try:
@@ -179,8 +178,8 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
     """Restore models, optimizers, schedules and random state; all ranks call it together.
 
     Raises:
-        ConfigError: the checkpoint is of another model, has a critic or lacks one, or is damaged
-            in a way that its record does not tell, having none.
+        ConfigError: the checkpoint is of another model, has a critic that the run lacks or the
+            reverse, or is damaged and has no record of checksums.
     """
     try:
         _check_critic(checkpoint, critic)
@@ -208,7 +207,7 @@ _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
 
 
 def _bytes_to_write(sharded: dict[str, Any]) -> int:
-    """Return the bytes of all ranks together, without small files; every rank calls it."""
+    """Return the total bytes over all ranks, small files aside; every rank calls it."""
     own_bytes = 0
     for value in nested_values(sharded):
         is_tensor = isinstance(value, ShardedTensor | ShardedTensorFactory)
@@ -260,8 +259,8 @@ def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
 def _is_fp8_state(name: str) -> bool:
     """Return whether a name is Transformer Engine's FP8 state, which is always empty here.
 
-    It is saved, since Megatron's own tools ask for it. But layers of a machine without it write
-    none for norms, and a run goes on from a CPU to GPUs.
+    Megatron's own tools expect it in a checkpoint. But without Transformer Engine norms write none,
+    and a run may move from a CPU to GPUs.
     """
     return "_extra_state" in name  # of experts in one module with a number behind it
 
@@ -279,9 +278,9 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
     fp8 = {name: nothing for name in trained.gpt.state_dict() if _is_fp8_state(name)}
     trained.gpt.load_state_dict({**loaded["model"], **fp8})
-    # Tensors were read into place. Of all else only the count of steps is the checkpoint's: groups
-    # are as this layout has them (experts that not every rank has are in some of their own), and
-    # follow the present recipe.
+    # Tensors were read into place. Otherwise only the step count is taken from the checkpoint:
+    # groups follow the present recipe and layout (experts that not every rank has form groups of
+    # their own).
     saved = [group for group in _parameter_groups(loaded["optimizer"]) if "step" in group]
     optimizer_state = trained.optimizer.state_dict()
     for group in _parameter_groups(optimizer_state):

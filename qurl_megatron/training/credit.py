@@ -65,7 +65,7 @@ def attach_correction(
 
 
 def rejected_responses(ranks: Ranks, batches: Sequence[TokenBatch], count: int) -> list[int]:
-    """Return which of the step's ``count`` responses are rejected, on whatever data rank."""
+    """Return the rejected among the step's ``count`` responses, by index, over all data ranks."""
     rejected_R = torch.zeros(count, device=ranks.device)
     for batch in batches:
         if batch.kept is not None:

@@ -25,11 +25,10 @@ NOT_ORDER = ("data.prompts_per_step",)  # ... and one that only sets how many
 
 
 def fork(source: Path, config: RunConfig) -> None:
-    """Make ``train.run_dir`` a fork of ``source``; one that has a checkpoint just goes on.
+    """Make ``train.run_dir`` a fork of ``source``, unless it has a checkpoint already.
 
     Raises:
-        ConfigError: there is nothing to begin with, or a change is one that the checkpoint does not
-            allow.
+        ConfigError: there is no checkpoint to begin with, or it forbids one of the changes.
     """
     run_dir = Path(config.train.run_dir)
     if latest(run_dir) is not None:

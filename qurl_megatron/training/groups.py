@@ -22,7 +22,7 @@ from qurl_megatron.rewards import overlong_penalty
 from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.types import Prompt, Sample
 
-LOWEST_SHARE = 0.25  # of useful groups that a round expects: no round is more than 4 times its need
+LOWEST_SHARE = 0.25  # of useful groups, at least assumed: no round draws more than 4 times its need
 ENVIRONMENT_CAUSES = ("timeouts", "crashes", "exceptions", "invalid")
 
 Group = Sequence[Sample]

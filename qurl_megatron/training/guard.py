@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # a rank imports this module before Megatron
     from qurl_megatron.actor.trained import Trained
 
 LARGEST = 1e7
-"""Root mean square of a tensor from which on products of a few weights leave the range of FP32."""
+"""Root mean square of a tensor beyond which products of a few weights overflow FP32."""
 
 
 class Collapse(Foreseen, RuntimeError):
-    """The run's own numbers end it; names the metric or tensor, its value, and the step."""
+    """The run's own numbers end it; the message names the culprit, its value, and the step."""
 
 
 class NotFinite(Foreseen, RuntimeError):
@@ -107,7 +107,7 @@ class Threshold:
 
     name: str  # in guard/<name>, which counts the steps in a row that crossed it
     key: str  # of GuardConfig
-    metrics: tuple[str, ...]  # the first that the step has
+    metrics: tuple[str, ...]  # the first one present is compared
     above: bool  # crossed above it, else below it
 
     def crossed(self, value: float, limit: float) -> bool:
@@ -166,7 +166,7 @@ class Guard:
             if threshold.crossed(value, limit):
                 count = self.counts[threshold.name] + 1
             self.counts[threshold.name] = count
-            # Beyond it where the run was only warned, and then started again with another action.
+            # The count is beyond it if the run was only warned, then restarted with another action.
             if count == patience or (halts and count > patience):
                 reasons.append(_reason(threshold, name, value, limit, step, count))
         guard_metrics = {f"guard/{name}": float(count) for name, count in self.counts.items()}

@@ -68,7 +68,7 @@ def in_place(optimizer: Any) -> None:
 def _state_of(
     part: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None
 ) -> dict[str, ShardedTensor]:
-    """Return the state of one distributed optimizer, in place of its own method's."""
+    """Return the state of one distributed optimizer; replaces its own method."""
     places = {
         place.data: place
         for place in nested_values(model)
@@ -155,7 +155,7 @@ class OneTensorAtATime(TorchDistSaveShardedStrategy):
         """Write this rank's files, and put the results that Megatron expects into ``written``."""
         results: dict[int, Any] = {}  # lists, or exceptions
         for index, (path, name, (objects, tensors)) in enumerate(files):
-            # Megatron writes in processes of its own, which these two queues go to and fro.
+            # Megatron writes in processes of its own, and talks to them over these two queues.
             outcome: queue.Queue[Any] = queue.Queue()
             busy: queue.Queue[int] = queue.Queue()
             busy.put(index)
@@ -177,7 +177,7 @@ class _Summed:
     """Computes the checksum of a file that torch writes: items, one behind the other."""
 
     def __init__(self, transforms: Any) -> None:
-        """Sum up what torch's own transforms make of an item on its way to the file."""
+        """Checksum each item after torch's own transforms."""
         self._transforms = transforms
         self._digest, self._bytes = xxhash.xxh3_128(), 0
 

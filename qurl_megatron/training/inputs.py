@@ -33,7 +33,7 @@ def find_loss(name: str) -> Callable[..., Any]:
 
 
 def check_own_loss(algo: AlgoConfig, correction: CorrectionConfig) -> None:
-    """Try the user's loss; raises ``ConfigError`` as ``find_loss`` and ``try_loss``."""
+    """Try the user's loss; raise ``ConfigError`` as ``find_loss`` and ``try_loss`` do."""
     if algo.function:
         from qurl_megatron.algo.objective import Limits  # brings torch
         from qurl_megatron.algo.own_loss import try_loss

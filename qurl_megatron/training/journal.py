@@ -109,7 +109,7 @@ class Journal:
 
     @property
     def refused(self) -> ConfigError | None:
-        """Reason why nothing is written any more; None: the journal still writes."""
+        """Why nothing is written any more; None while the journal still writes."""
         if self._refused is None and (error := self.timeline.refused):
             self._refused = refusal(error, self.run_dir / "timeline.jsonl", key="train.run_dir")
         return self._refused
@@ -196,7 +196,7 @@ class Journal:
         return score
 
     def _show_held_out(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print the first prompts' responses; keep these, and those that are telling."""
+        """Print the first prompts' responses; keep these, and the telling ones."""
         observe, each = self.config.observe, self.config.train.eval_samples
         shown = range(0, min(observe.show * each, len(samples)), each)
         for index in shown:
@@ -210,7 +210,7 @@ class Journal:
     def saved(self) -> None:
         """Keep the settings of this start, now that a checkpoint has been made with them.
 
-        Kept any earlier, a start from the checkpoint before would not know of the changes.
+        Had they been kept earlier, a restart from the previous checkpoint would miss the changes.
         """
         if self.claimed.changes:
             self._keep(self.run_dir / RECIPE, self.claimed.keep_recipe)

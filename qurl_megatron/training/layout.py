@@ -3,7 +3,7 @@
 A response keeps its place for the whole step, so scores computed once serve every epoch, and every
 layout sums the same terms.
 
-All responses go to every rank, as flat tensors on the CPU that nobody pickles: 13 bytes a token.
+Every rank gets all responses, as flat CPU tensors that are never pickled: 13 bytes a token.
 """
 
 from collections.abc import Sequence
@@ -85,9 +85,9 @@ def averaged_without(
 def counted_tokens(summary: Summary, config: RunConfig) -> list[int]:
     """Return how many tokens of each response the loss averages over; 0 leaves a response out.
 
-    Left out are responses that were cut off, where they are masked, and groups that dynamic
-    sampling filled the batch up with: penalties, bonuses and baselines of the whole batch would
-    teach something even where all answers are equally right.
+    Truncated responses are left out if the recipe masks them, and so are groups that dynamic
+    sampling used as filler: penalties, bonuses and baselines of the whole batch would teach
+    something even where all answers are equally right.
     """
     algo, size = config.algo, config.rollout.samples_per_prompt
     counted_R = summary.written_R.clone()

@@ -66,8 +66,8 @@ class Run:
         Raises:
             EngineError, RewardDown, ConfigError: no engine or reward could be used, or no version
                 written; the trained steps are on disk all the same.
-            Collapse: the guard halted the run, or numbers are not finite; of such a step nothing is
-                on disk, or with the engines.
+            Collapse: the guard halted the run, or numbers are not finite; such a step reaches
+                neither the disk nor the engines.
         """
         config = self.config
         try:
@@ -139,7 +139,7 @@ class Run:
 
     def _samples(self, step: int, timer: Timer) -> tuple[Responses, Rollout]:
         """Return one step's graded samples, on every rank."""
-        responses: Responses | None = None  # stays where it is: of the tokens nothing is pickled
+        responses: Responses | None = None  # stays on the leading rank: tokens are never pickled
 
         def take(lead: Lead) -> Rollout:
             nonlocal responses
@@ -203,10 +203,10 @@ class Run:
         return verdict
 
     def _publish(self, version: int, failure: EngineError | None = None) -> dict[str, Metric]:
-        """Publish a version; where no engine takes it, also to those that come back.
+        """Publish a version; where no engine takes it, publish again to those that come back.
 
         Args:
-            failure: why all engines are known to be gone; they are waited for first.
+            failure: the reason, if all engines are known to be gone; they are waited for first.
 
         Returns:
             This rank's metrics of the publication.
@@ -275,7 +275,7 @@ class Run:
     def _end(self, failure: Foreseen | None = None) -> None:
         """Save the newest step if needed, and raise the cause unless a person stopped the run."""
         step, cause = self.state.step, None if isinstance(failure, Interrupted) else failure
-        # A run without a step is left as it was: it begins again, with whatever settings it likes.
+        # A run without a step is left as it was: it may begin again with other settings.
         done = not self.config.train.steps and failure is None
         if self.saved != step and (step or done):
             try:
@@ -290,7 +290,7 @@ class Run:
 
         try:
             self._on_lead(close)
-        except ConfigError as error:  # no report can be written; why the run was halted comes first
+        except ConfigError as error:  # no report can be written; the cause of the halt comes first
             cause = Collapse(f"{cause}; {error}")
         if cause:
             raise with_advice(cause, step)

@@ -64,7 +64,7 @@ class Scorer:
 class PolicyLoss:
     """One microbatch's share of the policy's loss, and its metrics.
 
-    A microbatch without proximal log-probs is of the first update: its own are those.
+    A microbatch without proximal log-probs belongs to the first update, and uses its own.
     """
 
     score: Scorer
@@ -78,7 +78,7 @@ class PolicyLoss:
         if batch.proximal is None:  # there has been no update since the rollouts
             batch = replace(batch, proximal=current.detach())
             measured = batch_mismatch(batch, algo.cap)
-        wholes: dict[str, Tensor] = {}  # what a share is of, where that is not the tokens
+        wholes: dict[str, Tensor] = {}  # denominators of shares, where these are not all tokens
         if algo.function:
             value, means = self._from_user(current, batch)
         else:
@@ -101,7 +101,7 @@ class PolicyLoss:
         counts |= zip(wholes, sums[len(means) :], strict=True)
         metrics = {name: Mean(s, counts[name]) for name, s in zip(means, sums, strict=False)}
         for name in wholes:
-            if not counts[name]:  # no share of nothing
+            if not counts[name]:  # an empty denominator
                 del metrics[name]
         return loss, {"policy/loss": Mean(total, 0.0), **metrics, **measured}
 
@@ -139,7 +139,7 @@ class PolicyLoss:
         return terms.value, means, {"acr/gradient_share": terms.gradient}
 
     def _from_user(self, current: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the user's own objective of each token, and its metrics per token."""
+        """Return the user's objective of each token, and its metrics per token."""
         algo = self.algo
         mask = batch.kept
         if mask is None:
@@ -190,12 +190,12 @@ def with_scores(
 class ValueLoss:
     """One microbatch's share of the critic's loss, and its metrics.
 
-    The metrics are of the values before the update, which the advantages were made with: they tell
-    how good a baseline those had.
+    The metrics describe the values before the update, from which the advantages were made: they
+    tell how good that baseline was.
     """
 
     context: Axis
-    clip: float  # that a value may move from its value before the update; 0 does not clip
+    clip: float  # how far a value may move from before the update; 0 does not clip
 
     def __call__(self, output: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         """Return share and metrics from [B, s, 1]; the microbatch has values and returns."""

@@ -1,7 +1,7 @@
 """How far the quantized behaviour policy is from the full-precision one it was made from.
 
-All of it comes from two log-probs per response token. Whatever peers log about the mismatch of
-engine and trainer is here; docs/algorithms.md says which of our names is which of theirs.
+All of it comes from two log-probs per response token. It covers all that peers log about the
+mismatch of engine and trainer; docs/algorithms.md maps our names to theirs.
 
 Shapes: N = response tokens of a microbatch, R = its responses that have any.
 """
@@ -41,16 +41,16 @@ that are chosen by their rewards (``algo.dynamic_sampling``) may move it by some
 
 
 class Alarms:
-    """Sentences on results that no correct engine gives, at the first, second, fourth, ... of them.
+    """Warnings of results that no correct engine gives, at the 1st, 2nd, 4th, ... such step.
 
-    Whatever is wrong tends to be wrong in every step, and one sentence for each says no more.
+    A fault tends to recur in every step, and a warning for each says no more.
     """
 
     def __init__(self) -> None:
         self._steps = dict.fromkeys(_ALARMS, 0)
 
     def noticed(self, metrics: Mapping[str, float]) -> str | None:
-        """Return the gravest that applies to a step, where it is due.
+        """Return the gravest warning on a step, where one is due.
 
         Args:
             metrics: of one step, all ranks together.

@@ -1,8 +1,8 @@
 """Whole checkpoints: recorded checksums compared by all ranks together.
 
 Rank 0 looks at names and sizes, and all ranks at the bytes, each at some of the files; every rank
-gets the same result. Their own look at a folder might differ: directories of network file systems
-are cached.
+gets the same result. Looking for themselves, ranks might differ: network file systems cache
+directories.
 
 A damaged checkpoint of a run is set aside under another name once an older one has proved whole.
 Where none has, nothing is touched: a run that began from scratch would write over files that can
@@ -93,7 +93,7 @@ def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
 
 
 def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:
-    """Return the folder that a path leads to, and its record; raises ``ConfigError`` if wrong."""
+    """Return the folder that a path leads to, and its record; raise ``ConfigError`` if wrong."""
     folder = find_torch_dist(path) or path
     record = read_record(folder) or {}
     if wrong := wrong_size(folder, record):

@@ -1,10 +1,10 @@
 """The engines' choice of experts, from the leading rank to the ranks that replay it.
 
-Every rank gets its own responses' choices, in its own layers alone: of Qwen3-30B-A3B they are 384
-bytes a token, where all else of a response is 13. The leading rank sends each of them once.
+Every rank gets its own responses' choices, in its own layers alone: for Qwen3-30B-A3B they take 384
+bytes a token, all else of a response 13. The leading rank sends each of them once.
 
-Shapes: B = rows of a microbatch, S = their length, L = layers of a rank's stage, K = experts of a
-token.
+Shapes: B = rows of a microbatch, S = their length, T = B * S, L = layers of a rank's stage, K =
+experts of a token.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def _received(
             start += totals[i]
         return part
 
-    # To one rank for each share of the responses and stage, which hands it to its neighbours.
+    # One rank per stage and share of the responses receives it, and passes it to its neighbours.
     local, takers = memory(indices), everywhere((ranks.counted, list(indices), ranks.pipeline.rank))
     for rank, (takes, responses, stage) in enumerate(takers):
         if not (takes and ranks.leads):

@@ -48,7 +48,7 @@ def find_models(config: RunConfig, model_config: Path | None = None) -> Models:
 
 
 def check_computed(config: RunConfig, arch: Arch) -> None:
-    """Raise ``ConfigError`` where the model is not computed so, whatever the layout."""
+    """Raise ``ConfigError`` where no layout can compute the model by this recipe."""
     arch.check_megatron()
     if config.model.routing_replay != "off" and not arch.experts:
         raise ConfigError(
@@ -71,7 +71,7 @@ def check_division(
     engine_tensor: int | None = None,
 ) -> None:
     """Raise ``ConfigError`` where the model does not divide over the ranks of trainer or engines,
-    or is not computed so.
+    or cannot be computed by this recipe.
 
     Args:
         parallel, engine_tensor: sizes in place of the configuration's.
@@ -125,11 +125,11 @@ def _refuse_cut_squares(
 
 
 def engine_divides(arch: Arch, tensor: int, *, whole_experts: bool = False) -> bool:
-    """Whether an engine of ``tensor`` GPUs can split the heads, and each expert, of which every GPU
-    has its part; keys and values may be shared.
+    """Return whether an engine of ``tensor`` GPUs can split the heads and every expert; keys and
+    values may be shared.
 
     Args:
-        whole_experts: experts are dealt to the GPUs instead, but for a shared one.
+        whole_experts: experts are dealt whole to the GPUs instead, except a shared one.
     """
     split = [arch.heads]
     if arch.experts:

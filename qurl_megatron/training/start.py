@@ -64,7 +64,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         source = Path(config.train.run_dir)
         config = replace(config, train=replace(config.train, run_dir=str(fork)))
     path = Path(config.model.path)
-    if not placed:  # else rank 0 looks for all, once they have met: none waits for one that refuses
+    if not placed:  # else rank 0 checks for all, once they have met: none waits for one that fails
         if source is None:
             changed = refuse_other_run(Path(config.train.run_dir), config)
             if _already_done(config, changed):
@@ -93,7 +93,7 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
 
 
 def look_over(config: RunConfig, arch: Arch) -> tuple[list[str], list[str]]:
-    """Check all that ``qurl train`` refuses before it loads a model, but for layouts.
+    """Run the checks that ``qurl train`` makes before it loads a model, except those of layouts.
 
     Returns:
         The mistakes, each of which prevents the start, and remarks on the data; a sentence each.

@@ -63,7 +63,7 @@ class TrainState:
         except (ValueError, RecursionError, msgspec.ValidationError) as error:
             raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
         field_names = {field.name for field in fields(TrainState)}
-        # An empty value, such as earlier versions wrote for what is gone, says nothing.
+        # Earlier versions wrote empty values for fields that are gone: these say nothing.
         if unknown := sorted(key for key in values.keys() - field_names if values[key]):
             raise Unreadable(
                 f"{path} has the keys {', '.join(unknown):.200}, which this version does not know; "
@@ -197,7 +197,7 @@ def refuse_other_run(run_dir: Path, config: RunConfig) -> list[Change]:
     Without a checkpoint there is no run yet: one that failed before its first step pins nothing.
 
     Raises:
-        ConfigError: some may not, as they would make it another run.
+        ConfigError: a changed setting would make it another run.
     """
     recipe = run_dir / RECIPE
     with refusing(run_dir, key="train.run_dir"):  # also of a name that no folder can have
@@ -232,7 +232,7 @@ def recipe_of(run_dir: Path) -> RunConfig:
 
 @dataclass(frozen=True)
 class Claim:
-    """A run directory that is this process' own until it is left or the process ends."""
+    """A run directory, locked until it is left or the process ends."""
 
     run_dir: Path
     config: RunConfig

@@ -59,7 +59,7 @@ def improve(
     sizes = [len(minibatch) for minibatch in minibatches]
     batches = [batch for minibatch in minibatches for batch in minibatch]
     learns = critic is None or step > config.critic.ahead_steps
-    # The first update's own pass is one of the proximal policy, and finds what scoring would.
+    # The first update's own pass is by the proximal policy: scoring would give the same.
     unscored = 0 if config.scores_first_minibatch or not learns else sizes[0]
     with timer.phase("score"):
         batches = attach_scores(
@@ -115,7 +115,7 @@ def attach_scores(
     """Return the microbatches with reference log-probs, and from ``begin`` on proximal ones.
 
     Args:
-        record: also, from there on, with the experts that the proximal policy chose.
+        record: also add the experts that the proximal policy chose, from ``begin`` on.
     """
 
     def log_probs(logits: Tensor, batch: TokenBatch) -> Tensor:

@@ -122,7 +122,7 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
                 config.sync,
                 sender,
                 seed=config.train.seed,
-                # Engines that wait anyway had better load while the ranks quantize.
+                # Without staleness engines wait anyway, so they load while the ranks quantize.
                 stage=config.rollout.max_staleness > 0 and sender.lasting,
                 timeline=lead.journal.timeline if lead else None,
             )

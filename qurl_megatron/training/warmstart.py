@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 STOP = "."  # the end of an untidy answer; an exact one must not have it
 UNTIDY = 0.5
-"""Share of the answers to learn from that end so, which the exact reward rejects: like a pretrained
-model, it knows more than it shows until it is rewarded for it."""
+"""Share of the training answers that end so, which the exact reward rejects: like a pretrained
+model, this one knows more than it shows until it is rewarded for it."""
 VOCAB_MULTIPLE = 16
 HELD_OUT = 256
 CHECK_EVERY = 25  # steps
@@ -81,7 +81,7 @@ def warmstart(
 def _questions(data: DataConfig) -> tuple[list[Question], list[Question]]:
     """Return the questions for the fit, and the held-out ones for measuring it.
 
-    A file without one beside it for held-out prompts lends its last rows.
+    Without a file of held-out prompts, the last rows of the training file serve.
     """
     questions = training_questions(data)
     if data.eval_path or not data.path:
