@@ -30,7 +30,7 @@ from qurl_megatron.types import FinishReason, Versions, in_a_row, routes_dtype
 from qurl_megatron.wire.lease import MIXED, Names
 from qurl_megatron.wire.packed import ARRAY, unpack, unpack_experts
 
-ROUNDING = 1e-4  # above 0 that a log-prob of a sure token may be
+ROUNDING = 1e-4  # how far above 0 the log-prob of a certain token may lie
 LOWEST = -104.0
 """The log of the smallest float32 is -103.3: a token less likely than that has probability 0 in
 every sampler there is, so whoever reports it has not sampled it."""
@@ -70,7 +70,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as far as its answer is checked against it."""
+    """The facts of a request that its answer is checked against."""
 
     rid: str
     budget: int  # tokens
@@ -145,7 +145,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def parsed(content: bytes) -> Any:
-    """Return what JSON holds; raise ``Malformed`` where it is none."""
+    """Parse JSON; raise ``Malformed`` where it is invalid."""
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -157,7 +157,7 @@ def parsed(content: bytes) -> Any:
 
 
 def answer_limit(asked: Sequence[Asked], routed: Routed | None = None) -> int:
-    """Return the most bytes that the answers to these requests have."""
+    """Return an upper bound on the bytes of the answers to these requests."""
     limit = ANSWER_BYTES * (1 + len(asked)) + TOKEN_BYTES * sum(each.budget for each in asked)
     if routed:
         limit += routed.token_bytes * sum(each.given + each.budget for each in asked)
@@ -272,7 +272,7 @@ def _routes(meta: _Meta, earlier: int, sent: int, kept: int, routed: Routed | No
     experts = experts[: earlier + kept - 1]
     if experts.size and not 0 <= experts.min() <= experts.max() < routed.count:
         raise Malformed(f"an expert that is none of the layer's {routed.count}")
-    # What nobody has recorded is zero; to look at all of them would take too long.
+    # Choices that nobody has recorded are zero; checking all would take too long.
     if routed.top_k > 1 and (twice := (experts[..., 0] == experts[..., 1])).any():
         token, layer = np.argwhere(twice)[0]
         raise Malformed(
@@ -358,7 +358,7 @@ def _versions(meta: _Meta, count: int, rules: Rules) -> Versions:
 
 
 def _number(name: Any, rules: Rules) -> int:
-    """Return a version's number, where this engine may have that version."""
+    """Return a version's number; raise ``Malformed`` if this engine cannot have it."""
     number, confirmed, newest = rules.names.number(name), rules.confirmed, rules.newest
     if number == MIXED:
         raise Malformed(f"tokens from mixed weights, in the middle of an update ({name})")
@@ -423,7 +423,7 @@ EXPERTS_IN_PLACE: Mapping[str, tuple] = {
     "init_expert_location": ("trivial",),
     "ep_num_redundant_experts": (0,),
 }
-"""SGLang's settings of experts, and the values by which they lie as a checkpoint has them."""
+"""SGLang's settings of experts, and the values that keep them where a checkpoint has them."""
 
 
 def read_info(info: dict) -> Info:

@@ -74,7 +74,7 @@ class EngineError(Foreseen, RuntimeError):
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """No request of this thread waits beyond ``seconds`` from now, whatever its own limit is."""
+    """Inside, no request of this thread waits more than ``seconds`` in all, whatever its limit."""
     token = _DEADLINE.set(min(time.monotonic() + seconds, _DEADLINE.get()))
     try:
         yield
@@ -128,25 +128,25 @@ class EngineClient:
             )
         self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
         keep_secret(api_key)  # an engine, or a proxy before it, may quote it
-        # A compressed answer may become any size.
+        # A compressed answer could expand to any size.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         self._headers = headers
         self._tls = _tls() if self.url.startswith("https:") else False
         self._closed = False
-        self.packs = True  # its answers, until it says that it does not know how
+        self.packs = True  # its answers, until it turns out not to know how
         try:
             parts = urlsplit(self.url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
                 raise ValueError("give e.g. http://127.0.0.1:30000")
-            parts.hostname.encode("idna")  # refuses what no name server can be asked for
+            parts.hostname.encode("idna")  # raises for names that cannot be looked up
         except ValueError as error:
             raise EngineError(f"{url} is not an engine URL: {error}") from None
 
     @contextlib.contextmanager
     def believing(self, endpoint: str) -> Iterator[None]:
-        """Turn what is Malformed into the engine's fault."""
+        """Turn ``Malformed`` into an ``EngineError`` that blames the engine."""
         try:
             yield
         except Malformed as error:
@@ -175,7 +175,7 @@ class EngineClient:
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
         """Open a session for many generations at once on the running event loop."""
-        async with _http(force_close=True) as http:  # none finds the connection of a dead engine
+        async with _http(force_close=True) as http:  # no request reuses a dead engine's connection
             yield Session(self, http)
 
     def pause(self, mode: str = "retract") -> None:
@@ -383,7 +383,7 @@ def _http(**settings: Any) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0, use_dns_cache=False, **settings)
     return aiohttp.ClientSession(
         connector=connector,
-        timeout=aiohttp.ClientTimeout(),  # of each wait; a whole exchange has one
+        timeout=aiohttp.ClientTimeout(),  # none per wait; each whole exchange has a limit
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
     )
@@ -391,14 +391,14 @@ def _http(**settings: Any) -> aiohttp.ClientSession:
 
 @functools.cache
 def _control() -> aiohttp.ClientSession:
-    """The session of all short requests, on the shared loop."""
+    """Return the session of all short requests, on the shared loop."""
     http = _http(keepalive_timeout=KEPT_S)
     atexit.register(_end, http)
     return http
 
 
 def _end(http: aiohttp.ClientSession) -> None:
-    with contextlib.suppress(TimeoutError):  # a peer may never take what is on its way to it
+    with contextlib.suppress(TimeoutError):  # a peer may never read the bytes sent to it
         event_loop.run_shared(asyncio.wait_for(http.close(), GRACE_S))
 
 

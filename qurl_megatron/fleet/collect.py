@@ -100,14 +100,14 @@ def greedy(
     finished: Finished | None = None,
     turns: Turns | None = None,
 ) -> list[Sample]:
-    """One greedily decoded sample per prompt, for evaluation."""
+    """Return one greedily decoded sample per prompt, for evaluation."""
     params = {"temperature": 0.0, "max_new_tokens": max_new_tokens, **NEUTRAL}
     groups = [[Response(prompt, params)] for prompt in prompts]
     return event_loop.run(_Collection(fleet, groups, stop, finished, turns).run())
 
 
 def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
-    """Seed of one sample: the first 63 bits of BLAKE2b over "seed/step/prompt_index/sample".
+    """Return one sample's seed: the first 63 bits of BLAKE2b of "seed/step/prompt_index/sample".
 
     Stable across machines, Python versions and engines, unlike ``hash``.
     """
@@ -116,7 +116,7 @@ def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
 
 @dataclass(eq=False)
 class _Flight:
-    """One request on its way: items, and the engine that has them, as it was then."""
+    """One request under way: items, and the engine that has them, as it was at the start."""
 
     items: list[Response]
     engine: EngineRecord
@@ -261,7 +261,7 @@ class _Collection:
             parts = task.result()
         except EngineError as error:
             if error.ours and len(self.fleet.serving()) < 2:
-                raise  # an engine that is wrong about it would be alone with that
+                raise  # no second engine could show that this one is wrong about it
             await self._fail(flight, error)
             return
         bad = None
@@ -284,7 +284,7 @@ class _Collection:
         await asyncio.to_thread(self.fleet.fail, flight.engine, error)
 
     def _end(self, task: asyncio.Future) -> None:
-        """Free the engine of a flight's items, and see each of them to its next station."""
+        """Free the engine of a flight's items, and pass each item on."""
         flight = self.flights.pop(task)
         items, engine = flight.items, flight.engine
         self.fleet.vacate(engine, _tokens(items), len(items))
@@ -340,7 +340,7 @@ class _Collection:
         self.moved.clear()
 
     async def _give_up(self) -> None:
-        """Leave nothing behind: requests that nobody waits for would go on being computed."""
+        """Abort all requests: engines would go on computing those that nobody waits for."""
         flights = list(self.flights.values())
         for task in [*self.flights, *self.talks]:
             task.cancel()

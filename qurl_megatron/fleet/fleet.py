@@ -71,7 +71,7 @@ Result = TypeVar("Result")
 class Pulse:
     """Health checks of one process between two publications; times are by the fleet's clock.
 
-    A check of another one counts for nothing: it is about a process, or weights, that are gone.
+    Checks of an earlier one are ignored: they are about a process, or weights, that are gone.
     """
 
     healthy: bool = False
@@ -142,7 +142,7 @@ class EngineRecord:
         return self.reason.partition("\n")[0].rstrip(":")
 
     def overdue(self, since: float, limit_s: float, now: float) -> bool:
-        """Tell whether it has had its time, as one that starts, or answers nothing.
+        """Return whether an engine that starts, or answers nothing, has used up its time.
 
         It has ``limit_s`` after its last sign of life, and ``IN_ALL`` times that in all.
 
@@ -215,7 +215,7 @@ class Fleet:
         """True while the engines' device memory is the trainer's."""
         self.publishing = False
         self.lock = threading.RLock()
-        """Of all state here and in the engines; held for moments."""
+        """Guards all state here and in the engines; held for moments."""
         self.turn = threading.RLock()
         """Held through a publication, and for one look around."""
         self.run_key = secrets.token_urlsafe(32)
@@ -650,7 +650,7 @@ class Fleet:
                 self.turn.release()
 
     def _look(self) -> None:
-        """Membership, and a health check for each engine where one is due."""
+        """Update the membership, and send the health checks that are due."""
         self._leases.renew()
         if self.config.rendezvous:
             self._meet(self._rendezvous)
@@ -668,7 +668,7 @@ class Fleet:
                 self._ask(engine, engine.client)
 
     def _ask(self, engine: EngineRecord, client: EngineClient) -> None:
-        """Send a health check where one is due; one that is out for too long is a silence."""
+        """Send a health check where one is due; one without an answer in time counts as silence."""
         with self.lock:
             pulse, time_s = engine.pulse, self.clock()
             if pulse.sent is None:
@@ -677,7 +677,7 @@ class Fleet:
                     check = (engine, client, pulse)
                     threading.Thread(target=self._check, args=check, daemon=True).start()
             elif time_s > pulse.sent + self._health_limit_s(engine) + LOOK_S:
-                # Stuck where no deadline reaches, as where it waits for a lease to be given back.
+                # Stuck where no deadline applies, such as behind a lease that is being given back.
                 pulse.silent_since = pulse.silent_since or pulse.sent
                 pulse.error = EngineError(f"{engine.url}: its health check has not come back")
 

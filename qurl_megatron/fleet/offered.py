@@ -1,9 +1,9 @@
 """This machine's engines, started here and offered to the leading rank, wherever that runs.
 
-Engines meet the trainer in ``rollout.rendezvous``: an entry for each that listens, which goes when
-the engine is gone. Ports are the engines' own choice, so that two jobs on a node cannot meet. The
-key is in a file beside the entries, which only the user can read; it reaches the engines in their
-environment.
+Engines meet the trainer in ``rollout.rendezvous``: each that listens has an entry, which is removed
+when the engine is gone. Ports are the engines' own choice, so that two jobs on a node cannot meet.
+The key is in a file beside the entries, which only the user can read; it reaches the engines in
+their environment.
 """
 
 import contextlib

@@ -102,14 +102,14 @@ class Leases:
         self._due, self._ended = 0.0, False
 
     def claim(self, client: EngineClient, needed: Callable[[], bool]) -> Mapping[str, Any] | None:
-        """Make an engine this run's.
+        """Lease an engine for this run.
 
         Returns:
-            What its model computes, if it says.
+            Facts of its model's computation, if it reports them.
 
         Raises:
-            EngineError: it did not say, or the lease of another run may still lapse: ask again.
-            ConfigError: the run that has it lives.
+            EngineError: it gave no answer, or the lease of another run may still lapse: ask again.
+            ConfigError: it belongs to another run, which is alive.
         """
         tenure = self._tenures.setdefault(client.url, _Tenure())
         with tenure.asking:
@@ -136,7 +136,7 @@ class Leases:
         )
 
     def renew(self) -> None:
-        """Renew all where that is due, without waiting for answers."""
+        """Renew all leases that are due, without waiting for answers."""
         if self._clock() < self._due:
             return
         self._due = self._clock() + RENEW_S
@@ -160,13 +160,13 @@ class Leases:
             threading.Thread(target=self._give_back, args=(tenure, client), daemon=True).start()
 
     def end(self) -> None:
-        """Give all back, so that the next run need not wait for leases to lapse."""
+        """Give all leases back, so that the next run need not wait for them to lapse."""
         self._ended = True
         # One of them may wait for a request under way.
         in_parallel(self._give_back, list(self._tenures.values()), 2 * ANSWER_S)
 
     def _give_back(self, tenure: _Tenure, client: EngineClient | None = None) -> None:
-        """Give one back where this client holds it; None: whoever holds it."""
+        """Give a lease back if this client holds it; None: whoever holds it."""
         with tenure.asking, suppress(EngineError):  # silent, or gone: its lease will end
             holder = tenure.holder
             if holder is not None and client in (None, holder):

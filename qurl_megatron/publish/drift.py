@@ -28,7 +28,7 @@ class Drift:
     def __init__(self, config: QuantConfig) -> None:
         self.every = config.diagnostics_every
         self._before: dict[str, tuple[int, Tensor, QuantizedWeight | None]] = {}
-        self._version: int | None = None  # whose totals these are
+        self._version: int | None = None  # that the totals are of
         self._totals: dict[str, Tensor] = {}
         self._passed = torch.zeros(3, dtype=torch.float64)
 
@@ -84,7 +84,7 @@ class Drift:
 def of_an_update(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return metrics merged over ranks, without the shares of an update if there was none.
 
-    Codes that are drawn change without one.
+    Codes that are rounded at random change without one.
     """
     passed = metrics.get("quant/update_passed")
     if not isinstance(passed, Mean) or passed.weight:

@@ -117,7 +117,7 @@ class _Spent:
     send_s: float = 0.0  # put, and waiting for the others and for the engines
     bytes: int = 0
     largest: int = 0  # bytes of the largest bucket
-    filled: float = 0.0  # when the last bucket was put, of the performance counter
+    filled: float = 0.0  # performance counter when the last bucket was put
 
 
 class Publisher:
@@ -195,7 +195,7 @@ class Publisher:
         }
 
     def _agree(self, make: Callable[[], Any], act: Callable[[list], Any]) -> Any:
-        """Make every rank's part; return on every rank what the leading one makes of all of them.
+        """Call ``make`` on every rank, then ``act`` on the leading one; return its result on all.
 
         Raises:
             EngineError, ConfigError: a rank's first error, or the one of ``act``; on every rank.
@@ -312,7 +312,7 @@ def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -
 
 
 def refuse_whole_experts(engines: Sequence[EngineRecord]) -> None:
-    """Raise ConfigError if a rank of an engine has whole experts: its part is cut from them all."""
+    """Raise ConfigError if engine ranks have whole experts: parts are cut from every expert."""
     for engine in engines:
         if engine.ep > 1:
             raise ConfigError(

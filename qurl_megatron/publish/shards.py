@@ -2,8 +2,8 @@
 
 No full tensor is gathered anywhere. Row-parallel ranks agree on their channels' scales by a MAX
 all-reduce; a square that shares a scale is never cut. Data- and context-parallel replicas take
-turns, bucket by bucket, of experts those that have the same ones. A tensor that all tensor ranks
-hold is sent by the first.
+turns, bucket by bucket; for experts, the ranks that have the same ones. The first tensor rank sends
+tensors that all of them hold.
 """
 
 import math
@@ -98,7 +98,7 @@ class RankShards:
         shards: list[Shard] = []
         mistake: ConfigError | None = None
         for replica, bucket in enumerate(self._rounds[index]):
-            # Every replica lends its part of the masters, and one of them has the work.
+            # Every replica lends its part of the masters, and one of them does the work.
             for portion in bucket:
                 split = self._policy.splits(portion.parameter)
                 for shard in self._policy.master_shards(portion.parameter, owner=replica):
@@ -123,7 +123,7 @@ class RankShards:
     def _export(
         self, shard: Shard, split: Axis, version: int, room: Room, drift: Drift
     ) -> list[Shard]:
-        """Return what this rank sends of codes and scale, or of one high-precision tensor.
+        """Return this rank's part of codes and scale, or of one high-precision tensor.
 
         Args:
             split: the ranks that have other parts of it.
@@ -179,7 +179,7 @@ class RankShards:
         return own_codes + converted(own_scale, codes.scale.dtype)
 
     def _parts(self, shards: Sequence[Shard], size: int, limit: int) -> int:
-        """Return into how many a parameter's rows are divided to keep a bucket within its limit.
+        """Return the number of parts that keep a parameter's rows within the limit of a bucket.
 
         Embeddings and output layers outgrow it, and being unquantized divide anywhere. Replicas
         would have to lend their masters once per part.
@@ -189,8 +189,8 @@ class RankShards:
         return max(1, -(-size // limit))
 
     def _sent_bytes(self, shard: Shard, ranks: int) -> int:
-        """Bytes that a shard becomes, the same on all ``ranks`` that have parts of the tensor: they
-        fill buckets in step."""
+        """Return the bytes that a shard becomes. All ``ranks`` that have parts of the tensor get
+        the same number, so they fill buckets in step."""
         elements = math.prod(shard.shape)
         split = ranks if shard.dim is not None else 1
         if is_quantized(shard.name) and self._scheme != "none":

@@ -204,8 +204,8 @@ class Update:
         if errors:
             raise EngineError(f"{engine.url} rejects version {self.version}: {'; '.join(errors)}")
         pointers = tuple(receipt.pointers for receipt in receipts)
-        # One of ours has the same process since they were noted; one that was adopted and is out of
-        # the traffic may have been started again.
+        # An engine of ours still has the same process; an adopted one that is out of the traffic
+        # may have been started again.
         same = engine.process is not None or engine.name in self._settled
         if same and engine.pointers not in ((), pointers):
             raise EngineError(

@@ -172,7 +172,7 @@ class FilesReceiver(FolderReceiver):
 
 
 def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:
-    """A file's first ``size`` bytes, uint8, without a copy."""
+    """Return a file's first ``size`` bytes, uint8, without a copy."""
     memory = mmap.mmap(
         descriptor,
         size,

@@ -176,8 +176,8 @@ def chains_of(
         engines: their TP sizes; those of one size need the same bytes.
         senders: training ranks.
         proven: engines that took the version before. The others stand behind them.
-        places: each one's in its chain of the version before. Of those that missed it, the first
-            may be why the others did, and so stands last.
+        places: each engine's place in its previous chain. The first that missed the version before
+            may have made the others miss it, and so stands last.
     """
 
     def rank(engine: str) -> tuple[bool, float]:
@@ -227,7 +227,7 @@ class GroupSender(Sender):
         self.connect_timeout_s = connect_timeout_s or CONNECT_S[self.device.type]
         self._facts = own_facts()
         self._run = secrets.token_hex(4)  # sent to engines by the leading rank alone
-        self._updates = 0  # begun; all ranks count alike, so it makes names that all know
+        self._updates = 0  # begun; all ranks count alike, so they agree on names made from it
         self._finished = True
         self._links: dict[str, Link] = {}
         self._routes: dict[str, dict[str, Any]] = {}
@@ -366,10 +366,10 @@ class GroupSender(Sender):
             self.drop(engine)
 
     def _route(self, chain: Sequence[str], engine: str) -> dict[str, Any]:
-        """Return whom the engine takes its bytes from, and whom it passes them on to.
+        """Return the engine's source of bytes, and the engine that it passes them on to.
 
-        It waits the shorter for the next one the fewer are behind that: who is held up by another
-        must not be taken for the one that hangs.
+        The fewer engines stand behind the next one, the shorter the wait for it: an engine that is
+        held up must not be mistaken for the one that hangs.
         """
         place = chain.index(engine)
         source = chain[place - 1] if place else ""
@@ -435,7 +435,7 @@ class GroupReceiver:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._clear_memory()
         self._fetched = 0
-        self._bucket = -1  # of this version, that is being fetched
+        self._bucket = -1  # being fetched, of this version
         self._passed_by = 0.0  # until then the next engine has the bucket
         self._sender = _without_update(transport)
         self._senders, self._chunk = transport["senders"], transport["chunk"]
@@ -491,7 +491,7 @@ class GroupReceiver:
         self._memory.clear()
 
     def _clear_memory(self) -> None:
-        """Have new memory: what was on its way over a link that is gone may still move."""
+        """Allocate new memory: transfers over a link that is gone may still write to the old."""
         # One blob is passed on while the next one comes.
         self._memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * SLOTS
 
@@ -524,7 +524,7 @@ class GroupReceiver:
 
     @contextmanager
     def _passing_on(self) -> Iterator[None]:
-        """A block in which the next engine may fail; this one goes on without it."""
+        """Inside, the next engine may fail; this one goes on without it."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -535,8 +535,8 @@ class GroupReceiver:
         """Open both links, or keep them.
 
         Raises:
-            ConfigError: the training ranks and this one do not meet. That an engine does not come
-                is told by ``fetch``, and so by the receipt: no training rank sees it.
+            ConfigError: the training ranks and this one do not meet. A missing engine is reported
+                by ``fetch``, and so by the receipt: no training rank sees it.
         """
         host, port, wait_s = (transport[x] for x in ("host", "port", "connect_timeout_s"))
         route = self._route = transport["route"]
@@ -752,7 +752,7 @@ class Link:
             self.finish(work, self.deadline[index])
 
     def abort(self) -> None:
-        """Stop all that moves on it; whatever waits for it fails."""
+        """Stop all transfers; whatever waits for them fails."""
         self.sending.clear()
         if self.device.type == "cpu":
             self.group.abort()
@@ -807,7 +807,7 @@ def open_group(
 
 
 def _greet(link: Link, rank: int, senders: int, deadline: float) -> None:
-    """One byte from every training rank to every engine rank."""
+    """Send one byte from every training rank to every engine rank."""
     sends = rank < senders
     peers = range(senders, senders + link.ranks) if sends else range(senders)
     memory = torch.zeros(len(peers), dtype=torch.uint8, device=link.device)
@@ -844,7 +844,7 @@ def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any]) -> A
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """A block in which NCCL groups are made whose watchdog ends no process.
+    """Inside, NCCL groups are made with a watchdog that ends no process.
 
     torch reads that from the environment, which all threads share.
     """
@@ -895,6 +895,6 @@ def _listen(host: str) -> socket.socket:
 
 
 def gist(error: Exception) -> str:
-    """The cause without the place in torch's source and its stack."""
+    """Return the cause without the place in torch's source and its stack."""
     line = str(error).partition("\n")[0]
     return line.partition("] ")[2] if line.startswith("[") else line

@@ -127,7 +127,7 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
             message = decode(Message, text)
             if not message.packed:
                 return message
-            # What takes more bytes is cut off, and no JSON any more.
+            # A longer one is cut off, and then is no valid JSON.
             description = zlib.decompressobj().decompress(message.packed, BLOBS_BYTES)
             blobs = decode(tuple[Blob, ...], description)
             return msgspec.structs.replace(message, blobs=blobs, packed=b"")
@@ -159,7 +159,7 @@ class Receipt(Record, frozen=True):
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, uint8 and 1-D; a view where it is contiguous."""
+    """Return a tensor's bytes, uint8 and 1-D; a view where it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -235,7 +235,7 @@ class Room:
         self._memory, self._end = memory, 0
 
     def place(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Memory for the blob's next tensor; None where there is no room for it."""
+        """Return memory for the blob's next tensor; None where there is no room for it."""
         start, size = self._end, math.prod(shape) * dtype.itemsize
         if self._memory is None or start + size > len(self._memory):
             return None
@@ -263,7 +263,7 @@ def fill(blob: Tensor, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> tu
 
 
 def piece_of(blob: Tensor, piece: Piece) -> Tensor:
-    """The piece's tensor, as a view into the blob's bytes (uint8, 1-D)."""
+    """Return the piece's tensor, as a view into the blob's bytes (uint8, 1-D)."""
     start, stop = piece.place
     data = blob[start:stop]
     return data.view(getattr(torch, piece.dtype)).view(piece.shape)

@@ -1,9 +1,9 @@
 """SGLang's answers with their numbers packed, as our server gives them: 8 bytes a token, not 40.
 
 ``output_ids`` becomes int32, and ``output_token_logprobs`` the log-probs in float32, as SGLang
-computes them; little-endian, as bytes of MessagePack. Of 64 engines a leading rank reads half a
-million a second. ``routed_experts`` comes as base64 of int32 and becomes uint8, or uint16 where an
-expert's number does not fit.
+computes them; little-endian, as bytes of MessagePack. From 64 engines a leading rank reads half a
+million tokens a second. ``routed_experts`` comes as base64 of int32 and becomes uint8, or uint16
+where an expert's number does not fit.
 """
 
 import base64
@@ -24,14 +24,14 @@ def pack(answers: Sequence[dict]) -> bytes:
 
 
 def _pack(answer: dict) -> dict:
-    """Return an answer packed; its tokens as they are where its log-probs are not theirs."""
+    """Return an answer packed; leave its tokens as they are if its log-probs are not theirs."""
     ids, meta = answer["output_ids"], answer["meta_info"]
     if routed := meta.get("routed_experts"):
         packed = pack_experts(np.frombuffer(base64.b64decode(routed), IDS))
         meta = {**meta, "routed_experts": packed}
     triples = meta.get("output_token_logprobs", ())
     if [token for _, token, _ in triples] != ids:
-        # An abort between a token and its log-prob, or a fault for the reader.
+        # Aborted between a token and its log-prob, or faulty, which the reader will see.
         return {**answer, "meta_info": meta}
     log_probs = np.array([log_prob for log_prob, _, _ in triples], LOG_PROBS)
     meta = {**meta, "output_token_logprobs": log_probs.tobytes()}
@@ -39,7 +39,7 @@ def _pack(answer: dict) -> dict:
 
 
 def pack_experts(experts: np.ndarray) -> bytes:
-    """Return numbers of experts in as few bytes as all of them fit into."""
+    """Return numbers of experts in the smallest integers that all of them fit into."""
     for kind in EXPERTS[:-1]:
         if not experts.size or (experts.min() >= 0 and experts.max() <= np.iinfo(kind).max):
             return experts.astype(kind).tobytes()

@@ -1,11 +1,10 @@
 """Buckets for engines on all of the trainer's machines: each byte comes to a machine once.
 
 Every machine has as many training ranks. The first rank of each machine is a *peer* of the other
-machines' first ranks, the second of their second ones, and so on. Of a bucket, peers give each
-other what they have quantized, codes and scales, and each lays all of it out in memory that the
-engines of its machine map (``shared_memory``), its own part first, so that it is made in place.
-Checksums stay those of the rank that quantized. Receipts come back through a store of the leading
-rank's.
+machines' first ranks, the second of their second ones, and so on. For each bucket, peers exchange
+the codes and scales they have quantized, and each lays all of them out in memory that the engines
+of its machine map (``shared_memory``), its own part first, so that it is made in place. Checksums
+stay those of the rank that quantized. Receipts come back through a store of the leading rank's.
 """
 
 import secrets

@@ -226,7 +226,7 @@ class UpdateEnd:
     def __init__(self, weights: LiveWeights, opened: Open = open_receiver) -> None:
         self._weights, self._open = weights, opened
         self._session: UpdateSession | None = None
-        self._past: set[str] = set()  # sessions that another one has followed
+        self._past: set[str] = set()  # sessions that were superseded
         self._receiver: Receiver | None = None
 
     @torch.no_grad()

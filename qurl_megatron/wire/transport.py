@@ -157,12 +157,12 @@ class Sender:
     def put_everywhere(self, index: int, parts: Sequence[Shard]) -> Mapping[Place, Blob]:
         """Put a bucket that is not ``cut``; return its blobs by the engines they are for.
 
-        All training ranks call it together, or ``miss``. Arguments and errors as of ``put``.
+        All training ranks call it together, or ``miss``. Arguments and errors as for ``put``.
         """
         return {None: self.put(index, parts)}
 
     def miss(self) -> None:
-        """Instead of ``put_everywhere``: this rank has no bucket, because making it failed."""
+        """Stand in for ``put_everywhere`` on a rank that failed to make its bucket."""
 
     def deliver(self, index: int) -> None:
         """Start sending the bucket ``index``; returns at once."""
@@ -204,7 +204,7 @@ class Sender:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """All engines that take part have the version: nobody fetches from it any more."""
+        """Free the version: all engines that take part have it, and nobody fetches it any more."""
 
     def close(self) -> None:
         """Remove everything that this end made."""
@@ -243,7 +243,7 @@ def receipt_name(session: str, rank: int) -> str:
 
 
 def received(content: bytes | None, session: str, rank: int) -> Receipt:
-    """Read an engine rank's receipt; nonsense is that engine's error, and no other's."""
+    """Read an engine rank's receipt; nonsense counts as that engine's error alone."""
     reason = f"engine rank {rank} left no receipt"
     if content is not None:
         try:
