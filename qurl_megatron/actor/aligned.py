@@ -3,7 +3,7 @@
     y[t, o] = (sum_i a[t, i] * w[o, i]) * weight_scale[o] * scale[t] + bias[o]
 
 ``w`` are the codes that are published, made of the FP32 masters once per version of the weights.
-``a`` are the tokens: codes of an engine's kernels too, or as they are, and then without a scale.
+``a`` are the tokens: codes as of an engine's kernels, or unquantized and without a scale.
 
 Gradients go straight through the rounding, to masters and tokens alike, but are those of the
 product that was computed: dX = dY W with the weight on its grid, and dW = dY' X with the tokens on
@@ -40,7 +40,7 @@ class Align:
 
 
 class Aligned:
-    """Adds to a layer of Megatron's the codes to multiply by, while there are some."""
+    """Gives a Megatron layer codes to multiply by, while there are some."""
 
     split_inputs: bool  # over tensor ranks
     tp_group: dist.ProcessGroup  # Megatron's, as is the weight
@@ -72,7 +72,7 @@ class Aligned:
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **how: Any) -> Tensor:
         if self.quantized is None:
-            # Of the layer of Megatron's that comes next in a class's bases.
+            # The method of the Megatron layer that comes next in a class's bases.
             theirs = super()._forward_impl  # type: ignore[misc]
             return theirs(input=input, weight=weight, **how)
         gathers, reduces = how["sequence_parallel"], how["allreduce_dgrad"]
@@ -149,9 +149,9 @@ class _StraightThrough(torch.autograd.Function):
         """
         Args:
             x: [s, ..., I] of the model's format.
-            weight_OI: stands for the codes: the gradient is its.
+            weight_OI: the weight behind the codes, which gets their gradient.
             layer: has the codes.
-            gathers: tokens are split over the tensor ranks. Their codes travel, not they.
+            gathers: tokens are split over the tensor ranks, and their codes are gathered.
             reduces: the tensor ranks have parts of the tokens' gradient.
         """
         quantized, ctx.group = layer.quantized, layer.tp_group

@@ -153,7 +153,7 @@ def build_model(
         align: how its linear layers follow the engines', once they are given codes.
 
     Raises:
-        ConfigError: experts shall quantize their tokens as an engine's do.
+        ConfigError: experts are asked to quantize their tokens as an engine's do.
     """
     if arch.experts and align is not None and align.activations:
         raise ConfigError(ALIGNED_EXPERTS)

@@ -58,8 +58,8 @@ class ContextPart:
         """Every rank's [B, s, ...] -> [B, S, ...], for a loss that all ranks compute alike.
 
         Such a loss has the same gradient everywhere, and each rank takes its own part of it. So
-        each adds the gradient of its positions to the weights, and the sum that Megatron makes of
-        the ranks' gradients is that of the one loss: it must not be divided by their number.
+        each adds the gradient of its positions to the weights, and Megatron's sum over the ranks is
+        the gradient of the one loss: it must not be divided by their number.
         """
         return part if self.axis.size == 1 else _Join.apply(part, self, False)
 

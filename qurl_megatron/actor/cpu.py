@@ -81,8 +81,8 @@ def current_device(device: torch.device) -> Iterator[None]:
 
 
 def _leave_compiler_out() -> None:
-    """Adam as it is: torch wraps its methods to keep torch.compile away from them, and imports all
-    of the compiler for that, 1.4 s on each rank, although nothing is compiled."""
+    """Keep Adam as it is: torch wraps its methods to keep torch.compile away from them, and imports
+    all of the compiler for that, 1.4 s on each rank, although nothing is compiled."""
     base, adam = torch.optim.Optimizer, torch.optim.Adam
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         method = getattr(base, name)
@@ -101,7 +101,7 @@ def _use_cpu_generator() -> None:
 
 
 def _exchange_parts() -> None:
-    """Tensor-parallel ranks send each other no more than the parts that are wanted.
+    """Have tensor-parallel ranks send each other only the parts that the receiver needs.
 
     Gloo's own reduce-scatter is an all-reduce, and its all-gather takes twice as long as this one:
     a training step of the quickstart became an eighth shorter.
@@ -147,8 +147,8 @@ class _NoStream:
 
 
 def _give_counts_as_numbers() -> None:
-    """The dispatcher makes numbers of its counts of tokens as they come from a GPU; an exchange
-    takes nothing else."""
+    """Have the dispatcher turn its counts of tokens into numbers, as it does for those from a GPU;
+    an exchange takes nothing else."""
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = lambda counts, as_numpy=False, **_: (
         counts.numpy() if as_numpy and torch.is_tensor(counts) else counts

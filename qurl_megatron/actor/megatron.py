@@ -284,7 +284,7 @@ def _backend(device: torch.device) -> str:
 
 
 def _device() -> torch.device:
-    """This rank's GPU; the CPU where there is none, or where ranks that have met speak gloo alone.
+    """Return this rank's GPU; the CPU if there is none, or if ranks that have met speak gloo alone.
 
     Too few GPUs are not this rank's to report: ``_refuse_shared_gpus`` does, once all have met.
     """

@@ -39,7 +39,7 @@ _NAMES = ("family", "max_position")
 
 @dataclass(frozen=True)
 class Reference:
-    """Which weights the actor is held against, and where they wait."""
+    """The weights that the actor is compared with, and where they wait."""
 
     path: str = ""
     """Checkpoint, Hugging Face or Megatron; empty: the actor's own, as it is built."""
@@ -65,7 +65,7 @@ class Policy(Trained):
         self.uaq_scale = uaq_scale  # folded into the weights, there or on the way
         self.arch = source.arch
         self._aligned = aligned_layers(self.gpt)
-        self._coded = not self._aligned  # their codes are of the weights as they are
+        self._coded = not self._aligned  # the codes are up to date with the weights
         self._ops = parameter_ops(self.arch, ranks, aligned=bool(self._aligned))
         self._parameters = list(self.gpt.named_parameters())
         self._reference: WaitingWeights | None = None
@@ -73,7 +73,7 @@ class Policy(Trained):
         if self.arch.experts:
             self.routing = Routing(self.gpt, ranks, aux_coef=aux_coef)
         self._free = False  # routers choose, whatever a microbatch has
-        self._routes: list[Tensor] | None = None  # that routers choose, while they are recorded
+        self._routes: list[Tensor] | None = None  # chosen by routers, while these are recorded
 
     @staticmethod
     def build(

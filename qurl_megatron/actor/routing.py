@@ -9,8 +9,8 @@ Megatron's routers ask ``router_replay`` where to send tokens. Its own object of
 choice of another microbatch where a pipeline recomputes activations; this one does not. Asked, it
 also counts, and adds the auxiliary loss.
 
-That loss is of each response by itself: Megatron's own are of what a microbatch holds, or of all
-before it, so an update's gradient would depend on the layout and on how responses are packed.
+That loss is computed per response. Megatron's own cover a whole microbatch, or all before it too,
+so an update's gradient would depend on the layout and on how responses are packed.
 
 Shapes: T = tokens of this rank's part of a microbatch as its routers see them, L = layers of its
 stage, E = experts of a layer, K = of a token, R = responses of a microbatch. Choices are an
@@ -41,7 +41,7 @@ class Balance:
 
     owner_T: Tensor  # int64: a response of the microbatch; padding has R
     length_R: Tensor  # float32: tokens of each, over all ranks
-    share: float  # of a response in the mean over those of an update
+    share: float  # weight of a response in the mean of an update
     scale: float  # from that mean to the number that Megatron's schedule expects
     groups: tuple[dist.ProcessGroup, ...]  # of ranks with other tokens of the same responses
 
@@ -63,7 +63,7 @@ class Balance:
 
 
 class _Router:
-    """What one router asks; Megatron's name for it is ``router_replay``."""
+    """The object that one router asks, its ``router_replay``."""
 
     def __init__(self, *, softmax_first: bool) -> None:
         self._softmax_first = softmax_first  # scores are probabilities, not logits
@@ -71,9 +71,9 @@ class _Router:
         self.chosen: Tensor | None = None  # [T, K] by the newest pass
         self.counted: Tensor | None = None  # [T] bool: tokens that count, of the next pass
         self.balance: Balance | None = None  # of the next pass, if it has gradients
-        # What passes had whose layers will be computed again; None: none will.
+        # Inputs of passes whose layers will be computed again; None: none will.
         self.earlier: deque[tuple[Tensor | None, Balance | None]] | None = None
-        # Since the last look: choices for each expert, [E]; given ones that differ, and all given.
+        # Since the last look: choices for each expert, [E]; replays that differ, and all of them.
         self.loads: list[Tensor] = []
         self.differing: list[Tensor] = []
         self.losses: list[Tensor] = []  # addends of the auxiliary loss
@@ -126,7 +126,7 @@ class Routing:
             self._routers.append(layer.mlp.router.router_replay)
 
     def begin(self, batches: Sequence[TokenBatch], *, backward: bool) -> None:
-        """Before a schedule's first pass. Every data rank has as many responses of an update."""
+        """Prepare a schedule's first pass. Data ranks have equally many responses of an update."""
         for router in self._routers:
             router.earlier = deque() if backward and self._recompute else None
             router.replay = router.balance = None
@@ -174,9 +174,9 @@ class Routing:
     def metrics(self) -> dict[str, Metric]:
         """Return figures of all passes since the last call; all ranks call it together.
 
-        Of given choices, the share that the routers would not have made themselves, in some expert,
-        whatever their order. Of the busiest expert of any layer, its tokens over the mean; and the
-        share of experts without any.
+        The share of replayed tokens for which a router would have chosen some other expert,
+        whatever the order; the busiest expert's tokens over the mean of its layer; the share of
+        experts without any tokens.
         """
         differing = [count for router in self._routers for count in router.differing]
         losses = [loss for router in self._routers for loss in router.losses]
@@ -214,7 +214,7 @@ def dtype_of(experts: int) -> torch.dtype:
 
 
 def own_part(whole_BS: Tensor, batch: TokenBatch, ranks: Ranks) -> Tensor:
-    """Return [T, ...] of what a whole microbatch has for each token, [B, S, ...].
+    """Return this rank's [T, ...] of a whole microbatch's values, [B, S, ...].
 
     Routers see positions before rows, cut by context ranks and then by tensor ranks.
     """

@@ -277,7 +277,7 @@ def torch_adam_states(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def schedule(optimizer: Any, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """Megatron's schedule of the learning rate, by updates: warm-up, then ``config.schedule``."""
+    """Return Megatron's learning-rate schedule, by updates: warm-up, then ``config.schedule``."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

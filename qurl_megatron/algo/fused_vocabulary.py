@@ -8,7 +8,7 @@ which may take the block's own place.
 
 On a GPU ``exp`` is the hardware's ``ex2.approx`` of a rounded product: off by 2**-22 + |z| 2**-24
 of its value at most. Terms are weighted by their probability, so a log-prob is off by 2**-22 plus
-2**-24 times the mean |z|, beside what torch's is.
+2**-24 times the mean |z|, in addition to torch's error.
 
 Shapes: T = tokens, v = this rank's slice of the vocabulary, n = its columns that are not padding.
 """

@@ -22,9 +22,9 @@ from qurl_megatron.kit.fused import has_kernels_for
 # should be large enough to hide the launches.
 SCRATCH_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
-# Far below what float32 can add to a sum of at least 1 (exp(-60) = 9e-27), so clamping there
-# changes no result. It keeps 0 * inf = nan out of the entropy of columns masked with -inf, and
-# exp() out of the subnormal range, where it is far slower on a CPU.
+# exp(-60) = 9e-27 vanishes in a float32 sum of at least 1, so clamping there changes no result. It
+# keeps 0 * inf = nan out of the entropy of columns masked with -inf, and exp() out of the subnormal
+# range, where it is far slower on a CPU.
 FLOOR = -60.0
 # Stands for the maximum of a shard that has no finite logit, so that -inf - max stays -inf.
 LOWEST = -1e30

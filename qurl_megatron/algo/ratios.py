@@ -83,7 +83,7 @@ def kept(
     high: float = 0.0,
     veto: float = 0.0,
 ) -> Tensor:
-    """Which tokens belong to responses that stay in the loss, [N] bool.
+    """Return which tokens belong to responses that stay in the loss, [N] bool.
 
     Args:
         proximal: log-probs of the full-precision policy before this update, [N].

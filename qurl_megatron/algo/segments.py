@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def owners_of(lengths: Sequence[int] | Tensor) -> Tensor:
-    """Which response each token belongs to, [R] -> [N] int64."""
+    """Return the response that each token belongs to, [R] -> [N] int64."""
     lengths_R = torch.as_tensor(lengths, dtype=torch.int64)
     return torch.arange(len(lengths_R), device=lengths_R.device).repeat_interleave(lengths_R)
 

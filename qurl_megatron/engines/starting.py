@@ -98,13 +98,13 @@ class Start:
 
     @property
     def port_files(self) -> dict[str, Path]:
-        """By the engines' names."""
+        """Port files by the engines' names."""
         names = [f"engine-{index}" for index in range(self.config.engines)]
         return {name: port_file(self.folder, name) for name in names}
 
     @property
     def threads(self) -> int:
-        """Of each rank of an engine."""
+        """Threads of each rank of an engine."""
         ranks = self.config.engines * self.config.engine_tensor
         return self.config.engine_threads or max(1, len(children_cores()) // ranks)
 

@@ -30,7 +30,7 @@ OF_A_LAUNCHER = (
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` for a process that is no rank: as if the program had been started by hand."""
+    """Return ``env`` for a process that is no rank, as if the program had been started by hand."""
     return {
         name: value
         for name, value in env.items()
@@ -39,7 +39,7 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def expandable_segments(env: Mapping[str, str]) -> str | None:
-    """Setting that turns expandable segments of torch on, as "NAME=value"; None: they are off."""
+    """Return the setting that turns torch's expandable segments on, as "NAME=value", or None."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in env.get(name, "").lower().replace(" ", ""):
             return f"{name}={env[name]}"
@@ -47,7 +47,7 @@ def expandable_segments(env: Mapping[str, str]) -> str | None:
 
 
 def job_cores(own: set[int], fenced: set[int], env: Mapping[str, str]) -> set[int]:
-    """The cores of a rank's children: the job's, where a batch system bound the rank to a part.
+    """Return the cores of a rank's children: the job's, if a batch system bound the rank to a part.
 
     Args:
         own: cores that this process may use.
@@ -65,7 +65,7 @@ def job_cores(own: set[int], fenced: set[int], env: Mapping[str, str]) -> set[in
 
 
 def children_cores() -> set[int]:
-    """``job_cores`` of this process."""
+    """Return ``job_cores`` of this process."""
     allowed_cores = os.sched_getaffinity(0)
     try:
         # The kernel takes those away that the job may not have.

@@ -8,7 +8,7 @@ _EPOCH = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Unix seconds, as the clock stood when this process began."""
+    """Return Unix seconds, by the clock as it stood when this process began."""
     return _EPOCH + time.monotonic()
 
 

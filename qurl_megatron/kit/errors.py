@@ -127,14 +127,14 @@ def reading(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """In place of a score, or of an environment's next message."""
+    """Stands in for a score, or for an environment's next message."""
 
     cause: str  # of CAUSES
     why: str
 
 
 def unscored(cause: str, reason: str) -> Unscored:
-    """With a reason that fits on a line of a terminal, and does nothing to it."""
+    """Return an ``Unscored`` whose reason is printable and fits on a line of a terminal."""
     reason = " ".join(printable(reason).split())
     if len(reason) > LONGEST_REASON:
         reason = f"{reason[: LONGEST_REASON - 3]}..."

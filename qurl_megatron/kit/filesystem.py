@@ -65,8 +65,8 @@ def refusing(
 
 
 def _homeless(error: OSError, path: Path) -> bool:
-    """Where no folder can be made above or beside ``path``, such as in /proc; other files that are
-    missing are a fault of ours."""
+    """Return whether no folder can be made above or beside ``path``, such as in /proc; any other
+    missing file is a fault of ours."""
     missing = error.filename if error.errno == errno.ENOENT else None
     return isinstance(missing, str) and Path(missing).parent in path.parents
 
@@ -88,7 +88,7 @@ def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) ->
 
 
 def free(path: Path) -> int:
-    """Bytes that fit where a path lies, which need not be there yet."""
+    """Return the bytes that fit where a path lies, which need not be there yet."""
     return shutil.disk_usage(_folder_above(path)).free
 
 

@@ -23,7 +23,7 @@ FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def has_kernels_for(tensor: Tensor) -> bool:
-    """Whether the kernels take this tensor: on a GPU, and where triton can run.
+    """Return whether the kernels take this tensor: on a GPU, and where triton can run.
 
     Under ``TRITON_INTERPRET=1`` triton runs kernels on the CPU, so they take tensors there too.
     """
@@ -39,7 +39,7 @@ def has_kernels_for(tensor: Tensor) -> bool:
 
 @functools.cache
 def _can_run(interpreted: bool) -> bool:
-    """Whether triton is there, with the compiler that it needs for its first kernel."""
+    """Return whether triton is there, with the compiler that it needs for its first kernel."""
     installed = find_spec("triton") is not None
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(sysconfig.get_path("include"), "Python.h")

@@ -74,7 +74,7 @@ def launch(
         ranks.append(context.Process(target=_run, args=arguments, name=f"rank {number}"))
     for process, (_, writer) in zip(ranks, pipes, strict=True):
         process.start()
-        writer.close()  # the rank's own is the only one
+        writer.close()  # only the rank keeps its end
     listener.close()
     with _forwarded(ranks) as forwarded:
         return _join(ranks, [reader for reader, _ in pipes], forwarded, lost)
@@ -143,15 +143,15 @@ def tell(text: str) -> None:
 
 
 def _first_to_fail() -> bool:
-    """True on the first rank to ask at the rendezvous store."""
+    """Return True on the first rank to ask at the rendezvous store."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return os.environ.get("RANK", "0") == "0"
     time.sleep(LEAVING_S)
     try:
-        # Rank 0 may keep the store: where both are gone, it has told. Asked first, torch would say
-        # the same, and show the frames of its C++.
+        # Rank 0 may host the store: where both are gone, it has told. torch would fail, too, but
+        # print the frames of its C++.
         at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(at, timeout=GRACE_S).close()
         return dist.distributed_c10d._get_default_store().add("qurl/failed", 1) == 1
@@ -211,7 +211,7 @@ def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
 
 
 def _first(readers: list[Connection]) -> tuple[str | None, int | None]:
-    """The earliest sentence of a rank, and the rank; None: there is none."""
+    """Return the earliest sentence of a rank, and the rank; None: there is none."""
     failures = []
     for rank, reader in enumerate(readers):
         with contextlib.suppress(EOFError):  # it ended without a word
@@ -227,7 +227,7 @@ def _death(rank: int, code: int) -> str:
 
 
 def stopping() -> list[int]:
-    """Signals that stop a run; SIGHUP, of a session that is closed, unless ``nohup`` ignores it."""
+    """Return the signals that stop a run; SIGHUP (a closed session) unless ``nohup`` ignores it."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return [signal.SIGINT, signal.SIGTERM]
     return [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

@@ -33,7 +33,7 @@ PATIENCE_S = 600.0
 
 
 def place_under_launcher(world_size: int | None = None) -> bool:
-    """True where torchrun or srun started this process; torch's own variables are then set.
+    """Return whether torchrun or srun started this process; torch's own variables are then set.
 
     After srun it is still open where the ranks meet (``mustered``).
 
@@ -65,7 +65,7 @@ def place_under_launcher(world_size: int | None = None) -> bool:
 
 
 def ranks_here(env: Mapping[str, str]) -> int:
-    """Ranks on the leading one's machine, as torchrun, srun or ``launch`` told them."""
+    """Return the number of ranks on the leading one's machine, by the launcher's variables."""
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
     if "SLURM_STEP_TASKS_PER_NODE" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -87,7 +87,7 @@ def end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Its main thread starts the ranks: the signal comes when that thread ends.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Of a rank that a shell started, the group may be a pipeline, with more than this rank in it.
+    # A shell puts a whole pipeline into one group, which may have more than this rank in it.
     placed = os.getsid(0) == os.getpid() or "SLURM_PROCID" in os.environ
     # srun puts its tasks on a node into the first one's group, which may end before the others.
     alone = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0] == "1"
@@ -146,8 +146,8 @@ def forget(folder: Path) -> None:
 
 
 def _step(env: Mapping[str, str]) -> str:
-    """Name of this step alone: ids begin again with a requeued job, and with a
-    controller that has lost its state."""
+    """Return a name of this step alone: ids begin again with a requeued job, and with a controller
+    that has lost its state."""
     names = ("JOB_ID", "STEP_ID", "RESTART_COUNT", "STEP_LAUNCHER_PORT")
     return "-".join(env.get(f"SLURM_{name}", "0") for name in names)
 
@@ -167,7 +167,7 @@ def be_reachable(*, one_node: bool) -> None:
 
 
 def address_for_others(*, one_node: bool) -> str:
-    """An address of this node at which the ranks of others, and engines, reach it.
+    """Return an address of this node at which engines, and ranks on other nodes, reach it.
 
     It belongs to the interface that the site names, else to the node's name, else to the interface
     that leads out.
@@ -216,7 +216,7 @@ def _reached_at(goal: str = "") -> tuple[str, str]:
 
 
 def _outward() -> dict[str, str]:
-    """Interfaces by the addresses of this node that others may reach."""
+    """Return interfaces by the addresses of this node that others may reach."""
     import psutil  # a supervisor calls ``forget`` without it
 
     outward = {}

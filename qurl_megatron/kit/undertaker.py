@@ -76,7 +76,7 @@ def remove(path: Path) -> None:
 
 
 def shared_by(groups: Iterable[int]) -> set[str]:
-    """SGLang's files in memory that processes of these groups have mapped."""
+    """Return SGLang's files in memory that processes of these groups have mapped."""
     groups, names = set(groups), set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or is somebody else's
@@ -108,7 +108,7 @@ class _Undertaker:
                 [sys.executable, "-I", "-S", __file__, str(self.owner), *map(str, lifelines)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # who reads ours to its end need not wait for it
+                stderr=subprocess.DEVNULL,  # a reader of ours need not wait for it
                 pass_fds=lifelines,
                 start_new_session=True,
             )
@@ -125,7 +125,7 @@ _hiring = threading.Lock()
 
 
 def _hired() -> _Undertaker:
-    """This process' own; a forked one does not give orders to its parent's."""
+    """Return this process' own; a forked one does not give orders to its parent's."""
     global _own
     with _hiring:
         if _own is None or _own.owner != os.getpid():
@@ -153,7 +153,7 @@ def main(owner: int, lifelines: list[int]) -> None:
 
 
 def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]:
-    """The list to bury once the owner is gone, or the holder of a lifeline's other end.
+    """Return the list to bury once the owner, or the holder of a lifeline's other end, is gone.
 
     The end of standard input says only that the owner is leaving: its exit code is its own affair.
 
@@ -193,7 +193,7 @@ def _end(groups: list[int]) -> None:
 
 
 def _signal(group: int, number: int) -> bool:
-    """False where nobody is left, or the number is another user's by now."""
+    """Send a signal; return False where nobody is left, or the number is another user's by now."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):

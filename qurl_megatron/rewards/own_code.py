@@ -2,7 +2,7 @@
 
 Importing a module runs it, so rewards and environments are found in workers alone.
 
-Unlike data, code may change under a run: who is told to fix a reward goes on from the checkpoint.
+Unlike data, code may change under a run: a user who fixes a reward goes on from the checkpoint.
 But its new scores are not compared with earlier ones. Files alone are watched: neither their
 imports, nor a server behind a URL.
 """
@@ -123,7 +123,7 @@ def last_line(error: BaseException) -> str:
 
 def checksums(names: Iterable[str]) -> dict[str, str]:
     """Return the checksums of code named "file.py:name" or "package.module:name", by these names;
-    of none that is empty, or in no readable file."""
+    skip empty names and files that cannot be read."""
     sums = {}
     for name in filter(None, names):
         path = _file_of(name)
@@ -133,8 +133,8 @@ def checksums(names: Iterable[str]) -> dict[str, str]:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file of "file.py:name" or "package.module:name", found without running it: importing a
-    module, or its package, is for workers alone."""
+    """Return the file of "file.py:name" or "package.module:name", found without running it:
+    importing a module, or its package, is for workers alone."""
     target = name.rpartition(":")[0]
     if target.endswith(".py"):
         return Path(target)

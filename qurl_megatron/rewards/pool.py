@@ -138,7 +138,7 @@ class RewardPool:
         """Return the scores of responses, whatever they hold and whatever the reward does.
 
         Args:
-            items: Unscored where that is known beforehand: nothing is asked for a score.
+            items: Unscored where that is known beforehand: no score is asked for.
 
         Raises:
             RuntimeError: no worker can be started; its own message is on stderr.

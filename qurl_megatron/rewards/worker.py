@@ -38,7 +38,7 @@ def serve(make: Callable[[], Answer], memory_gb: float) -> None:
             worker.
         memory_gb: GiB of address space.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the trainer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
     # A huge power is a MemoryError here, not a full machine.
     memory = int(memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -295,7 +295,7 @@ def check_environment(config: RolloutConfig) -> None:
 
 
 def as_line(fields: dict[str, Any]) -> str:
-    """Return JSON on one line of ASCII; what it has no word for is text."""
+    """Return JSON on one line of ASCII; values that JSON lacks become text."""
     return json.dumps(_finite(fields), default=str)
 
 

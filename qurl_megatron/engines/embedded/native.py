@@ -62,7 +62,7 @@ def library() -> ctypes.CDLL | str:
 
 @functools.cache
 def instructions() -> frozenset[str]:
-    """The processor's, by the names of Linux; none of an ARM processor is known."""
+    """Return the processor's instructions, by Linux's names; none of an ARM processor is known."""
     flags = re.findall(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return frozenset("".join(flags[:1]).split())
 
@@ -72,7 +72,7 @@ def available() -> bool:
 
 
 def refusal(decoder: "Decoder") -> str | None:
-    """Why a decoder's steps are torch's; None where they are native."""
+    """Return why a decoder's steps are torch's; None where they are native."""
     if decoder.largest_code is None or decoder.device.type != "cpu":
         return f"scheme {decoder.scheme} on {decoder.device.type} has no native step"
     if isinstance(reason := library(), str):

@@ -1,8 +1,8 @@
 """Sampling whose noise is a pure function of (seed, position), and the log-probs of samples.
 
 Token t of a sequence is drawn by inverting the cumulative distribution at one uniform number
-``uniform(seed, t)``: a hash, not a generator with state. So the noise never depends on what else is
-in the batch, and a sequence that was interrupted and resumed draws the same numbers.
+``uniform(seed, t)``: a hash, not a generator with state. So the noise never depends on the rest of
+the batch, and a sequence that was interrupted and resumed draws the same numbers.
 
 The inversion works on two levels (blocks, then tokens of one block), in float64: a float32 running
 sum over 150k tokens would lose the tail, and a full float64 one would cost more than the model's

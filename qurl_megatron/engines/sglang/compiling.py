@@ -45,7 +45,7 @@ def use_cuda_of_pip() -> None:
         aside.replace(links / "libcudart.so")
     except OSError:  # read-only: with all kernels in it, nothing is compiled
         return
-    # Of a container's libcuda.so the loader alone may be told.
+    # In a container, LD_LIBRARY_PATH alone may lead to libcuda.so.
     inherited = [os.environ.get(name) for name in ("LIBRARY_PATH", "LD_LIBRARY_PATH")]
     searched = [str(links), str(cuda / "lib"), *filter(None, inherited)]
     os.environ.update(CUDA_HOME=str(cuda), LIBRARY_PATH=":".join(searched))

@@ -216,7 +216,7 @@ def _natural(name: str, module: Any) -> Tensor:
 def _column_parallel(
     name: str, module: Any, parts: list[tuple[str, int, int, int]]
 ) -> Iterator[_Claim]:
-    """Claims of a fused layer whose rows are ``parts``', one after another.
+    """Yield claims of a fused layer whose rows are ``parts``', one after another.
 
     Args:
         parts: (name of the projection, rows here, first row in the whole, rows of the whole).
@@ -283,9 +283,9 @@ def _row_values(name: str, module: Any) -> dict[str, Tensor]:
 
 
 def _experts(name: str, module: Any) -> Iterator[_Claim]:
-    """Claims of a layer's experts, stacked: of each its gate on its up, and its down.
+    """Yield claims of a layer's experts, stacked: of each its gate on its up, and its down.
 
-    With expert parallelism a rank holds a run of the experts, and of the others a part of no rows.
+    With expert parallelism a rank holds a run of the experts, and an empty part of the others.
     """
     _refuse_experts(name, module)
     present = dict(module.named_parameters(recurse=False))
@@ -361,7 +361,7 @@ def _vocabulary(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def _attention(name: str, module: Any) -> Iterator[_Claim]:
-    """Claims of the scales of a cache in FP8, which layers of "fp8" have whatever the cache is."""
+    """Yield claims of the scales of an FP8 cache, which layers of "fp8" have in any case."""
     for kind, parameter in module.named_parameters(recurse=False):
         if (value := getattr(module, f"{kind}_float", None)) != 1.0:
             raise ConfigError(
@@ -372,8 +372,8 @@ def _attention(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def register() -> None:
-    """SGLang's plugin entry point (``sglang.srt.plugins``): of an engine that starts without
-    weights, the scales of its cache are 1.
+    """SGLang's plugin entry point (``sglang.srt.plugins``): set the cache's scales to 1 in an
+    engine that starts without weights.
 
     SGLang would draw them by chance, and captured graphs keep them.
     """
@@ -398,7 +398,7 @@ def _unsplit(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def _shared_gate(name: str, module: Any) -> Iterator[_Claim]:
-    """Claims of a shared expert's gate; other layers of its class are not known."""
+    """Return claims of a shared expert's gate; other layers of its class are not known."""
     return _unsplit(name, module) if name.endswith(".mlp.shared_expert_gate") else iter(())
 
 

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def leases(model_path: str) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint that keeps the engine's lease."""
+    """Return the endpoint that keeps the engine's lease."""
     try:
         facts = facts_of(model_path)
     except ConfigError:  # on a hub, or a model that no run trains
@@ -127,7 +127,7 @@ def _answer_packed(app: Any) -> None:
         except ValueError as error:
             status = getattr(error, "status_code", 400)
             return orjson_response({"error": {"message": str(error)}}, status)
-        # Experts of a long answer take tens of milliseconds, for which no other would be read.
+        # Experts of a long answer take tens of milliseconds, which would hold up all other answers.
         content = await asyncio.to_thread(packed.pack, answers)
         return Response(content, media_type="application/msgpack")
 
@@ -143,7 +143,7 @@ def _init_tokenizer_manager(key: str | None, *args, **kwargs):
 
 
 def _announce(port: int, file: Path | None) -> None:
-    """The server is healthy: report to the fleet where, in a file that appears whole."""
+    """Tell the fleet the port of the healthy server, in a file that appears whole."""
     if file is not None:
         write_whole(file, str(port))
 
@@ -171,7 +171,7 @@ def _end_children() -> None:
 
 
 def _keep_port() -> socket.socket:
-    """Bound to a free port, which nobody else is given in the minutes until SGLang listens there.
+    """Return a socket bound to a free port, which nobody else gets until SGLang listens there.
 
     It can, for this socket does not listen, and both allow an address to be used again. A port that
     SGLang chooses for its ranks is only looked at first: of engines that start together, two may

@@ -187,7 +187,7 @@ def sglang_python(setting: str) -> Path:
 
 
 def _devices(config: RolloutConfig, index: int) -> list[str]:
-    """Options that give one SGLang engine its GPUs, and let it give their memory back."""
+    """Return options that give one SGLang engine its GPUs, and let it give their memory back."""
     if not torch.cuda.device_count():
         return []
     first = config.engine_first_gpu + index * config.engine_tensor
