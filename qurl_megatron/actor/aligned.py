@@ -73,8 +73,8 @@ class Aligned:
     def _forward_impl(self, input: Tensor, weight: Tensor, **how: Any) -> Tensor:
         if self.quantized is None:
             # The method of the Megatron layer that comes next in a class's bases.
-            theirs = super()._forward_impl  # type: ignore[misc]
-            return theirs(input=input, weight=weight, **how)
+            plain_forward = super()._forward_impl  # type: ignore[misc]
+            return plain_forward(input=input, weight=weight, **how)
         gathers, reduces = how["sequence_parallel"], how["allreduce_dgrad"]
         return _StraightThrough.apply(input, weight, how["bias"], self, gathers, reduces)
 
@@ -178,21 +178,21 @@ class _StraightThrough(torch.autograd.Function):
         dtype = dy.dtype
         dy_TO = dy.reshape(-1, dy.shape[-1])
         dx_TI = (dy_TO * w_scale_O1.t()).to(dtype) @ w_OI.to(dtype)
-        sent = None  # on its way while the weight's gradient is computed
+        pending = None  # on its way while the weight's gradient is computed
         if ctx.gathers:
             whole_TI, dx_TI = dx_TI, dx_TI.new_empty(a_TI.shape)
-            sent = dist.reduce_scatter_tensor(dx_TI, whole_TI, group=ctx.group, async_op=True)
+            pending = dist.reduce_scatter_tensor(dx_TI, whole_TI, group=ctx.group, async_op=True)
             a_TI, scale_T1 = _both_gathered(a_TI, scale_T1, ctx.group)
         elif ctx.reduces:
-            sent = dist.all_reduce(dx_TI, group=ctx.group, async_op=True)
+            pending = dist.all_reduce(dx_TI, group=ctx.group, async_op=True)
         dw_OI = db_O = None
         if ctx.needs_input_grad[1]:
             left_TO = dy_TO if scale_T1 is None else (dy_TO * scale_T1).to(dtype)
             dw_OI = left_TO.t() @ a_TI.to(dtype)
         if ctx.needs_input_grad[2]:
             db_O = dy_TO.sum(dim=0)
-        if sent is not None:
-            sent.wait()
+        if pending is not None:
+            pending.wait()
         return dx_TI.view(ctx.shape), dw_OI, db_O, None, None, None
 
 

@@ -126,9 +126,9 @@ def _reduce_scatter(
     parts = torch.empty_like(input)
     dist.all_to_all_single(parts, input, group=group)
     torch.sum(parts.view(-1, *output.shape), 0, out=output)
-    done: torch.futures.Future[None] = torch.futures.Future()
-    done.set_result(None)
-    return done
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    return future
 
 
 class _NoStream:

@@ -224,9 +224,9 @@ def on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T:
 
 def kept_on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T | None:
     """Return the result of ``act`` on the leading rank, and None on the others."""
-    kept: list[T] = []
-    on_lead(lambda: kept.append(act()), ranks, waiting_for=waiting_for)
-    return kept[0] if kept else None
+    results: list[T] = []
+    on_lead(lambda: results.append(act()), ranks, waiting_for=waiting_for)
+    return results[0] if results else None
 
 
 def held(kept: T | None) -> T:
@@ -318,7 +318,7 @@ def _refuse_shared_gpus(device: torch.device) -> None:
 
 def _identity(device: torch.device) -> str:
     """Return a name of a GPU, or of a part that MIG makes, unique among all nodes."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if device.index < len(named) and named[device.index].startswith("MIG-"):
-        return named[device.index]  # CUDA's own answer may name the whole GPU
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if device.index < len(visible) and visible[device.index].startswith("MIG-"):
+        return visible[device.index]  # CUDA's own answer may name the whole GPU
     return str(torch.cuda.get_device_properties(device).uuid)

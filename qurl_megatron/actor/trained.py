@@ -168,8 +168,8 @@ class Trained:
                 continue
             split = getattr(parameter, "tensor_model_parallel", False)
             first = not full or ranks.copies_of(parameter).rank == 0
-            once = first and (split or ranks.tensor.rank == 0)
-            yield name, master.detach(), once and not getattr(parameter, "shared", False)
+            counts = first and (split or ranks.tensor.rank == 0)
+            yield name, master.detach(), counts and not getattr(parameter, "shared", False)
 
     def owned_range(self, parameter: nn.Parameter) -> slice:
         """Return the part of a flattened parameter this rank's optimizer updates; may be empty.

@@ -96,8 +96,8 @@ def own_objective(
                 f"{named} returned {_described(tensor)} as {name}; values to log must be tensors "
                 f"of shape {list(shape)}, one value per token"
             )
-    kept = {str(name): tensor.detach() for name, tensor in logged.items()}
-    return torch.where(inputs.mask, value, 0.0), kept
+    detached = {str(name): tensor.detach() for name, tensor in logged.items()}
+    return torch.where(inputs.mask, value, 0.0), detached
 
 
 def try_loss(function: LossFunction, limits: Limits, named: str) -> None:

@@ -273,8 +273,8 @@ def _routes(meta: _Meta, earlier: int, sent: int, kept: int, routed: Routed | No
     if experts.size and not 0 <= experts.min() <= experts.max() < routed.count:
         raise Malformed(f"an expert that is none of the layer's {routed.count}")
     # Choices that nobody has recorded are zero; checking all would take too long.
-    if routed.top_k > 1 and (twice := (experts[..., 0] == experts[..., 1])).any():
-        token, layer = np.argwhere(twice)[0]
+    if routed.top_k > 1 and (repeated := (experts[..., 0] == experts[..., 1])).any():
+        token, layer = np.argwhere(repeated)[0]
         raise Malformed(
             f"token {token} went to one expert twice in layer {layer}: the engine has not recorded "
             "its experts"
@@ -447,15 +447,15 @@ def read_info(info: dict) -> Info:
             limits.append(limit - 1)
     longest_input = min(limits, default=None)
     resamples = ", ".join(_resampling(server))
-    moved = []
+    misplacing = []
     for name, harmless in EXPERTS_IN_PLACE.items():
         if (value := getattr(server, name)) not in (None, *harmless):
-            moved.append(f"{name} = {shortened(value)}")
+            misplacing.append(f"{name} = {shortened(value)}")
     kind, tp, ep = kind_of(server.engine), server.tp_size or 1, server.ep_size or 1
     return Info(
         *(kind, tp, loaders, server.scheme, longest_input, resamples, ep),
         records_experts=server.enable_return_routed_experts,
-        moves_experts=", ".join(moved),
+        moves_experts=", ".join(misplacing),
     )
 
 

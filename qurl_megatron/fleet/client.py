@@ -106,8 +106,8 @@ def in_parallel(
         thread.join(max(0.0, end - time.monotonic()))
     results, errors = {}, {}
     for item in items:
-        late = EngineError(f"{item} was not done within {timeout_s:.0f} s")
-        match outcomes.get(item, late):
+        overdue = EngineError(f"{item} was not done within {timeout_s:.0f} s")
+        match outcomes.get(item, overdue):
             case EngineError() as error:
                 errors[item] = error
             case BaseException() as error:

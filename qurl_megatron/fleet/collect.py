@@ -239,15 +239,15 @@ class _Collection:
         if not (self.flights or self.talks):
             await asyncio.sleep(POLL_S)  # full engines of other callers
             return
-        done, _ = await asyncio.wait(
+        finished, _ = await asyncio.wait(
             [*self.flights, *self.talks], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
-        for task in done & self.talks.keys():
+        for task in finished & self.talks.keys():
             items, engine = self.talks.pop(task)
             task.result()
             self._tell(items)
             self._send_on(items, engine)
-        for task in done & self.flights.keys():
+        for task in finished & self.flights.keys():
             flight = self.flights[task]
             # An engine that crashed may have answered from weights that nobody confirmed.
             if not flight.lost:

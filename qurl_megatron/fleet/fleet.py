@@ -608,9 +608,9 @@ class Fleet:
             self._refuse_locked_out()
             if not waiting and len(engines) >= needed:
                 return
-            late = [e for e in waiting if e.overdue(e.started_at, limit_s, time_s)]
-            if late:
-                raise EngineError("; ".join(_lateness(e, limit_s, time_s) for e in late))
+            overdue = [e for e in waiting if e.overdue(e.started_at, limit_s, time_s)]
+            if overdue:
+                raise EngineError("; ".join(_lateness(e, limit_s, time_s) for e in overdue))
             if not waiting and time_s > began + limit_s:
                 complaints = "; ".join(self._complaints)
                 raise EngineError(
@@ -730,10 +730,10 @@ class Fleet:
             return
         computes = self._leases.claim(client, lambda: engine.state != "gone")
         differences = []
-        for name, ours in (self._facts or {}).items():
-            if computes and name in computes and computes[name] != ours:
-                theirs = shortened(computes[name])
-                differences.append(f"{name} is {theirs} there and {shortened(ours)} here")
+        for name, expected in (self._facts or {}).items():
+            if computes and name in computes and computes[name] != expected:
+                actual = shortened(computes[name])
+                differences.append(f"{name} is {actual} there and {shortened(expected)} here")
         if differences:
             raise ConfigError(
                 f"{client.url} computes another model than this run trains: "

@@ -141,7 +141,7 @@ class Response:
         too, but other weights may have chosen them.
         """
         routes: np.ndarray | None = None
-        nobodys, end = [], len(self.prompt.input_ids)
+        unrecorded, end = [], len(self.prompt.input_ids)
         for part in self.parts:
             end += len(part.ids)
             covered = 0 if routes is None else len(routes)
@@ -149,9 +149,9 @@ class Response:
                 new = part.routes[covered:]
                 routes = new.copy() if routes is None else np.concatenate([routes, new])
             elif part.versions:
-                nobodys.append(slice(covered, end - 1))
+                unrecorded.append(slice(covered, end - 1))
         if routes is not None:
-            for rows in nobodys:
+            for rows in unrecorded:
                 routes[rows] = 0
         return routes
 

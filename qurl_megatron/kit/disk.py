@@ -25,19 +25,19 @@ def write_whole(
     Raises:
         OSError: the system refused; the old file is whole, and nothing is left beside it.
     """
-    aside = path.with_name(f".{path.name}.new")  # a search for *.json must not find it
+    scratch = path.with_name(f".{path.name}.new")  # a search for *.json must not find it
     try:
-        with aside.open("wb") as file:
+        with scratch.open("wb") as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)
             file.write(content.encode() if isinstance(content, str) else content)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        aside.replace(path)
+        scratch.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            aside.unlink()
+            scratch.unlink()
         raise
 
 
@@ -52,13 +52,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} exists already; remove it or name another folder")
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    aside.mkdir(parents=True)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    scratch.mkdir(parents=True)
     try:
-        yield aside
-        os.rename(aside, path)  # an empty folder at ``path`` is replaced
+        yield scratch
+        os.rename(scratch, path)  # an empty folder at ``path`` is replaced
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

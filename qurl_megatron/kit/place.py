@@ -48,8 +48,8 @@ def place_under_launcher(world_size: int | None = None) -> bool:
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         _refuse_shared_store(env)
         _check_count("torchrun", int(env["WORLD_SIZE"]), world_size)
-        alone = env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE"))
-        be_reachable(one_node=alone or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
+        one_node = env["WORLD_SIZE"] in ("1", env.get("LOCAL_WORLD_SIZE"))
+        be_reachable(one_node=one_node or env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1"))
         return True
     # A batch script or an interactive shell is a step of one task: there the ranks are
     # still to start.
@@ -90,8 +90,8 @@ def end_with_launcher() -> None:
     # A shell puts a whole pipeline into one group, which may have more than this rank in it.
     placed = os.getsid(0) == os.getpid() or "SLURM_PROCID" in os.environ
     # srun puts its tasks on a node into the first one's group, which may end before the others.
-    alone = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0] == "1"
-    if placed and alone and os.getpgrp() == os.getpid():
+    only_task = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0] == "1"
+    if placed and only_task and os.getpgrp() == os.getpid():
         bury(os.getpid())
 
 
@@ -175,9 +175,9 @@ def address_for_others(*, one_node: bool) -> str:
     Raises:
         ConfigError: there are other nodes, and it is not clear which interface leads to them.
     """
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    preferred = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     for address, interface in _outward().items():
-        if interface == named:
+        if interface == preferred:
             return address
     try:
         return _reached_at()[0]

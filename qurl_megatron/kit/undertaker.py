@@ -98,15 +98,15 @@ class _Undertaker:
 
         self.owner = os.getpid()
         # One message is one order, so that threads do not mix theirs.
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         launcher = multiprocessing.parent_process()
         lifelines = []
         if launcher is not None:
             lifelines.append(launcher.sentinel)
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(self.owner), *map(str, lifelines)],
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a reader of ours need not wait for it
                 pass_fds=lifelines,

@@ -216,5 +216,5 @@ class Update:
 
     def _each(self, act: Callable[[EngineRecord], object], doing: str) -> None:
         purpose = f"{doing} version {self.version}"
-        done = self.fleet.each(act, purpose, self.engines)
-        self.engines = [engine for engine in self.engines if engine in done]
+        succeeded = self.fleet.each(act, purpose, self.engines)
+        self.engines = [engine for engine in self.engines if engine in succeeded]

@@ -82,8 +82,8 @@ class Judge:
                     task.cancel()
             scores: list[Score] = []
             for task, batch in zip(tasks, batches, strict=True):
-                late: list[Score] = [Unscored("unanswered", reason)] * len(batch)
-                scores += late if task in pending else task.result()
+                unanswered: list[Score] = [Unscored("unanswered", reason)] * len(batch)
+                scores += unanswered if task in pending else task.result()
             return scores
 
     async def _scores(

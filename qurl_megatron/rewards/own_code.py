@@ -114,9 +114,9 @@ def last_line(error: BaseException) -> str:
     """Return the last line of a traceback, with the file and line it came from."""
     message = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parents[1])
+    package = str(Path(__file__).parents[1])
     for frame in reversed(frames):
-        if not frame.filename.startswith(ours) and "importlib" not in frame.filename:
+        if not frame.filename.startswith(package) and "importlib" not in frame.filename:
             return f"{message} ({Path(frame.filename).name}, line {frame.lineno})"
     return message
 

@@ -229,12 +229,12 @@ class Worker:
         with pool.lock:
             if pool.left:
                 raise Abandoned
-            self._line, theirs = socket.socketpair()
-            with theirs, on_cores(children_cores()):
+            self._line, child_end = socket.socketpair()
+            with child_end, on_cores(children_cores()):
                 self.process = subprocess.Popen(
                     [*command, pool.task, pool.setting, str(pool.memory_gb)],
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
+                    stdin=child_end.fileno(),
+                    stdout=child_end.fileno(),
                     env=env,
                     process_group=0,  # the terminal's Ctrl-C goes to the trainer's group
                 )

@@ -65,7 +65,7 @@ def save(
     """
     root = run_dir / "checkpoints"
     name = f"step_{state.step:06d}"
-    final, aside = root / name, root / f".{name}"
+    final, scratch = root / name, root / f".{name}"
     sharded = _sharded_state(policy, critic, loading=False)
     size = _bytes_to_write(sharded)
     refused = partial(refusing, final, key="train.run_dir", size=size)
@@ -73,32 +73,32 @@ def save(
 
     def make_room() -> None:
         with refused():
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            if size > free(aside):
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            if size > free(scratch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write() -> dict[str, FileSum]:
         with refused():
-            return _write_sharded(sharded, aside, policy)
+            return _write_sharded(sharded, scratch, policy)
 
     def finish() -> None:
         with refused():
             # The checkpoint describes itself: the converters need no other folder.
             config = policy.source.folded_config(policy.uaq_scale)
-            describe(policy.source, aside / DESCRIPTION, config)
-            state.write(aside)
-            write_record(aside, sums)
+            describe(policy.source, scratch / DESCRIPTION, config)
+            state.write(scratch)
+            write_record(scratch, sums)
             if final.exists():  # nobody resumed from it: it is not whole
                 set_aside(final)
-            aside.rename(final)
+            scratch.rename(final)
             to_disk(root)
         with contextlib.suppress(OSError):  # the next save tries again
             for old in checkpoints(run_dir)[:-keep]:
                 shutil.rmtree(old)
 
     def give_up() -> str:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
         if newest := latest(run_dir):
             return f"{newest.name} stays the newest checkpoint"
         return "there is no older one"
@@ -112,8 +112,8 @@ def save(
         refusal_here = refusal(error.refused, final, key="train.run_dir", size=size)
         raise ConfigError(f"checkpoint {refusal_here}; older checkpoints stay") from error
     except ConfigError as error:
-        kept = on_lead(give_up, ranks, waiting_for="looking for older checkpoints")
-        raise ConfigError(f"checkpoint {error}; {kept}") from error
+        remainder = on_lead(give_up, ranks, waiting_for="looking for older checkpoints")
+        raise ConfigError(f"checkpoint {error}; {remainder}") from error
     return final
 
 

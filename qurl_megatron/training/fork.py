@@ -100,16 +100,16 @@ def _copy_logs(source: Path, run_dir: Path, step: int, origin: str) -> None:
 
 def _copy_checkpoint(newest: Path, root: Path, state: TrainState) -> None:
     """Copy a checkpoint with another state, whole or not at all."""
-    aside = root / f".{newest.name}"
-    shutil.rmtree(aside, ignore_errors=True)
+    scratch = root / f".{newest.name}"
+    shutil.rmtree(scratch, ignore_errors=True)
     record = read_record(newest)
     ignored = shutil.ignore_patterns(STATE, RECORD)
-    shutil.copytree(newest, aside, ignore=ignored, copy_function=_link)
-    state.write(aside)
+    shutil.copytree(newest, scratch, ignore=ignored, copy_function=_link)
+    state.write(scratch)
     if record is not None:
         record.pop(STATE)
-        write_record(aside, record)
-    aside.rename(root / newest.name)
+        write_record(scratch, record)
+    scratch.rename(root / newest.name)
     to_disk(root)
 
 

@@ -50,7 +50,7 @@ def examine(models: "Sequence[Trained]") -> float:
             continue
         norms_N = torch.stack(torch._foreach_norm([master for _, master, _ in masters]))
         sizes_N = norms_N.new_tensor([max(1, master.numel()) for _, master, _ in masters])
-        once_N = norms_N.new_tensor([float(once) for _, _, once in masters])
+        once_N = norms_N.new_tensor([float(counts) for _, _, counts in masters])
         rms_N = norms_N / sizes_N.sqrt()
         total = (norms_N.double() * once_N).square().sum()
         total, largest = torch.stack([total, rms_N.max().double()]).tolist()

@@ -276,8 +276,8 @@ class Run:
         """Save the newest step if needed, and raise the cause unless a person stopped the run."""
         step, cause = self.state.step, None if isinstance(failure, Interrupted) else failure
         # A run without a step is left as it was: it may begin again with other settings.
-        done = not self.config.train.steps and failure is None
-        if self.saved != step and (step or done):
+        untrained = not self.config.train.steps and failure is None
+        if self.saved != step and (step or untrained):
             try:
                 self._save()
             except ConfigError as error:

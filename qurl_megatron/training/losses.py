@@ -204,14 +204,14 @@ class ValueLoss:
         loss = (batch.weights * terms).sum()
         returns, errors = batch.returns.double(), batch.returns.double() - batch.values.double()
         count = float(len(returns))
-        total, value, moved, target, target_squares, error, error_squares = _fetched_sums(
+        total, value, clipped_count, target, target_squares, error, error_squares = _fetched_sums(
             *(loss, batch.values, clipped), *(returns, returns.square(), errors, errors.square())
         )
         return loss, {
             "critic/loss": Mean(total, 0.0),
             "critic/value_mean": Mean(value, count),
             "critic/return_mean": Mean(target, count),
-            "critic/clip_fraction": Mean(moved, count),
+            "critic/clip_fraction": Mean(clipped_count, count),
             "critic/explained_variance": ExplainedVariance(
                 target, target_squares, error, error_squares, count
             ),

@@ -68,9 +68,9 @@ def _look(folder: Path) -> tuple[TrainState, dict[str, FileSum]]:
 
 def _set_aside(broken: list[tuple[Path, str]], newest: Path) -> None:
     for path, reason in broken:
-        kept = set_aside(path)
+        renamed_to = set_aside(path)
         print(
-            f"{reason}: {path.name} is set aside as {kept.name}, and the run goes on from "
+            f"{reason}: {path.name} is set aside as {renamed_to.name}, and the run goes on from "
             f"{newest.name}, the newest whole checkpoint",
             flush=True,
         )

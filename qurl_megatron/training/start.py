@@ -88,8 +88,8 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     ranks = how_many(config.parallel.world_size, "training rank")
     print(f"starting {ranks} for {path}; the run is in {config.train.run_dir}", flush=True)
-    lost = partial(_lost, Path(config.train.run_dir))
-    return launch(run_rank, (config,), config.parallel.world_size, lost=lost)
+    death_message = partial(_lost, Path(config.train.run_dir))
+    return launch(run_rank, (config,), config.parallel.world_size, lost=death_message)
 
 
 def look_over(config: RunConfig, arch: Arch) -> tuple[list[str], list[str]]:

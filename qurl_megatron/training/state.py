@@ -179,8 +179,8 @@ def tell_done(
     Args:
         changed: settings that differ from the run's.
     """
-    done = state.summary(right_or_wrong=config.reward.right_or_wrong)
-    print(f"{run_dir} has all {state.step} steps: {done}")
+    summary = state.summary(right_or_wrong=config.reward.right_or_wrong)
+    print(f"{run_dir} has all {state.step} steps: {summary}")
     if unused := [str(change) for change in changed if change.key != "train.steps"]:
         print(
             f"not used, as no step was left to do: {', '.join(unused)}; set train.steps above "

@@ -169,8 +169,8 @@ def adapt(config: RunConfig, claimed: Claim, state: TrainState) -> tuple[TrainSt
         if key != "algo.function":
             comparable = False
             consequence = "held-out scores from here on are not compared with earlier ones"
-        named = f"{key}={config.own_code[key]}"
-        remarks.append(f"the code of {named} has changed since step {state.step}: {consequence}")
+        setting = f"{key}={config.own_code[key]}"
+        remarks.append(f"the code of {setting} has changed since step {state.step}: {consequence}")
     state = replace(state, own_code=own_code)
     if not comparable:
         state = state.without_scores()

@@ -52,7 +52,7 @@ def warmstart(
     Raises:
         ConfigError: ``model_dir`` is taken, or ``data`` names no usable task or file.
     """
-    with new_folder(model_dir) as aside, torch.random.fork_rng(devices=[]):
+    with new_folder(model_dir) as scratch, torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         questions, held_out = _questions(data)
         tokenizer = build_tokenizer(questions)
@@ -73,8 +73,8 @@ def warmstart(
 
         fit(model, pairs, stop, config, log, measure)
         model.bfloat16()
-        model.save_pretrained(aside)
-        save_tokenizer(tokenizer, aside)
+        model.save_pretrained(scratch)
+        save_tokenizer(tokenizer, scratch)
         return accuracy(model.float(), tokenizer, held_out)
 
 

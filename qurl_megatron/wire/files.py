@@ -100,16 +100,16 @@ class FilesSender(FolderSender):
     def put(self, index: int, parts: Sequence[Shard], *, to: Rank | None = None) -> Blob:
         path = self.folder / f"v{self._version:06d}-{self.rank}-b{index:05d}"
         planned, size = lay_out(parts)
-        aside, pieces = path.with_suffix(".tmp"), []
-        with refusing(path, size=size, half_written=aside):
-            with aside.open("wb") as file:
+        scratch, pieces = path.with_suffix(".tmp"), []
+        with refusing(path, size=size, half_written=scratch):
+            with scratch.open("wb") as file:
                 for piece, part in zip(planned, parts, strict=True):
                     data = raw(part.value.cpu())
                     file.seek(piece.offset)
                     file.write(data.numpy().data)
                     pieces.append(msgspec.structs.replace(piece, checksum=checksum(data)))
                 file.truncate(size)
-            aside.rename(path)
+            scratch.rename(path)
         self._files.append(path)
         return Blob({"path": str(path)}, size, tuple(pieces))
 

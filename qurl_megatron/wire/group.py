@@ -292,8 +292,8 @@ class GroupSender(Sender):
     def connect(self, engines: Mapping[str, int]) -> Failures:
         self.arrange(engines)
         direct = {name: n for name, n in engines.items() if not self._routes[name]["from"]}
-        for gone in self._links.keys() - direct.keys():
-            self._unlink(gone)
+        for unneeded in self._links.keys() - direct.keys():
+            self._unlink(unneeded)
         if direct:
             # A missing engine delays no other.
             with unwatched(), ThreadPoolExecutor(len(direct)) as pool:
@@ -668,14 +668,14 @@ def _met(about: Mapping[str, Any], store: dist.Store, rank: int, hello: Hello) -
     try:
         store.wait(keys, timedelta(seconds=about["connect_timeout_s"]))
     except RuntimeError as error:
-        late = [other for other, name in enumerate(keys) if not store.check([name])]
-        if not late:
+        absent = [other for other, name in enumerate(keys) if not store.check([name])]
+        if not absent:
             raise LinkError(str(error)) from None
         names = about.get("ends") or [
             *(f"training rank {rank}" for rank in range(senders)),
             *(f"engine rank {rank}" for rank in range(about["ranks"])),
         ]
-        raise LinkError(f"{', '.join(names[other] for other in late)} did not come") from None
+        raise LinkError(f"{', '.join(names[other] for other in absent)} did not come") from None
     return [read_hello(content) for content in store.multi_get(keys)]
 
 
@@ -825,21 +825,21 @@ def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any]) -> A
     Raises:
         LinkError: it took longer. The thread stays until ``act`` returns.
     """
-    done: Future = Future()
+    outcome_future: Future = Future()
 
     def run() -> None:
         try:
             outcome = act()
         except BaseException as error:  # the caller's
-            done.set_exception(error)
+            outcome_future.set_exception(error)
         else:
-            done.set_result(outcome)
+            outcome_future.set_result(outcome)
 
     threading.Thread(target=run, name="link", daemon=True).start()
-    if wait([done], max(seconds, 0.0)).not_done:
-        done.add_done_callback(lambda _: late())
+    if wait([outcome_future], max(seconds, 0.0)).not_done:
+        outcome_future.add_done_callback(lambda _: late())
         raise LinkError(f"not done within {seconds:.1f} s")
-    return done.result()
+    return outcome_future.result()
 
 
 @contextmanager

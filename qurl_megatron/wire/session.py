@@ -192,8 +192,8 @@ class UpdateSession:
             elif arrived != target.value.numel():
                 gaps.append(f"{name} (a part only of it arrived)")
         if gaps:
-            more = f" and {len(gaps) - _NAMED} more" if len(gaps) > _NAMED else ""
-            self.fail(f"the update is incomplete: {', '.join(gaps[:_NAMED])}{more}")
+            remainder = f" and {len(gaps) - _NAMED} more" if len(gaps) > _NAMED else ""
+            self.fail(f"the update is incomplete: {', '.join(gaps[:_NAMED])}{remainder}")
 
     def receipt(self) -> Receipt:
         return Receipt(

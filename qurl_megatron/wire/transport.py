@@ -282,11 +282,11 @@ def disagreement(carrier: str, trainer: Mapping[str, str], engine: Mapping[str, 
         carrier: of the bytes: "nccl", "gloo" or "memory".
     """
     for name, reason in EQUAL.items():
-        ours, theirs = trainer.get(name, "unknown"), engine.get(name, "unknown")
-        if ours != theirs and (name == "protocol" or carrier == "nccl"):
+        at_trainer, at_engine = trainer.get(name, "unknown"), engine.get(name, "unknown")
+        if at_trainer != at_engine and (name == "protocol" or carrier == "nccl"):
             return (
-                f"the trainer has {name} {ours} (torch {trainer.get('torch')}), the engine "
-                f"{name} {theirs} (torch {engine.get('torch')}), and {reason}"
+                f"the trainer has {name} {at_trainer} (torch {trainer.get('torch')}), the engine "
+                f"{name} {at_engine} (torch {engine.get('torch')}), and {reason}"
             )
     return None
 

@@ -64,8 +64,8 @@ class Cache:
     @torch.inference_mode()
     def cut(self, length: int, live_rows: int) -> None:
         """Lay the buffers out as rows of at least ``length``; live rows keep their contents."""
-        kept = min(self.length, _rounded(length))
-        live = [grid[:live_rows, ..., :kept].clone() for grid in self._grids()] if live_rows else []
+        stop = min(self.length, _rounded(length))
+        live = [grid[:live_rows, ..., :stop].clone() for grid in self._grids()] if live_rows else []
         self.length = _rounded(length)
         rows, heads, dim = self.rows_at(self.length), self._kv_heads, self._dim
 
@@ -78,7 +78,7 @@ class Cache:
         self.log_probs = view(self._log_probs_flat, rows, self.length)
         self.experts = view(self._experts_flat, rows, self._choices, self.length)
         for grid, old in zip(self._grids(), live, strict=False):
-            grid[:live_rows, ..., :kept] = old
+            grid[:live_rows, ..., :stop] = old
 
     def reach(self, live_rows: int, new_rows: int, length: int) -> None:
         """Make positions below ``length`` readable, for live rows and the new ones after them.

@@ -276,10 +276,10 @@ class _Handlers:
         generation = parse_generate(await _json(request), self.limits)
         await self._on_thread(lambda engine: engine.add(generation.sequences))
         finished = asyncio.gather(*(asyncio.wrap_future(s.ended) for s in generation.sequences))
-        gone = asyncio.ensure_future(_disconnected(request))
-        either: list[asyncio.Future] = [finished, gone]
+        disconnected = asyncio.ensure_future(_disconnected(request))
+        either: list[asyncio.Future] = [finished, disconnected]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
+        disconnected.cancel()
         if not finished.done():
             unfinished = set(map(id, generation.sequences))
             self.worker.call(

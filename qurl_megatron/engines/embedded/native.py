@@ -147,13 +147,13 @@ class Blocks:
         """[T, O] float32: the product of ``decoder.Matrix`` without blocks, to the last bit."""
         x_TI = x_TI.contiguous().float()
         y_TO = torch.empty(len(x_TI), self.matrix.outputs)
-        more, step = None, 0  # of one row for all, or of a row each
+        added, step = None, 0  # of one row for all, or of a row each
         if addend is not None:
-            more = addend.contiguous().float()
-            step = more.stride(0) if more.ndim == 2 else 0
+            added = addend.contiguous().float()
+            step = added.stride(0) if added.ndim == 2 else 0
         _built().linear(
             *(self.matrix, x_TI.data_ptr(), len(x_TI), largest),
-            *(_address(more), step),
+            *(_address(added), step),
             *(y_TO.data_ptr(), torch.get_num_threads()),
         )
         return y_TO

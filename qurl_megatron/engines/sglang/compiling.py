@@ -37,12 +37,12 @@ def use_cuda_of_pip() -> None:
         return
     kernels = os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit"  # as SGLang
     links = Path(kernels).expanduser() / "cuda"
-    aside = links / f".{os.getpid()}"  # other engines do the same meanwhile
+    scratch = links / f".{os.getpid()}"  # other engines do the same meanwhile
     try:
         links.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)  # of one that was killed here, under the same number
-        aside.symlink_to(cuda / "lib/libcudart.so.13")
-        aside.replace(links / "libcudart.so")
+        scratch.unlink(missing_ok=True)  # of one that was killed here, under the same number
+        scratch.symlink_to(cuda / "lib/libcudart.so.13")
+        scratch.replace(links / "libcudart.so")
     except OSError:  # read-only: with all kernels in it, nothing is compiled
         return
     # In a container, LD_LIBRARY_PATH alone may lead to libcuda.so.
@@ -64,10 +64,10 @@ def fault(torch_cuda: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.cu").write_text(KERNEL)
         command = ["sh", "-c", BUILD]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    if not done.returncode:
+        process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    if not process.returncode:
         return None
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
     reason = next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
     mend = (
         f"install cuda-toolkit[nvcc,cccl,crt] {torch_cuda} in its environment and unset "

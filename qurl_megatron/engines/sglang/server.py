@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "the package in this environment with `pip install --no-deps -e .`, and start with "
             "`python -P`, which leaves out what the working folder says of it"
         )
-    kept = [_keep_port() for _ in range(2)]
-    port, nccl_port = (each.getsockname()[1] for each in kept)
+    reserved = [_keep_port() for _ in range(2)]
+    port, nccl_port = (each.getsockname()[1] for each in reserved)
     cuda = torch.cuda.is_available()
     args = prepare_server_args(
         server_arguments(sglang_options, cuda=cuda, port=port, nccl_port=nccl_port)
@@ -177,10 +177,10 @@ def _keep_port() -> socket.socket:
     SGLang chooses for its ranks is only looked at first: of engines that start together, two may
     choose the same.
     """
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("", 0))
-    return kept
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
 
 
 if __name__ == "__main__":

@@ -110,9 +110,9 @@ def ask_itself_directly(host: str) -> None:
 def compiler_fault(config: RolloutConfig) -> str | None:
     """Return why engines on this machine's GPUs could not compile their kernels; None: they can."""
     command = [str(sglang_python(config.sglang_python)), "-P", "-m", compiling.__name__]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = done.stderr.strip().splitlines() or [f"{command[0]} ended with {done.returncode}"]
-    return lines[-1] if done.returncode else None
+    process = subprocess.run(command, capture_output=True, text=True)
+    lines = process.stderr.strip().splitlines() or [f"{command[0]} ended with {process.returncode}"]
+    return lines[-1] if process.returncode else None
 
 
 def refuse_not_installed(config: RolloutConfig) -> None:
