@@ -92,7 +92,7 @@ def _leave_compiler_out() -> None:
 
 
 def _use_cpu_generator() -> None:
-    """The model-parallel random state is a state of torch's one CPU generator."""
+    """Make the model-parallel random state a state of torch's one CPU generator."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -182,7 +182,7 @@ def _on_cpu(factory: Callable) -> Callable:
 
 
 def _answer_cuda_type_names() -> None:
-    """The optimizers sort parameters by ``tensor.type()``, and know the CUDA type names alone."""
+    """Answer CUDA type names: optimizers sort parameters by ``tensor.type()``, by these alone."""
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")

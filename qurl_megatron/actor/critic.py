@@ -53,7 +53,7 @@ class Critic(Trained):
         return trained
 
     def apply(self) -> dict[str, float]:
-        """One optimizer step on the accumulated gradients."""
+        """Make one optimizer step on the accumulated gradients."""
         return {
             name.replace("optimizer/", "critic/"): value for name, value in super().apply().items()
         }

@@ -74,11 +74,11 @@ class Ranks:
         return self.pipeline.rank == self.pipeline.size - 1
 
     def splits(self, parameter: nn.Parameter) -> Axis:
-        """The ranks that hold different parts of a parameter of Megatron's."""
+        """Return the ranks that hold different parts of a Megatron parameter."""
         return self.tensor if _is_everywhere(parameter) else self.expert_tensor
 
     def copies_of(self, parameter: nn.Parameter) -> Axis:
-        """The ranks that hold the same part, and share its optimizer's state."""
+        """Return the ranks that hold the same part, and share its optimizer's state."""
         return self.copies if _is_everywhere(parameter) else self.expert_copies
 
     @property
@@ -93,7 +93,7 @@ class Ranks:
 
 
 def _is_everywhere(parameter: nn.Parameter) -> bool:
-    """False for experts that not every rank of a stage has: Megatron marks them by this name."""
+    """Return False for experts that not every rank of a stage has: Megatron marks them so."""
     return getattr(parameter, "allreduce", True)
 
 

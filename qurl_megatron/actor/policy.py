@@ -213,11 +213,11 @@ class Policy(Trained):
         return [] if value is None else list(self.hf_parameter(index, lambda _: value))
 
     def copies_of(self, index: int) -> Axis:
-        """The ranks that hold the same part of a parameter as this one."""
+        """Return the ranks that hold the same part of a parameter as this one."""
         return self.ranks.copies_of(self._parameters[index][1])
 
     def splits(self, index: int) -> Axis:
-        """The ranks that hold different parts of a parameter."""
+        """Return the ranks that hold different parts of a parameter."""
         return self.ranks.splits(self._parameters[index][1])
 
     def hf_parameter(self, index: int, read: Callable[[nn.Parameter], Tensor]) -> Iterator[Shard]:

@@ -162,7 +162,7 @@ class CausalAttention(MegatronModule):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The queries belong to the last of the keys' positions."""
+        """Attend with queries that belong to the last of the keys' positions."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         new, keys = q.shape[2], k.shape[2]
         mask = None

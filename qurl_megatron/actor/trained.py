@@ -105,7 +105,7 @@ class Trained:
         """Called after it."""
 
     def weights_changed(self) -> None:
-        """To be called after writing into weights or masters of a model that has computed."""
+        """Call this after writing into weights or masters of a model that has computed."""
 
     def _schedule(
         self, microbatches: Sequence[TokenBatch], finish: Callable, *, forward_only: bool
@@ -157,8 +157,8 @@ class Trained:
     def masters(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield the FP32 values this rank's optimizer updates: name, value, whether it counts here.
 
-        A rank has a part of each, flattened, of FP32 weights all. Over all ranks each value counts
-        once, wherever else there are copies of it.
+        A rank has a flattened part of each, but all of FP32 weights. Over all ranks each value
+        counts once, wherever else there are copies of it.
         """
         ranks = self.ranks
         for name, parameter in self.gpt.named_parameters():
@@ -184,7 +184,7 @@ class Trained:
 
 
 def _packed(batch: TokenBatch, *, split: bool) -> PackedSeqParams | None:
-    """Where sequences that lie end to end begin; padding is part of the sequence before.
+    """Return where sequences that lie end to end begin; padding belongs to the one before.
 
     Megatron divides the places by the number of context-parallel ranks itself. Transformer Engine's
     attention over these ranks wants to be told where there is padding between sequences: nowhere.

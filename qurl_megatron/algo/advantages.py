@@ -183,11 +183,11 @@ class BatchFacts:
     group: dist.ProcessGroup | None = None  # ranks that have the other responses; None: no one
 
     def token_rewards(self, rewards_R: Tensor) -> Tensor:
-        """The response's reward at its last token, less each token's penalty, [N]."""
+        """Return the response's reward at its last token, less each token's penalty, [N]."""
         return at_last_token(rewards_R[self.indices_r], self.lengths_r) - self.penalty_N
 
     def penalised(self) -> Tensor:
-        """Rewards less the penalties of whole responses, [R], the same on every rank."""
+        """Return rewards less the penalties of whole responses, [R], the same on every rank."""
         owners_N = self.indices_r.repeat_interleave(self.lengths_r)
         taken_R = torch.zeros_like(self.rewards_R).index_add_(0, owners_N, self.penalty_N)
         if self.group is not None:
@@ -195,7 +195,7 @@ class BatchFacts:
         return self.rewards_R - taken_R
 
     def whitened_returns(self, rewards_R: Tensor) -> Tensor:
-        """Rewards still to come of each token, whitened over the whole batch, [N]."""
+        """Return each token's rewards still to come, whitened over the whole batch, [N]."""
         rewards_N, lengths = self.token_rewards(rewards_R), self.lengths_r.tolist()
         return whitened(discounted_returns(rewards_N, lengths, self.gamma), group=self.group)
 

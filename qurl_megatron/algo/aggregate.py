@@ -16,7 +16,7 @@ from torch import Tensor
 def token_weights(
     lengths: Sequence[int] | Tensor, kind: str = "response_mean", *, constant: int | None = None
 ) -> Tensor:
-    """Weight of one token of each response, [R] float32 on the CPU.
+    """Return the weight of one token of each response, [R] float32 on the CPU.
 
     Args:
         lengths: loss tokens of every response of the minibatch, over all ranks, [R].

@@ -85,7 +85,7 @@ class _Shard:
         return _Shard(first, columns, size, group if world > 1 else None)
 
     def locate(self, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target, [T, 1], and whether it is on this rank, [T]."""
+        """Return the column of each target, [T, 1], and whether it is on this rank, [T]."""
         column_T = targets_T - self.first
         mine_T = (column_T >= 0) & (column_T < self.columns)
         return column_T.clamp(0, max(self.columns - 1, 0))[:, None], mine_T
@@ -146,7 +146,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _is_expendable(logits: Tensor) -> bool:
-    """Whether the logits may be overwritten: no one's parameter, no two elements in one place."""
+    """Return whether logits may be overwritten: no parameter, and no two elements in one place."""
     base = logits if logits._base is None else logits._base
     overlaps = any(
         step == 0 and size > 1 for step, size in zip(logits.stride(), logits.shape, strict=True)
@@ -244,7 +244,7 @@ def _write_gradient(
 
 
 def _chunks(logits_Tv: Tensor, columns: int, buffers: int = 2):
-    """Slices of tokens, each with float32 buffers [C, columns] that are used again and again."""
+    """Yield slices of tokens, each with float32 buffers [C, columns] that are used again."""
     T = len(logits_Tv)
     if T == 0 or columns == 0:
         return

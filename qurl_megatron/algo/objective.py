@@ -51,7 +51,7 @@ class Limits:
 
     @classmethod
     def of(cls, algo: object, correction: object) -> "Limits":
-        """Each number from the section of settings that has it."""
+        """Take each number from the section of settings that has it."""
         settings = {**vars(algo), **vars(correction)}
         return cls(*(settings[field.name] for field in fields(cls)))
 

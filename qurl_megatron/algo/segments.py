@@ -19,7 +19,7 @@ def owners_of(lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def sum_per_response(values: Tensor, owners: Tensor, responses: int) -> Tensor:
-    """Sum over the tokens of each response, [N] -> [R] float64.
+    """Return the sum over the tokens of each response, [N] -> [R] float64.
 
     In float64, because a response may have thousands of log-ratios whose sum is exponentiated.
     """
@@ -28,6 +28,6 @@ def sum_per_response(values: Tensor, owners: Tensor, responses: int) -> Tensor:
 
 
 def mean_per_response(values: Tensor, owners: Tensor, responses: int) -> Tensor:
-    """Mean over the tokens of each response, [N] -> [R] float64; 0 for an empty one."""
+    """Return the mean over the tokens of each response, [N] -> [R] float64; 0 for an empty one."""
     count_R = sum_per_response(torch.ones_like(values), owners, responses)
     return sum_per_response(values, owners, responses) / count_R.clamp(min=1)

@@ -19,7 +19,7 @@ SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 
 
 def given_key(env: Mapping[str, str]) -> str | None:
-    """The engines' API key, where the environment has one.
+    """Return the engines' API key, where the environment has one.
 
     Raises:
         ConfigError: no request could carry it: it is empty, or not plain text.

@@ -62,12 +62,12 @@ class EngineError(Foreseen, RuntimeError):
 
     @property
     def refused(self) -> bool:
-        """True where it does not take our key; another engine may."""
+        """Whether it refused our key; another engine may take it."""
         return self.status in (401, 403)
 
     @property
     def ours(self) -> bool:
-        """True where the request was wrong, if it is to be believed."""
+        """Whether it blames the request, and may be believed."""
         usual = self.status is not None and 400 <= self.status < 500
         return usual and not self.refused and self.status not in (408, 429)
 

@@ -415,7 +415,7 @@ class Fleet:
     # Their events.
 
     def note(self, event: str, engine: EngineRecord | None, message: str) -> None:
-        """Events: started, failed, died, restarted, joined, left, gave up, retried."""
+        """Record an event: started, failed, died, restarted, joined, left, gave up, retried."""
         name = "" if engine is None else engine.name
         with self.lock:
             entry = {"time": now(), "event": event, "engine": name, "message": message}

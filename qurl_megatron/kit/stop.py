@@ -32,7 +32,7 @@ class StopRequest:
 
     @property
     def by(self) -> str:
-        """The reason for the stop, for a person; "": nobody has."""
+        """The reason for the stop, for a person; "" if there is none."""
         if self.signal is None:
             return ""
         if self.signal == signal.SIGINT:

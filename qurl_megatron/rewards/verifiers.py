@@ -28,18 +28,18 @@ MATH_TAIL = 20_000
 
 
 def score_exact(text: str, answer: str) -> float:
-    """The whole text equals the answer, blanks around them aside."""
+    """Return 1 if the whole text equals the answer, blanks around them aside."""
     return float(text.strip() == answer.strip())
 
 
 def score_last_number(text: str, answer: str) -> float:
-    """The last number in the text equals the number in the answer, as numbers: 12 = 12.0 = +12."""
+    """Return 1 if the last number in the text equals the answer's, as numbers: 12 = 12.0 = +12."""
     expected, number = last_number(answer), last_number(text)
     return float(expected is not None and number == expected)
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number a text mentions, exactly; None where there is none.
+    """Return the last number a text mentions, exactly; None where there is none.
 
     >>> last_number("first 7, then $1,234.50.")
     Decimal('1234.50')
@@ -54,7 +54,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def score_math(text: str, answer: str) -> float:
-    """The boxed, else the last expression equals the answer, as math-verify judges."""
+    """Return 1 if the boxed, else the last expression equals the answer, as math-verify judges."""
     from math_verify import parse, verify  # sympy takes seconds to import
     from math_verify.errors import TimeoutException
 

@@ -140,7 +140,7 @@ def engine_divides(arch: Arch, tensor: int, *, whole_experts: bool = False) -> b
 
 
 def _find(model_path: str, override: Path | None) -> Path:
-    """The config.json of ``model.path``."""
+    """Return the config.json of ``model.path``."""
     if override is not None:
         path = override / "config.json" if override.is_dir() else override
         if not path.is_file():

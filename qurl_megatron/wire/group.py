@@ -383,7 +383,7 @@ class GroupSender(Sender):
         }
 
     def _kept(self, source: str, engine: str) -> bool:
-        """True if both had the version before, over the same way: no bytes of it are left there."""
+        """Return whether both got the last version in the same way: none of its bytes are left."""
         pair = source, engine
         return pair in self._pairs_before and self._complete_before.issuperset(pair)
 

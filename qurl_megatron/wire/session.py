@@ -83,7 +83,7 @@ class LiveWeights(Protocol):
     """The weights of one engine rank, where an update writes them."""
 
     def tensor_rank(self) -> int:
-        """This process's rank among the engine's tensor-parallel ranks.
+        """Return this process's rank among the engine's tensor-parallel ranks.
 
         Raises:
             ConfigError: the engine is split in a way that updates do not know.
@@ -99,7 +99,7 @@ class LiveWeights(Protocol):
         """
 
     def takes(self, target: Shard, dtype: torch.dtype) -> bool:
-        """True if values of ``dtype`` may be copied into this target."""
+        """Return whether values of ``dtype`` may be copied into this target."""
 
     def finish(self) -> None:
         """Make a whole update the weights that a forward pass reads."""
@@ -137,7 +137,7 @@ class UpdateSession:
             self.fail(f"{doing} failed: {error!r}")
 
     def needs(self, piece: Piece) -> bool:
-        """True if the piece has a part for this rank, or ``take`` will refuse it."""
+        """Return whether the piece has a part for this rank, or ``take`` will refuse it."""
         target = self.targets.get(piece.name)
         if target is None or len(piece.shape) != len(target.shape):
             return True

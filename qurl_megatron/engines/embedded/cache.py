@@ -101,7 +101,7 @@ class Cache:
             grid[target, ..., :length] = grid[source, ..., :length]
 
     def attend_prefill(self, rows_P: Tensor, prompt_length: int):
-        """Causal attention of whole right-padded prompts, which also fills their rows.
+        """Return causal attention of whole right-padded prompts, which also fills their rows.
 
         Padding lies behind every real token, so the causal mask hides it; its entries in
         the cache are overwritten by the tokens generated there.
@@ -120,7 +120,7 @@ class Cache:
         return attend
 
     def attend_decode(self, position_B: Tensor, longest: int):
-        """Attention of one new token per row to its row's prefix, itself included.
+        """Return attention of one new token per row to its row's prefix, itself included.
 
         Args:
             position_B: where each row's new key and value go.
@@ -148,13 +148,13 @@ class Cache:
         return attend
 
     def _attention_grids(self) -> Iterator[Tensor]:
-        """Keys and values as [R, heads, D, L]."""
+        """Yield keys and values as [R, heads, D, L]."""
         yield from self.keys
         for values in self.values:
             yield values.transpose(2, 3)
 
     def _grids(self) -> Iterator[Tensor]:
-        """Everything that is laid out by row; positions come last."""
+        """Yield everything that is laid out by row; positions come last."""
         yield from self._attention_grids()
         yield from (self.tokens, self.log_probs, self.experts)
 

@@ -162,7 +162,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if there is something to generate."""
+        """Whether there is something to generate."""
         return not self.paused and bool(self.running or self.waiting)
 
     @torch.inference_mode()

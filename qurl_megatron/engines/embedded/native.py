@@ -183,7 +183,7 @@ class NativeStep:
         self._products = sum(m.weight_OI.numel() for m in decoder.layers[0].matrices)
 
     def __call__(self, x_BH: Tensor, position_B: Tensor) -> Tensor:
-        """Hidden states [B, H] before the final norm, in the place of the embeddings."""
+        """Return the hidden states [B, H] before the final norm, in the place of the embeddings."""
         work = len(x_BH) * self._products
         _built().decode(
             *(self._model, position_B.data_ptr(), len(x_BH), self._cache.length, x_BH.data_ptr()),

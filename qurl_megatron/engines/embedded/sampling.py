@@ -67,7 +67,7 @@ def blocks(weight_BV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(weight_BNK: Tensor, running_BN: Tensor, uniform_B: Tensor) -> Tensor:
-    """Token whose slice of the running sum contains ``uniform * total``; never one of weight 0."""
+    """Return the token whose slice of the running sum holds ``uniform * total``; weight > 0."""
     target_B, block_B = _first_above(running_BN, uniform_B * running_BN[:, -1])
     before_B = pad(running_BN, (1, 0)).gather(1, block_B[:, None])[:, 0]
     inside_BK = weight_BNK[torch.arange(len(block_B), device=block_B.device), block_B]
@@ -107,7 +107,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's own keeps the sign."""
+    """Shift right logically: torch's own shift keeps the sign."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 

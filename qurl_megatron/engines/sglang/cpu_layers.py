@@ -39,12 +39,12 @@ _libraries: list = []  # an operator lives as long as its library
 
 
 def wanted() -> bool:
-    """True where SGLang is asked to run without a GPU, and there is none."""
+    """Return whether SGLang is asked to run without a GPU, and there is none."""
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and not torch.cuda.is_available()
 
 
 def registered() -> bool:
-    """True where ``register`` has done its work in this process."""
+    """Return whether ``register`` has done its work in this process."""
     module = sys.modules.get("sglang.srt.layers.quantization.w8a8_int8")
     return module is not None and module.W8A8Int8LinearMethod.apply is _apply
 

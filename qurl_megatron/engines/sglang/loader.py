@@ -141,7 +141,7 @@ def _rank_and_size(module: Any) -> tuple[int, int]:
 
 
 def _is_quantized(name: str, module: Any) -> bool:
-    """True for W8A8 with one scale per output channel or square, and dynamic activation scales.
+    """Return whether it is W8A8, a scale per output channel or square, with dynamic token scales.
 
     Raises:
         ConfigError: any other way of quantizing.
