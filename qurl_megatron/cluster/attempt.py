@@ -68,7 +68,7 @@ def attempt(run_dir: Path) -> int:
             if saved >= job.config.train.steps > 0:
                 say(f"{run_dir} has all its {saved} steps")
                 return 0
-            ended = _once(job, saved, received)
+            ended = _make_attempt(job, saved, received)
             retries_here = ended.decision == Decision.RETRY and not received.newest
             if not (retries_here and _has_all_nodes(job)):
                 break
@@ -76,7 +76,7 @@ def attempt(run_dir: Path) -> int:
     return ended.exit_code
 
 
-def _once(job: BatchJob, saved: int, received: Received) -> folder.Attempt:
+def _make_attempt(job: BatchJob, saved: int, received: Received) -> folder.Attempt:
     """Make one attempt, from its folder to its record.
 
     Args:
@@ -89,15 +89,15 @@ def _once(job: BatchJob, saved: int, received: Received) -> folder.Attempt:
         f"attempt {attempt.number}, job {job.number}, from step {saved}; "
         f"the ranks write {logs}/train-RANK.log"
     )
-    bad = examine(
+    faults = examine(
         job.run_dir, job.layout, job.cluster, cancelled=lambda: received.newest in PERSONS
     )
-    for node, fault in bad.items():
+    for node, fault in faults.items():
         say(f"node {node} is bad: {fault}")
     if received.newest in PERSONS:
         return _settle(job, replace(attempt, signal=received.newest))
-    if bad and not received.newest:
-        return _record(job, _without(job, attempt, bad))
+    if faults and not received.newest:
+        return _record(job, _without_bad_nodes(job, attempt, faults))
     ranks = job.config.parallel.world_size
     supervisor = StepSupervisor(job.run_dir, attempt, ranks, job.cluster.job, received)
     return _settle(job, _run(job, logs, supervisor))
@@ -115,19 +115,21 @@ def _run(job: BatchJob, logs: Path, supervisor: StepSupervisor) -> folder.Attemp
         return supervisor.watch(steps["train"])
 
 
-def _without(job: BatchJob, attempt: folder.Attempt, bad: Mapping[str, str]) -> folder.Attempt:
-    """Decide how a run goes on whose attempt cannot go on with these nodes."""
-    names, decision, exit_code = ", ".join(bad), Decision.STOP, BAD_NODE
+def _without_bad_nodes(
+    job: BatchJob, attempt: folder.Attempt, faults: Mapping[str, str]
+) -> folder.Attempt:
+    """Return the attempt with its decision: go on without the bad nodes, or stop."""
+    names, decision, exit_code = ", ".join(faults), Decision.STOP, BAD_NODE
     try:
-        if len(bad) == job.layout.whole.nodes > 1:
-            node, fault = next(iter(bad.items()))
+        if len(faults) == job.layout.whole.nodes > 1:
+            node, fault = next(iter(faults.items()))
             reason = (
-                f"all {len(bad)} nodes are bad, so none is excluded: look at container and "
+                f"all {len(faults)} nodes are bad, so none is excluded: look at container and "
                 f"site.prolog in the cluster file; {node}: {fault}; then "
                 "`qurl slurm submit` again"
             )
         else:
-            refuse_exclusion(job.run_dir, job.number, [*bad])
+            refuse_exclusion(job.run_dir, job.number, [*faults])
             decision, exit_code, reason = Decision.WITHOUT, 0, f"goes on without {names}"
     except ConfigError as error:
         reason = (
@@ -141,7 +143,7 @@ def _without(job: BatchJob, attempt: folder.Attempt, bad: Mapping[str, str]) -> 
         decision=decision,
         exit_code=exit_code,
         reason=reason,
-        bad_nodes=tuple(bad),
+        bad_nodes=tuple(faults),
     )
 
 

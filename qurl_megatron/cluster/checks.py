@@ -61,7 +61,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     if newest:  # one that is damaged the ranks set aside
         refuse_unreadable("train.run_dir", str(run_dir), newest.rglob("*"))
     own_files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    own_files |= {key: file_of(given) for key, given in config.own_code.items()}
+    own_files |= {key: file_of(code) for key, code in config.own_code.items()}
     own_files = {key: path for key, path in own_files.items() if path}
     for key, path in own_files.items():
         refuse_unreadable(key, path, [Path(path)])

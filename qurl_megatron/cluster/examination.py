@@ -111,11 +111,11 @@ def _measure(name: str, rollout: RolloutConfig, patience_s: float) -> Report:
         remark = network_remark(
             adapters, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.environ
         )
-    own = Report(name, faults, len(indices), len(devices), product_ms, reduce_ms, remark=remark)
+    report = Report(name, faults, len(indices), len(devices), product_ms, reduce_ms, remark=remark)
     if reduce_ms == float("inf"):
         come({})
-        return own
-    return replace(own, link_ms=link_ms(devices, patience_s))
+        return report
+    return replace(report, link_ms=link_ms(devices, patience_s))
 
 
 def network_remark(adapters: Sequence[str], lockable: int, env: Mapping[str, str]) -> str:

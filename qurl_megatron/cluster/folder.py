@@ -143,8 +143,8 @@ def attempts(run_dir: Path) -> Sequence[Attempt]:
         ConfigError: a record is damaged.
     """
     files = (run_dir / "slurm/attempts").glob("*/attempt.json")
-    found = [_read(file, Attempt) for file in files]
-    return sorted(found, key=lambda attempt: attempt.number)
+    records = [_read(file, Attempt) for file in files]
+    return sorted(records, key=lambda attempt: attempt.number)
 
 
 def attempt_folder(run_dir: Path, number: int) -> Path:

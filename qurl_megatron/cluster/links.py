@@ -34,7 +34,7 @@ def link_ms(devices: list, patience_s: float) -> float | None:
         The shorter time; inf where both fail or hang; None where there are no other nodes, or one
         has not come within ``patience_s``, or stays away.
     """
-    own, count = step_place()
+    own_number, count = step_place()
     if count == 1:
         return None
     from torch import device
@@ -48,15 +48,15 @@ def link_ms(devices: list, patience_s: float) -> float | None:
     if not all(nodes):
         return None
     devices = devices[: min(node["devices"] for node in nodes)] or [device("cpu")]
-    return min(_pair_ms(nodes, own, *pair, devices) for pair in pairs(own, count))
+    return min(_pair_ms(nodes, own_number, *pair, devices) for pair in pairs(own_number, count))
 
 
 def come(entry: dict[str, Any]) -> None:
     """Tell the other nodes where this one listens; by nothing, that it stays away."""
-    own, count = step_place()
+    own_number, count = step_place()
     if count > 1:
         with contextlib.suppress(OSError):  # then they wait in vain
-            write_whole(Path(os.environ[FOLDER]) / f"node-{own}.json", json.dumps(entry))
+            write_whole(Path(os.environ[FOLDER]) / f"node-{own_number}.json", json.dumps(entry))
 
 
 def step_place() -> tuple[int, int]:
@@ -66,17 +66,18 @@ def step_place() -> tuple[int, int]:
     return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
 
 
-def pairs(own: int, count: int) -> list[tuple[int, int, int]]:
+def pairs(own_number: int, count: int) -> list[tuple[int, int, int]]:
     """Return a node's pairs in the order of their turns: turn, first node, second node.
 
     The last pair of an odd ring has a turn to itself; two nodes are one pair.
     """
-    found = []
+    own_pairs = []
     for first in range(count if count > 2 else 1):
         second = (first + 1) % count
-        if own in (first, second):
-            found.append((2 if count % 2 and second == 0 else first % 2, first, second))
-    return sorted(found)
+        if own_number in (first, second):
+            turn = 2 if count % 2 and second == 0 else first % 2
+            own_pairs.append((turn, first, second))
+    return sorted(own_pairs)
 
 
 def _all_nodes(count: int, patience_s: float) -> list[dict[str, Any]]:
@@ -90,7 +91,7 @@ def _all_nodes(count: int, patience_s: float) -> list[dict[str, Any]]:
 
 
 def _pair_ms(
-    nodes: list[dict[str, Any]], own: int, turn: int, first: int, second: int, devices: list
+    nodes: list[dict[str, Any]], own_number: int, turn: int, first: int, second: int, devices: list
 ) -> float:
     import torch
     from torch.distributed import PrefixStore
@@ -100,11 +101,11 @@ def _pair_ms(
     seconds, groups = LINK_S * (turn + 1), []
 
     def measure() -> float:
-        host, other = nodes[first], nodes[second if own == first else first]
+        host, other = nodes[first], nodes[second if own_number == first else first]
         store = join_store(host["address"], host["port"], seconds)
-        met, place = PrefixStore(f"pair-{first}", store), int(own != first)
+        pair_store, rank = PrefixStore(f"pair-{first}", store), int(own_number != first)
         with unwatched():
-            group = open_group(met, place, 2, devices[0], other["address"], seconds)
+            group = open_group(pair_store, rank, 2, devices[0], other["address"], seconds)
         groups.append(group)
         parts = [torch.ones(NUMBERS[device.type], device=device) for device in devices]
 

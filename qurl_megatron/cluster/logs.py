@@ -409,11 +409,11 @@ def render(run_dir: Path, attempt: Attempt, events: Sequence[Event]) -> str:
         lines.append("no rank and no engine has failed")
     else:
         lines += _cause(attempt, *events)
-    own = folder.attempt_folder(run_dir, number)
+    logs_folder = folder.attempt_folder(run_dir, number)
     lines += [
         "",
-        f"Logs, and stacks of a run that hung: {own}; of engines {run_dir}/logs; of supervisor and "
-        f"srun, of all attempts, {run_dir}/slurm/job.log",
+        f"Logs, and stacks of a run that hung: {logs_folder}; of engines {run_dir}/logs; of "
+        f"supervisor and srun, of all attempts, {run_dir}/slurm/job.log",
     ]
     return "\n".join(lines)
 

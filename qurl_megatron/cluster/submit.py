@@ -180,14 +180,14 @@ def submit_study(words: Sequence[str], cluster: ClusterConfig, *, dry_run: bool)
 
     study, out = read_study(words[0]), Path(words[1])
     for cell in study.cells:
-        own = run_dir(out, cell)
-        if folder.saved_step(own) >= cell.steps:
+        cell_dir = run_dir(out, cell)
+        if folder.saved_step(cell_dir) >= cell.steps:
             print(f"{cell.name}: it is done")
-        elif (own / "slurm/job.json").exists() and commands.queued(folder.job(own)):
-            print(f"{cell.name}: job {folder.job(own)} is in the queue")
+        elif (cell_dir / "slurm/job.json").exists() and commands.queued(folder.job(cell_dir)):
+            print(f"{cell.name}: job {folder.job(cell_dir)} is in the queue")
         else:
             print(f"{cell.name}:")
-            overrides = [*cell.overrides, f"train.run_dir={own}"]
+            overrides = [*cell.overrides, f"train.run_dir={cell_dir}"]
             submit_training(study.recipe, overrides, cluster, dry_run=dry_run)
 
 

@@ -125,9 +125,9 @@ def with_prompts(
     for index, question in enumerate(benchmark.problems.values()):
         if turns := question.turns:
             turns = (*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end})
-        asked = replace(question, text=question.text + end, turns=turns)
-        [ids] = tokenizer.read([asked], chat=chat)
-        prompts.append(Prompt(index, ids, asked.text, asked.answer, asked.metadata, turns))
+        text = question.text + end
+        [ids] = tokenizer.read([replace(question, text=text, turns=turns)], chat=chat)
+        prompts.append(Prompt(index, ids, text, question.answer, question.metadata, turns))
     return replace(benchmark, prompts=tuple(prompts))
 
 
@@ -204,9 +204,9 @@ class AnswerFile:
             ) from None
         changed = []
         for key in dict.fromkeys((*recorded, *self._settings)):
-            there, here = recorded.get(key), self._settings.get(key)
-            if there != here:
-                changed.append(f"{key}: {there} there, {here} here")
+            old, new = recorded.get(key), self._settings.get(key)
+            if old != new:
+                changed.append(f"{key}: {old} there, {new} here")
         if changed:
             raise ConfigError(
                 f"{self.path} holds answers made with other settings ({'; '.join(changed)}); undo "

@@ -289,11 +289,11 @@ def _config(
     )
 
 
-def _scheme(config: EvaluationConfig, model: Path, given: bool, run_dir: Path | None) -> str:
-    """The number format of engines that are started here, else empty.
+def _scheme(config: EvaluationConfig, model: Path, from_user: bool, run_dir: Path | None) -> str:
+    """Return the number format of engines that are started here; empty where others answer.
 
     Args:
-        given: by the user, and not by a run's recipe.
+        from_user: quant.scheme is the user's own, not a recipe's.
 
     Raises:
         ConfigError: the engines cannot make it of this checkpoint; names the tool that can.
@@ -305,7 +305,7 @@ def _scheme(config: EvaluationConfig, model: Path, given: bool, run_dir: Path | 
     if rollout.urls:
         return ""
     if rollout.kind.quantizes:
-        if not given and (stored := stored_scheme(model)):
+        if not from_user and (stored := stored_scheme(model)):
             return stored  # as it is, whatever a run's recipe says
         refuse_other_scheme(model, scheme)
         return scheme
@@ -319,7 +319,7 @@ def _scheme(config: EvaluationConfig, model: Path, given: bool, run_dir: Path | 
         raise ConfigError(f"SGLang cannot load the Megatron checkpoint {model}; {convert}")
     hf_config = read_config(description_of(model))
     stored = hf_config.get("quantization_config")
-    if not given and run_dir is None:  # any format that SGLang knows
+    if not from_user and run_dir is None:  # any format that SGLang knows
         return stored.get("quant_method", "unknown") if stored else "none"
     model_scheme = read_quantization(hf_config) or "none"
     if model_scheme != scheme:

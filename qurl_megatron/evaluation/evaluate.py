@@ -296,8 +296,8 @@ class Evaluator:
             ConfigError, RewardDown: no new answer has a score.
         """
         before = set(file.answers)
-        for mode, each in self.plan.responses.items():
-            _Round(self, benchmark, file, mode, each).answer()
+        for mode, responses in self.plan.responses.items():
+            _Round(self, benchmark, file, mode, responses).answer()
         new = [answer for answer in file.every if answer.key not in before]
         try:
             refuse_none_scored(tally_of(new), self.rewards.config.setting)
@@ -314,7 +314,7 @@ class _Round:
     benchmark: Benchmark
     file: AnswerFile
     mode: str
-    each: int  # responses to a problem
+    responses: int  # to a problem
     last_progress: float = 0.0
 
     def answer(self) -> None:
@@ -322,7 +322,7 @@ class _Round:
         if not all(engine.kind.repeats for engine in engines):
             self._answer_batch(prompts, self._hand_over)
             return
-        size = max(1, BATCH * len(engines) // self.each)
+        size = max(1, BATCH * len(engines) // self.responses)
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
             if self._missing(batch):  # what was written of it goes: it is not whole
@@ -410,7 +410,7 @@ class _Round:
                     mode=self.mode,
                     problem=index,
                     id=ids[index],
-                    sample=place % self.each,
+                    sample=place % self.responses,
                     reward=sample.reward,
                     finish=sample.finish_reason,
                     tokens=sample.written_tokens,
@@ -423,8 +423,8 @@ class _Round:
             )
         self.file.add(answers)
         total = len(self.benchmark.prompts)
-        left = len(self._missing(self.benchmark.prompts))
-        if time.monotonic() >= self.last_progress + PROGRESS_S or not left:
+        missing = len(self._missing(self.benchmark.prompts))
+        if time.monotonic() >= self.last_progress + PROGRESS_S or not missing:
             self.last_progress = time.monotonic()
-            progress = f"{self.benchmark.name}, {self.mode}: {total - left} of {total} problems"
+            progress = f"{self.benchmark.name}, {self.mode}: {total - missing} of {total} problems"
             print(progress, file=sys.stderr, flush=True)
