@@ -52,8 +52,8 @@ def write_record(folder: Path, known: Mapping[str, FileSum], record_name: str = 
     sums = dict(known)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        own = (record_name, f".{record_name}.new")
-        if path.is_file() and name not in known and name not in own:
+        record_files = (record_name, f".{record_name}.new")
+        if path.is_file() and name not in known and name not in record_files:
             to_disk(path)
             sums[name] = sum_of(path)
     text = json.dumps({"format": FORMAT, "files": dict(sorted(sums.items()))}, indent=1)
@@ -149,11 +149,11 @@ def all_damage(folder: Path) -> list[str]:
         raise ConfigError(
             f"{folder} has neither {MANIFEST} nor {RECORD}: nobody knows what was written"
         )
-    found = []
+    faults = []
     for name, entry in record.items():
         if fault := wrong_size(folder, {name: entry}) or damaged(folder, record, [name]):
-            found.append(fault)
-    return found
+            faults.append(fault)
+    return faults
 
 
 def to_disk(path: Path) -> None:

@@ -65,13 +65,13 @@ def run(
         with new_folder(job.out) as aside, ThreadPoolExecutor(_SEALERS) as pool:
             if job.bytes > free(aside):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            sums: dict[str, Future[FileSum]] = {}
+            futures: dict[str, Future[FileSum]] = {}
             for file in watch(job.files):
                 file.write(aside / file.name)
-                sums[file.name] = pool.submit(_seal, aside / file.name)
-            known = {name: file_sum.result() for name, file_sum in sums.items()}
+                futures[file.name] = pool.submit(_seal, aside / file.name)
+            sums = {name: future.result() for name, future in futures.items()}
             job.finish(aside)
-            write_record(aside, known, MANIFEST)
+            write_record(aside, sums, MANIFEST)
         to_disk(job.out.parent)
 
 

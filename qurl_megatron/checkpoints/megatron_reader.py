@@ -89,7 +89,7 @@ class MegatronReader:
 
     def holds(self, op: Op) -> bool:
         """True where the checkpoint has the parameter at all."""
-        return self._found(op) is not None
+        return self._find(op) is not None
 
     def check(self, arch: Arch) -> None:
         """Hold every tensor's name, shape and format against the config, from headers alone.
@@ -101,16 +101,18 @@ class MegatronReader:
         for op in ops_on_disk(arch):
             key, index = self._place(op)
             expected.add(key.removeprefix(self.masters))
-            whole = arch.stacked[: len(index)] + op.shape
+            expected_shape = arch.stacked[: len(index)] + op.shape
             stored = self.stored[key]
             actual, rows = stored.shape, len(index)
-            padding = actual[rows] - whole[rows] if len(actual) == len(whole) else -1
+            padding = -1
+            if len(actual) == len(expected_shape):
+                padding = actual[rows] - expected_shape[rows]
             padded = op.hf[0].vocabulary and 0 <= padding < _MOST_PADDING
-            same = actual == whole or padded and actual[rows + 1 :] == whole[rows + 1 :]
-            if not same:
+            same_columns = actual[rows + 1 :] == expected_shape[rows + 1 :]
+            if actual != expected_shape and not (padded and same_columns):
                 raise ConfigError(
                     f"tensor {key} in {self.folder} has shape {list(actual)} where config.json "
-                    f"says {list(whole)}; give the config of this model"
+                    f"says {list(expected_shape)}; give the config of this model"
                 )
             if stored.dtype not in FLOATS:
                 raise ConfigError(
@@ -158,13 +160,13 @@ class MegatronReader:
 
     def _place(self, op: Op) -> tuple[str, tuple[int, ...]]:
         """Return key and leading indices of a parameter."""
-        place = self._found(op)
+        place = self._find(op)
         if place is None:
             key, _ = disk_key(self._on_disk[op.hf[0].name])
             raise ConfigError(f"tensor {key} is not in the checkpoint {self.folder}")
         return place
 
-    def _found(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
+    def _find(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
         name = self._on_disk[op.hf[0].name]
         # Megatron writes layers that differ from each other under keys of their own.
         for key, index in (disk_key(name), (name, ())):

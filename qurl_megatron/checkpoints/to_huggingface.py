@@ -109,13 +109,13 @@ def to_quantized(
     def make(op: Op) -> dict[str, Tensor]:
         if not op.hf[0].quantized:
             return read_tensors(source, op, form, fold=uaq_scale)
-        made: dict[str, Tensor] = {}
+        coded: dict[str, Tensor] = {}
         for name, tensor in read_tensors(source, op, None, fold=uaq_scale).items():
             try:
-                made |= stored(name, quantizer(tensor, scheme), scheme)
+                coded |= stored(name, quantizer(tensor, scheme), scheme)
             except ConfigError as error:
                 raise ConfigError(f"tensor {name}: {error}") from error
-        return made
+        return coded
 
     config = with_dtype(source.folded_config(source.uaq_scale * uaq_scale), form)
     config["quantization_config"] = quantization

@@ -56,11 +56,11 @@ def to_megatron(
     source.reader.check(source.arch)
 
     def stored(op: Op) -> torch.dtype:
-        own = source.reader.dtype(op)
+        source_dtype = source.reader.dtype(op)
         # A power of two moves the exponent alone; FP16 has too few of them.
         power_of_two = math.frexp(uaq_scale)[0] == 0.5
-        exact = uaq_scale == 1.0 or power_of_two and own != torch.float16
-        return dtype or (own if exact else torch.float32)
+        exact = uaq_scale == 1.0 or power_of_two and source_dtype != torch.float16
+        return dtype or (source_dtype if exact else torch.float32)
 
     ops = source.ops()
     places: dict[str, list[tuple[Chunk, int, int]]] = {}  # by file
@@ -118,9 +118,9 @@ def _chunks(arch: Arch, op: Op, tensor: int, dtype: torch.dtype) -> list[Chunk]:
     return chunks
 
 
-def _cut(op: Op, made: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
+def _cut(op: Op, hf: dict[str, Tensor], chunks: list[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
     """Yield the tensors of ``_chunks``, in order; gate and up need no joining to be cut."""
-    parts = [made[t.name] for t in op.hf] if isinstance(op, GateUp) else [op.to_megatron(made)]
+    parts = [hf[t.name] for t in op.hf] if isinstance(op, GateUp) else [op.to_megatron(hf)]
     split_dim, each = op.hf[0].split_dim, len(chunks) // len(parts)
     for number, chunk in enumerate(chunks):
         piece = parts[number // each]

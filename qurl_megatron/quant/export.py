@@ -164,19 +164,19 @@ def read_quantization(config: Mapping) -> str | None:
     )
 
 
-def _agrees(expected: object, found: object) -> bool:
-    """True if ``found`` says all that ``expected`` says; it may say more."""
+def _agrees(expected: object, stated: object) -> bool:
+    """Return whether ``stated`` says all that ``expected`` says; it may say more."""
     if isinstance(expected, dict):
-        if not isinstance(found, dict):
+        if not isinstance(stated, dict):
             return False
         groups = expected.get("config_groups")
         if groups is not None:
-            named = found.get("config_groups")  # whatever their names
+            named = stated.get("config_groups")  # whatever their names
             other_groups = list(named.values()) if isinstance(named, dict) else []
             if len(other_groups) != 1 or not _agrees(*groups.values(), *other_groups):
                 return False  # mixed precision, or another
         compared_keys = expected.keys() - _INCIDENTAL - {"config_groups"}
-        return all(key in found and _agrees(expected[key], found[key]) for key in compared_keys)
+        return all(key in stated and _agrees(expected[key], stated[key]) for key in compared_keys)
     if isinstance(expected, str):
-        return isinstance(found, str) and found.lower() == expected.lower()
-    return found == expected
+        return isinstance(stated, str) and stated.lower() == expected.lower()
+    return stated == expected

@@ -46,8 +46,8 @@ _STEPS = 3 << 23  # an E4M3 number has 3 bits after the leading one: 8 steps bet
 def scheme_named(name: str) -> Scheme:
     """Return a scheme; raises ``ConfigError`` where there is none of that name."""
     if name not in SCHEMES or not SCHEMES[name].stored:
-        known = sorted(name for name, row in SCHEMES.items() if row.stored)
-        raise ConfigError(f"unknown quantization scheme {name!r}; known are {known}")
+        names = sorted(name for name, row in SCHEMES.items() if row.stored)
+        raise ConfigError(f"unknown quantization scheme {name!r}; known are {names}")
     return SCHEMES[name]
 
 

@@ -262,18 +262,18 @@ def refuse_unknown_switches(config: dict[str, Any], family: Family) -> None:
             "config.json: quantization_config means quantized weights; "
             "give the checkpoint they were made from"
         )
-    wanted = {**FIXED, "layer_types": "full_attention"}
-    found = {**config, **_rope_parameters(config)}
+    supported = {**FIXED, "layer_types": "full_attention"}
+    actual = {**config, **_rope_parameters(config)}
     kinds = _as_list(config.get("layer_types") or [])
-    found["layer_types"] = next((kind for kind in kinds if kind != "full_attention"), None)
-    wanted["qkv_bias" if family.qkv_bias else "attention_bias"] = family.qkv_bias
+    actual["layer_types"] = next((kind for kind in kinds if kind != "full_attention"), None)
+    supported["qkv_bias" if family.qkv_bias else "attention_bias"] = family.qkv_bias
     if family.window is not None:
-        wanted["sliding_window"] = None  # the same, where prompt and response together are shorter
-        found.setdefault("sliding_window", family.window)
-    for key, value in wanted.items():
-        if found.get(key) is not None and found[key] != value:
+        supported["sliding_window"] = None  # equal if prompt and response together are shorter
+        actual.setdefault("sliding_window", family.window)
+    for key, value in supported.items():
+        if actual.get(key) is not None and actual[key] != value:
             raise ConfigError(
-                f"config.json: {key}={json.dumps(found[key])[:80]} is not supported; it must be "
+                f"config.json: {key}={json.dumps(actual[key])[:80]} is not supported; it must be "
                 f"{json.dumps(value)}"
             )
 
