@@ -18,12 +18,12 @@ TAKERS = ("overrides", "words")  # arguments that take settings of the recipe
 class Parser(argparse.ArgumentParser):
     """Exit with status 2 and one sentence that names the likely word."""
 
-    _given: Sequence[str] = ()
+    _words: Sequence[str] = ()
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else list(args)
         end = args.index("--") if "--" in args else len(args)
-        self._given = args[:end]
+        self._words = args[:end]
         parsed, unparsed = super().parse_known_args(args, namespace)
         for word in unparsed:
             if word.startswith("-"):
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
                 message = f"{subject}; did you mean {close[0]}?"
         elif missing:
             message = f"missing: {missing[1]}; `{self.prog} --help` says what it takes"
-            for word in self._given:
+            for word in self._words:
                 if self._is_unknown(word):  # the missing one, misspelt
                     message = self._unknown(word)
         self.exit(2, printable(f"{self.prog}: {message}\n"))
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         name, equals, value = option.partition("=")
         if not equals:
             value = "VALUE"
-            for word, follower in pairwise(self._given):
+            for word, follower in pairwise(self._words):
                 if word == option and not follower.startswith("-"):
                     value = follower
         if any(action.dest in TAKERS for action in self._actions):

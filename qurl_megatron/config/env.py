@@ -40,7 +40,7 @@ _BROKEN = (ImportError, OSError, RuntimeError, AttributeError, AssertionError, N
 class Package:
     name: str  # as pip knows it
     module: str
-    found: str  # its effect when installed
+    present: str  # its effect when installed
     absent: str  # the consequence of its absence
 
 
@@ -215,7 +215,7 @@ def describe() -> str:
     ]
     for package in PACKAGES:
         installed = version(package)
-        effect = package.found if installed else f"without it: {package.absent}"
+        effect = package.present if installed else f"without it: {package.absent}"
         # It is built for one torch and one CUDA, and Megatron takes it for usable by its name.
         tried = installed and package.name == "transformer-engine"
         if tried and (error := transformer_engine_error()):

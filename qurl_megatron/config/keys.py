@@ -39,9 +39,9 @@ def names_a_user(url: str) -> bool:
     return re.match(r"(?:[^/?#]*//)?[^/?#]*@", url) is not None
 
 
-def did_you_mean(given: object, names: Iterable[str]) -> str:
-    """The end of a message about a misspelt name; empty where none of the names is close."""
-    close = get_close_matches(str(given).lower(), names, n=1, cutoff=0.8)
+def did_you_mean(word: object, names: Iterable[str]) -> str:
+    """Return the end of a message about a misspelt name; empty if none of the names is close."""
+    close = get_close_matches(str(word).lower(), names, n=1, cutoff=0.8)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -51,22 +51,22 @@ class Allowed:
 
     has: Callable[[Any], bool]  # False for NaN
     words: str  # "KEY must <words>, got VALUE"
-    why: str = ""  # further words of the message
+    reason: str = ""  # further words of the message
     names: tuple[str, ...] = ()  # all of them, where they are names
 
     def refuse(self, name: str, value: Any) -> NoReturn:
         """Raise ``ConfigError`` for a key's value that is none of them."""
-        because = f"; {self.why}" if self.why else ""
+        because = f"; {self.reason}" if self.reason else ""
         meant = did_you_mean(value, self.names)
         raise ConfigError(f"{name} must {self.words}, got {value!r}{because}{meant}")
 
 
-def at_least(low: float, why: str = "") -> Allowed:
-    return Allowed(lambda value: value >= low, f"be {low} or more", why)
+def at_least(low: float, reason: str = "") -> Allowed:
+    return Allowed(lambda value: value >= low, f"be {low} or more", reason)
 
 
-def positive(why: str = "") -> Allowed:
-    return Allowed(lambda value: value > 0, "be positive", why)
+def positive(reason: str = "") -> Allowed:
+    return Allowed(lambda value: value > 0, "be positive", reason)
 
 
 def in_interval(written: str) -> Allowed:
@@ -189,11 +189,10 @@ def changes(before: "RunConfig", now: "RunConfig") -> list[Change]:
     return differences
 
 
-def refused(found: list[Change], *, fork: bool = False) -> list[Change]:
-    """Changes that make it another run; with ``fork``, those that rule out its checkpoint, too."""
-    return [
-        change for change in found if change.rule == "never" or (change.rule == "fork" and not fork)
-    ]
+def refused(changed: list[Change], *, fork: bool = False) -> list[Change]:
+    """Return changes that make it another run; with ``fork``, those that its checkpoint forbids."""
+    rules = ("never",) if fork else ("never", "fork")
+    return [change for change in changed if change.rule in rules]
 
 
 def _shown(value: Any) -> str:

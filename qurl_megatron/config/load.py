@@ -314,8 +314,8 @@ def load(
     for key, value in [*_preset(dict(settings).get("algo.name")).items(), *settings]:
         _set(tables, key, value)
     config = build(RunConfig, tables, kind="section")
-    for key, given in config.own_code.items():
-        config = _with(config, key, sections.named_beside(path.parent, given))
+    for key, code in config.own_code.items():
+        config = _with(config, key, sections.named_beside(path.parent, code))
     if not config.train.run_dir:
         default = _default_run_dir(path, settings if named_by is None else map(_parse, named_by))
         config = _with(config, "train.run_dir", default)
@@ -376,13 +376,13 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines)
 
 
-def _default_run_dir(recipe: Path, given: typing.Iterable[tuple[str, Any]]) -> str:
+def _default_run_dir(recipe: Path, settings: typing.Iterable[tuple[str, Any]]) -> str:
     """runs/quickstart for the recipe as it is, runs/quickstart--quant.scheme-fp8 for a variant.
 
     Settings with which a run computes the same are in no name; layouts are, to be compared.
     """
     variant = {}  # the last of several for a key counts
-    for key, value in given:
+    for key, value in settings:
         section, name = key.split(".")[:2]
         if section == "parallel" or rules_of(SECTIONS[section])[name] != "free":
             text = f"{value:.12g}" if type(value) is float else _toml_value(value)

@@ -166,14 +166,14 @@ class QuantConfig(Section, name="quant", on_resume="fork"):
     codes (5 bytes a parameter, and 4 for each row's scale)."""
 
 
-def code_named(what: str) -> Allowed:
-    """Something in Python: "package.module:name" or "file.py:name"; empty for none."""
+def code_named(name: str) -> Allowed:
+    """Allow a reference to Python code, "package.module:name" or "file.py:name", or nothing."""
 
-    def has(given: str) -> bool:
-        target, _, last = given.rpartition(":")
-        return not given or bool(target) and last.isidentifier()
+    def has(code: str) -> bool:
+        target, _, last = code.rpartition(":")
+        return not code or bool(target) and last.isidentifier()
 
-    return Allowed(has, f"look like package.module:{what} or file.py:{what}")
+    return Allowed(has, f"look like package.module:{name} or file.py:{name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -678,17 +678,17 @@ class RewardConfig(Section, name="reward", on_resume="change"):
             object.__setattr__(self, "kind", "math")
 
 
-def file_of(given: str) -> str:
-    """The file of "file.py:name"; empty for a module's."""
-    target = given.rpartition(":")[0]
+def file_of(code: str) -> str:
+    """Return the file of "file.py:name"; empty for a module."""
+    target = code.rpartition(":")[0]
     return target if target.endswith(".py") else ""
 
 
-def named_beside(folder: Path, given: str) -> str:
-    """The same name, with a file's path no longer relative to ``folder``."""
-    if not (file := file_of(given)):
-        return given
-    return f"{os.path.abspath(folder / file)}:{given.rpartition(':')[2]}"
+def named_beside(folder: Path, code: str) -> str:
+    """Return the same code, with a file's path no longer relative to ``folder``."""
+    if not (file := file_of(code)):
+        return code
+    return f"{os.path.abspath(folder / file)}:{code.rpartition(':')[2]}"
 
 
 def _check_url(key: str, url: str, *, like: str, key_in: str) -> None:
