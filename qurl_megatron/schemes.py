@@ -35,9 +35,9 @@ class Scheme:
     def dtype(self) -> "torch.dtype":
         import torch
 
-        found = getattr(torch, self.stored)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = getattr(torch, self.stored)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
 
 # Simulated are fewer bits in INT8's clothes: the same storage and products, a coarser grid. No

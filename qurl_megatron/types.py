@@ -74,8 +74,9 @@ class Sample:
         log_probs = _frozen(self.behaviour_log_probs, np.float32)
         object.__setattr__(self, "behaviour_log_probs", log_probs)
         object.__setattr__(self, "versions", in_a_row(self.versions))
-        whole = self.written is None
-        written = np.ones(len(self.response_ids), bool) if whole else self.written
+        written = self.written
+        if written is None:
+            written = np.ones(len(self.response_ids), bool)
         object.__setattr__(self, "written", _frozen(written, np.bool_))
         lengths = {len(self.response_ids), len(self.behaviour_log_probs), len(self.written)}
         assert len(lengths) == 1, f"response, log-probs and mask differ in length: {lengths}"
@@ -86,7 +87,7 @@ class Sample:
         if not isinstance(other, Sample):
             return False
         pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
-        return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+        return all(np.array_equal(*values) for values in pairs)
 
     @property
     def truncated(self) -> bool:
@@ -103,13 +104,13 @@ class Sample:
         """The ids of each stretch of tokens in a row that the policy wrote."""
         ends = np.flatnonzero(np.diff(self.written)) + 1
         parts = np.split(self.response_ids, ends), np.split(self.written, ends)
-        return [ids for ids, mine in zip(*parts, strict=True) if mine.any()]
+        return [ids for ids, written in zip(*parts, strict=True) if written.any()]
 
     @property
     def token_versions(self) -> list[int | None]:
         """The weight version that generated each response token; None where none did."""
-        theirs = iter([version for version, count in self.versions for _ in range(count)])
-        return [next(theirs) if mine else None for mine in self.written]
+        versions = iter([version for version, count in self.versions for _ in range(count)])
+        return [next(versions) if written else None for written in self.written]
 
 
 def in_a_row(versions: Iterable[tuple[int, int]]) -> Versions:

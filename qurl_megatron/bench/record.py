@@ -168,9 +168,9 @@ def in_turns(
     return results
 
 
-def progress(what: str) -> None:
-    """A line on standard error: benchmarks take minutes, and standard output is for the table."""
-    print(what, file=sys.stderr, flush=True)
+def progress(line: str) -> None:
+    """Print to standard error: benchmarks take minutes, and standard output is for the table."""
+    print(line, file=sys.stderr, flush=True)
 
 
 HEADS = ("case", "figure", "median", "unit", "spread", "limit", "share")

@@ -142,11 +142,11 @@ class Version:
 
     def _random(self, device: torch.device) -> Iterator[tuple[str, Weight]]:
         @functools.cache
-        def made(shape: tuple[int, ...], quantized: bool) -> Weight:
+        def weight_of(shape: tuple[int, ...], quantized: bool) -> Weight:
             return self._encoded(random_weight(shape, device), quantized)
 
         for name, shape in hf_shapes(self.arch).items():
-            yield name, made(shape, is_quantized(name))
+            yield name, weight_of(shape, is_quantized(name))
 
     def _encoded(self, weight: Tensor, quantized: bool) -> Weight:
         if quantized and self.scheme != "none":

@@ -59,8 +59,8 @@ def deal(
         shares = over_ranks(minibatch, lengths, ranks, evenly=budget > 0)
         by_rank = [passes_of(share) for share in shares]
         if in_step:
-            most = max(map(len, by_rank))
-            by_rank = [_halved_to(most, passes) for passes in by_rank]
+            count = max(map(len, by_rank))
+            by_rank = [_halved_to(count, passes) for passes in by_rank]
         dealt.append(by_rank)
     return dealt
 

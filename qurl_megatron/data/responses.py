@@ -19,10 +19,10 @@ from qurl_megatron.types import Sample
 
 
 def _routes(samples: Sequence[Sample]) -> tuple[np.ndarray, ...] | None:
-    known = next((sample.routes for sample in samples if sample.routes is not None), None)
-    if known is None:
+    first = next((sample.routes for sample in samples if sample.routes is not None), None)
+    if first is None:
         return None
-    return tuple(known[:0] if s.routes is None else s.routes for s in samples)
+    return tuple(first[:0] if s.routes is None else s.routes for s in samples)
 
 
 @dataclass(frozen=True, eq=False)

@@ -147,13 +147,13 @@ def look_up(row: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return value
 
 
-def as_text(value: Any, what: str, place: str) -> str:
-    """As it is, and numbers as text: many public files have answers, or ids, that are."""
+def as_text(value: Any, name: str, place: str) -> str:
+    """Return text as it is, and numbers as text: many public files have numeric answers or ids."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT_FLOATS:
         value = int(value)  # tables make a column of whole numbers and gaps one of floats
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
-    return _checked(value, what, "text or a number", place)
+    return _checked(value, name, "text or a number", place)
 
 
 def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, Any]]:
@@ -271,13 +271,13 @@ def _chat(turns: list, place: str) -> tuple[Turn, ...]:
     return tuple({key: value for key, value in turn.items() if value is not None} for turn in turns)
 
 
-def _checked(value: Any, what: str, kind: str, place: str) -> str:
+def _checked(value: Any, name: str, kind: str, place: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(
-            f"{place}: the {what} must be {kind}, got {value!r:.80} ({type(value).__name__})"
+            f"{place}: the {name} must be {kind}, got {value!r:.80} ({type(value).__name__})"
         )
     if not value.strip():
-        raise ConfigError(f"{place}: the {what} is empty")
+        raise ConfigError(f"{place}: the {name} is empty")
     return value
 
 

@@ -29,7 +29,7 @@ METRICS: dict[str, Known] = {
     "reward/mean_generated": Known("the mean with the groups that dynamic sampling dropped"),
     "reward/overlong_penalty": Known("mean that the penalty for long responses adds"),
     "reward/failed_fraction": Known("responses that got no score", "share"),
-    **{f"reward/{cause}": Known(f"responses whose scoring {why}") for cause, why in CAUSES.items()},
+    **{f"reward/{cause}": Known(f"responses whose scoring {end}") for cause, end in CAUSES.items()},
     "eval/accuracy": Known("right answers on held-out prompts", "share"),
     "eval/reward": Known("mean reward on held-out prompts, where scores are not 0 or 1"),
     "eval/failed_fraction": Known("held-out responses that got no score", "share"),

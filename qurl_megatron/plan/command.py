@@ -136,26 +136,26 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
         gpu = replace(gpu, network=arguments.network_gbps * GB)
     models = find_models(config, arguments.config)
     check_computed(config, models.policy)
-    _refuse_given(config, models.policy, arguments.overrides)
+    _refuse_sizes(config, models.policy, arguments.overrides)
     roof = Roofline(gpu=gpu, constants=Constants(), node=node)
     work = workload(config, arguments.mean_tokens, arguments.mean_prompt_tokens)
     return Planner(config, models, roof, work)
 
 
-def _refuse_given(config: RunConfig, arch: Arch, given: Sequence[str]) -> None:
+def _refuse_sizes(config: RunConfig, arch: Arch, settings: Sequence[str]) -> None:
     """Raise ConfigError if the model forbids a size given on the command line.
 
     Planned layouts may replace the recipe's own sizes, but must not silently ignore the user's.
     """
-    keys = {setting.partition("=")[0] for setting in given}
+    keys = {setting.partition("=")[0] for setting in settings}
     loosest = ParallelConfig(expert=arch.experts.count if arch.experts else 1)
-    own, sizes = config.parallel, loosest
+    parallel, sizes = config.parallel, loosest
     if "parallel.tensor" in keys:
-        sizes = replace(sizes, tensor=own.tensor)
+        sizes = replace(sizes, tensor=parallel.tensor)
     if "parallel.pipeline" in keys:
-        sizes = replace(sizes, pipeline=own.pipeline)
+        sizes = replace(sizes, pipeline=parallel.pipeline)
     if "parallel.expert" in keys:
-        sizes = replace(sizes, expert=own.expert)
+        sizes = replace(sizes, expert=parallel.expert)
     engine_tensor = config.engine_tensor if "rollout.engine_tensor" in keys else 1
     check_division(config, arch, sizes, engine_tensor)
 

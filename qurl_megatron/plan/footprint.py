@@ -48,14 +48,14 @@ class Stage:
     publishing: int  # for as long as a version is published
 
     @property
-    def held(self) -> list[Held]:
-        """Of each model that trains."""
+    def trained(self) -> list[Held]:
+        """Memory of each model that trains."""
         return [model for model in (self.policy, self.critic) if model]
 
     @cached_property
     def at_rest(self) -> int:
         """Memory in use between two passes, and while engines generate."""
-        models = sum(held.total for held in self.held)
+        models = sum(model.total for model in self.trained)
         return models + self.reference + self.codes
 
     @cached_property
@@ -64,7 +64,7 @@ class Stage:
 
     @cached_property
     def loading(self) -> int:
-        return sum(held.loading for held in self.held)
+        return sum(model.loading for model in self.trained)
 
 
 @dataclass(frozen=True)
@@ -331,18 +331,18 @@ def _column(run: Footprint, index: int) -> dict[str, str]:
     stage = run.stages[index]
     policy, critic = stage.policy, stage.critic
     dtype = "BF16" if run.config.model.dtype == "bfloat16" else "FP32"
-    held = {
+    resident = {
         f"weights, {dtype}": policy.weights,
         "gradients, FP32": policy.gradients,
         "masters, FP32": policy.masters,
         "Adam's moments, FP32": policy.moments,
     }
     if any(each.reference for each in run.stages):
-        held[f"reference, {dtype}"] = stage.reference
+        resident[f"reference, {dtype}"] = stage.reference
     if any(each.codes for each in run.stages):
-        held[f"codes, {run.config.quant.scheme}, and scales"] = stage.codes
+        resident[f"codes, {run.config.quant.scheme}, and scales"] = stage.codes
     if critic:
-        held["critic, all of these"] = critic.total
+        resident["critic, all of these"] = critic.total
     passing = {
         "their activations": stage.activations,
         "one layer's work": stage.working,
@@ -354,7 +354,7 @@ def _column(run: Footprint, index: int) -> dict[str, str]:
         "pipeline stage": str(index),
         "layers": str(stage.layers),
         "parameters, millions": f"{policy.parameters / 1e6:.0f}",
-        **{name: _gib(size) for name, size in held.items()},
+        **{name: _gib(size) for name, size in resident.items()},
         "passes under way": str(stage.passes),
         **{name: _gib(size) for name, size in passing.items()},
     }

@@ -97,14 +97,14 @@ def held_from_shapes(
         critic: a head of one value takes the output layer's place.
     """
     shared, experts = _layer_sizes(arch, parallel.tensor, parallel.expert, parallel.expert_tensor)
-    others = _outer_sizes(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
+    outer = _outer_sizes(arch, parallel.tensor, parallel.pipeline, stage, critic=critic)
     layers = arch.num_layers // parallel.pipeline
-    rest, dealt = layers * sum(shared) + sum(others), layers * sum(experts)
-    numbers = rest + dealt
-    owned = -(-rest // (parallel.data * parallel.context)) + -(-dealt // parallel.expert_copies)
+    common, dealt = layers * sum(shared) + sum(outer), layers * sum(experts)
+    numbers = common + dealt
+    owned = -(-common // (parallel.data * parallel.context)) + -(-dealt // parallel.expert_copies)
     return Held(
         parameters=numbers,
-        largest=max(shared + experts + others),
+        largest=max(shared + experts + outer),
         weights=itemsize * numbers,
         gradients=4 * numbers,
         masters=4 * owned * (itemsize != 4),
