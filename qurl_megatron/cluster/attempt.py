@@ -1,7 +1,7 @@
 """``qurl slurm attempt``: the supervisor of a job, which its script calls.
 
-It starts the ranks, has them watched over, and then ends, tries again, has the run go on in another
-job, or stops it for a person to look. It needs no GPU, and neither torch nor Megatron.
+It starts the ranks and watches over them. After an attempt it ends, tries again, continues the run
+in another job, or stops for a person to look. It needs no GPU, no torch and no Megatron.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from qurl_megatron.kit.place import forget
 from qurl_megatron.observe import failures
 
 LINGER_S = 300.0
-"""In which Slurm ends a supervisor whose job it has put back into the queue. One that leaves by
-itself before that completes the job there, and Slurm 22.05 never starts it again."""
+"""Seconds to wait for Slurm to end the supervisor of a requeued job. If the supervisor exits before
+that, Slurm 22.05 takes the job for completed and never starts it again."""
 LOST = 1
-"""Exit code in the record of an attempt whose own nobody knows."""
+"""Exit code in the record of an attempt whose real one is unknown."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,11 @@ def attempt(run_dir: Path) -> int:
     """Run the training step of this job, again after a failure; then requeue the job or end it.
 
     Returns:
-        0 where the run is done, or goes on in another job; 143 after a clean stop that was asked
-        for; 4 where another attempt would bring it no further; else the exit code of the training
-        step.
+        0 if the run is done or goes on in another job; 143 after a clean stop on request; 4 if a
+        retry would make no progress; else the exit code of the training step.
 
     Raises:
-        ConfigError: this is no job, or not one that ``qurl slurm submit`` has submitted.
+        ConfigError: this is not a job, or ``qurl slurm submit`` did not submit it.
     """
     job = _own_job(run_dir)
     lost = _settle_lost_attempt(job)
@@ -80,7 +79,7 @@ def _make_attempt(job: BatchJob, saved: int, received: Received) -> folder.Attem
     """Make one attempt, from its folder to its record.
 
     Args:
-        saved: step of the checkpoint that it goes on from.
+        saved: step of the checkpoint to go on from.
     """
     attempt = folder.open_attempt(job.run_dir, job=job.number, step=saved)
     logs = folder.attempt_folder(job.run_dir, attempt.number).absolute()
@@ -148,10 +147,10 @@ def _without_bad_nodes(
 
 
 def _settle_lost_attempt(job: BatchJob) -> folder.Attempt | None:
-    """Make the decision on an attempt of this job whose supervisor could not, as its node was lost
-    or Slurm took the nodes too soon. None: there is no such attempt."""
+    """Settle an attempt of this job whose supervisor could not, as its node was lost or Slurm took
+    the nodes too soon; return None if there is no such attempt."""
     attempts = folder.attempts(job.run_dir)
-    # Where Slurm has not restarted it, a person has ended the job of that one, and submitted this.
+    # If Slurm has not restarted the job, a person ended the attempt's job and submitted this one.
     if not job.restarts or not attempts or attempts[-1].ended:
         return None
     failure = "its first node was lost, or taken before it had ended"
@@ -159,7 +158,7 @@ def _settle_lost_attempt(job: BatchJob) -> folder.Attempt | None:
 
 
 def _settle(job: BatchJob, attempt: folder.Attempt) -> folder.Attempt:
-    """Make the decision on an attempt that has ended, and leave its record."""
+    """Decide on an attempt that has ended, and write its record."""
     attempt = replace(attempt, step_after=folder.saved_step(job.run_dir))
     # Slurm's SIGTERM looks like a person's.
     if attempt.signal in PERSONS and _ended_by_slurm(job):
@@ -180,7 +179,7 @@ def _record(job: BatchJob, attempt: folder.Attempt) -> folder.Attempt:
 
 
 def _has_all_nodes(job: BatchJob) -> bool:
-    """Return whether the job is whole: with --no-kill, Slurm takes away nodes that fail."""
+    """Return whether no node is gone: with --no-kill, Slurm takes failed ones out of the job."""
     nodes = str(job.layout.whole.nodes)
     nodes_left = facts_of(job.number).get("NumNodes", nodes)  # no answer: as submitted
     if nodes_left.partition("-")[0] == nodes:
@@ -190,15 +189,15 @@ def _has_all_nodes(job: BatchJob) -> bool:
 
 
 def _ended_by_slurm(job: BatchJob) -> bool:
-    """Slurm ends this job, for a lost node or at the end of a preemption's grace time.
+    """Return whether Slurm ends this job: a node is lost, or a preemption's grace time is over.
 
-    Where it may, it has put the job back into the queue already.
+    If it may requeue the job, it has done so already.
     """
     return int(facts_of(job.number).get("Restarts", "0")) > job.restarts
 
 
 def _follow(ended: folder.Attempt, job: BatchJob, received: str) -> None:
-    """Have the run go on in another job, or see to it that it does not."""
+    """Continue the run in another job, or make sure that Slurm does not."""
     ended_by_slurm = received in PERSONS and _ended_by_slurm(job)
     goes_on = ended.decision == Decision.AGAIN
     if ended.decision in GOES_ON and (ended_by_slurm or received in ("", WALL_TIME)):
@@ -216,7 +215,7 @@ def _follow(ended: folder.Attempt, job: BatchJob, received: str) -> None:
 
 def _queue_again(job: BatchJob) -> int:
     """Requeue the job, or submit it anew where the site forbids that; return the next one's id."""
-    # Slurm tells a requeued job to end: neither this nor scontrol itself, before it is done.
+    # Slurm sends SIGTERM to a requeued job, which must not end us or scontrol halfway.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         commands.requeue(job.number)

@@ -40,7 +40,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
         Lines for the user: sizes, and warnings.
 
     Raises:
-        ConfigError: the first thing that stands in the way.
+        ConfigError: the first problem found.
     """
     layout = lay_out(config.parallel, config.rollout, cluster.node)
     check_container(cluster)
@@ -58,7 +58,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
     for key, path in checkpoints.items():
         if key != "model.path":
             check_checkpoint(key, Path(path))
-    if newest:  # one that is damaged the ranks set aside
+    if newest:  # the ranks set a damaged one aside
         refuse_unreadable("train.run_dir", str(run_dir), newest.rglob("*"))
     own_files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
     own_files |= {key: file_of(code) for key, code in config.own_code.items()}
@@ -88,8 +88,7 @@ def check_limits(job: JobConfig, facts: Mapping[str, str]) -> None:
     """Check that the job fits into its partition's limits.
 
     Args:
-        facts: of the partition, as ``commands.partition_facts`` has them; empty where Slurm tells
-            nothing.
+        facts: the partition's, from ``commands.partition_facts``; empty if Slurm tells none.
     """
     longest = facts.get("MaxTime", "UNLIMITED")
     if longest != "UNLIMITED" and seconds(longest) < job.time_limit_s:
@@ -100,7 +99,7 @@ def check_limits(job: JobConfig, facts: Mapping[str, str]) -> None:
 
 
 def check_container(cluster: ClusterConfig) -> None:
-    """The image is there, unless it is a name that a registry knows."""
+    """Check that the image is there, unless it is a name that a registry knows."""
     container = cluster.container
     is_path = container.image.startswith(("/", "./", "../"))
     is_file = is_path or container.image.endswith((".sqsh", ".sif"))
@@ -112,7 +111,7 @@ def check_container(cluster: ClusterConfig) -> None:
 
 
 def check_shared(key: str, path: Path, cluster: ClusterConfig) -> None:
-    """The path of a recipe's ``key`` lies where all nodes see it."""
+    """Check that all nodes see the path of a recipe's ``key``."""
     folders = cluster.site.shared
     if not folders:
         raise ConfigError(
@@ -131,15 +130,14 @@ def _is_shared(path: Path, cluster: ClusterConfig) -> bool:
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Write and lock a file in the nearest folder that is there: a check leaves nothing behind."""
+    """Write and lock a temporary file in the nearest existing folder; leave nothing behind."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with refusing(folder, key=key), tempfile.TemporaryFile(dir=existing) as file:
         lock(file)
 
 
 def check_engines(config: RunConfig) -> None:
-    """Engines meet the trainer in a folder of the run's own, and no key has to travel in the job's
-    environment."""
+    """Check that engines meet the trainer in the run's folder, and need no key of this shell."""
     run_dir, rendezvous = Path(config.train.run_dir), config.rollout.rendezvous
     if rendezvous and run_dir.resolve() not in Path(rendezvous).resolve().parents:
         raise ConfigError(
@@ -155,7 +153,7 @@ def check_engines(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> Arch:
-    """The model is there, as ``check_checkpoint`` wants it, and divides over ranks and engines."""
+    """Check that the model passes ``check_checkpoint`` and divides over ranks and engines."""
     fix = THERE
     if config.warmstart.steps:
         fix = "`qurl train RECIPE train.steps=0`, called here once, makes it"
@@ -165,11 +163,11 @@ def check_model(config: RunConfig) -> Arch:
 
 
 def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
-    """The checkpoint is of a known family, and none of its files is missing, cut off or unreadable.
+    """Check that its family is known, and that no file is missing, cut off or unreadable.
 
     Args:
-        key: of the recipe, which names it.
-        fix: advice where there is nothing.
+        key: the recipe's key for the path.
+        fix: advice if there is no such path.
     """
     if not os.path.exists(path):  # pathlib's would raise where the user may not look
         raise ConfigError(f"{key}={path} does not exist; {fix}")
@@ -189,7 +187,7 @@ def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
 
 
 def refuse_unreadable(key: str, value: str, paths: Iterable[Path]) -> None:
-    """Read a byte of each file: the rights that file systems show are not always those they give.
+    """Read a byte of each file: file systems do not always grant the rights that they show.
 
     Raises:
         ConfigError: one is missing or cannot be read; names the recipe's key and value.
@@ -237,7 +235,7 @@ def check_disk(config: RunConfig, arch: Arch) -> str:
 
 
 def checkpoint_bytes(config: RunConfig, arch: Arch) -> int:
-    """Sum up weights, their FP32 masters where they are not FP32 themselves, and Adam's moments."""
+    """Sum up weights, FP32 masters (unless the weights are FP32), and Adam's moments."""
     each = 12 if config.model.dtype == "float32" else 14
     models = 2 if config.algo.advantage == "gae" else 1  # about as much again for a critic
     return models * each * parameter_count(arch)

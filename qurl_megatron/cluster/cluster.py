@@ -1,6 +1,6 @@
 """A cluster as data: a frozen dataclass per section of ``slurm/clusters/*.toml``.
 
-The job script follows from this, which differs by site, and from the recipe, which differs by run.
+The job script follows from the cluster file, one per site, and from the recipe, one per run.
 """
 
 import re
@@ -20,7 +20,7 @@ def seconds(time: str) -> int:
     """Convert a time as Slurm writes it, [days-]hours:minutes:seconds.
 
     Raises:
-        ValueError: it is something else, such as UNLIMITED.
+        ValueError: it is not a time, such as UNLIMITED.
     """
     if (match := _TIME.fullmatch(time)) is None:
         raise ValueError(time)

@@ -1,7 +1,7 @@
 """The one seam to Slurm's programs: arguments in, parsed answers out.
 
-Nothing else calls them but ``supervise``, whose ``srun`` is the run itself. A program that is
-missing or refuses is one sentence for the user, with its own words in it.
+Only ``supervise`` calls another one: the ``srun`` that is the run itself. A program that is missing
+or refuses becomes one sentence for the user, which quotes the program.
 """
 
 import os
@@ -13,7 +13,7 @@ from datetime import datetime
 from qurl_megatron.kit.errors import ConfigError
 
 PATIENCE_S = 120.0
-"""Seconds that a program may take: controllers of large clusters are slow when they are busy."""
+"""Time limit of a program in seconds: busy controllers of large clusters are slow."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Queued:
     state: str  # such as PENDING, RUNNING, COMPLETING
     reason: str
     nodes: str
-    starts: float | None = None  # or is expected to, Unix seconds; None: not known
+    starts: float | None = None  # actual or expected, Unix seconds; None: not known
     ends: float | None = None  # at the latest
 
 
@@ -55,8 +55,8 @@ def submit(script: str, *, after: int | None = None) -> int:
 
 
 def queued(job: int) -> Queued | None:
-    """Return a job that is in the queue, pending or running; None: it is not."""
-    # Asked for by its id, one that the controller has forgotten would be an error.
+    """Return a pending or running job; None if it is not in the queue."""
+    # squeue --jobs would fail for a job that the controller has forgotten.
     output = _run(["squeue", "--me", "--noheader", "--format=%i|%T|%r|%S|%e|%N"]).stdout
     for line in output.splitlines():
         number, *fields = line.strip().split("|")
@@ -68,7 +68,7 @@ def queued(job: int) -> Queued | None:
 
 
 def unix_seconds(time: str) -> float | None:
-    """Convert a local time as Slurm writes it; None: it is something else, such as Unknown."""
+    """Convert a local time as Slurm writes it; return None for others, such as Unknown."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except ValueError:
@@ -76,12 +76,12 @@ def unix_seconds(time: str) -> float | None:
 
 
 def signal_supervisor(job: int, name: str) -> None:
-    """Send a signal to the process that the job's script has become, and to nothing else."""
+    """Send a signal to the process that the job's script has become, and to no other."""
     _run(["scancel", "--batch", f"--signal={name}", str(job)])
 
 
 def cancel(job: int) -> None:
-    """Take a job out of the queue, or end it at once where it runs."""
+    """Take a job out of the queue, or end it at once if it runs."""
     _run(["scancel", str(job)])
 
 
@@ -91,7 +91,7 @@ def requeue(job: int) -> None:
 
 
 def exclude(job: int, nodes: list[str]) -> None:
-    """Have a waiting job start on other nodes than these."""
+    """Keep a waiting job off these nodes."""
     _run(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
 
 
@@ -118,7 +118,7 @@ def partition_facts(name: str) -> dict[str, str]:
 
 
 def _facts(kind: str, name: str) -> list[dict[str, str]]:
-    """Return the facts of each line that ``scontrol show`` prints; at least of one."""
+    """Return the facts of each line that ``scontrol show`` prints; [{}] if it prints none."""
     argv = ["scontrol", "--oneliner", "show", kind]
     lines = _run([*argv, name] if name else argv).stdout.splitlines()
     facts = []
@@ -129,9 +129,9 @@ def _facts(kind: str, name: str) -> list[dict[str, str]]:
 
 
 def _run(argv: list[str], *, text: str = "") -> subprocess.CompletedProcess:
-    """Run a program; ConfigError where it is missing, takes too long, or refuses."""
+    """Run a program; raise ``ConfigError`` if it is missing, takes too long, or refuses."""
     program = argv[0]
-    # Variables such as SBATCH_EXPORT go before the script's own lines.
+    # Variables such as SBATCH_EXPORT would win over the script's own lines.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     try:
         done = subprocess.run(

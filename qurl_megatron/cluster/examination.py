@@ -1,12 +1,12 @@
-"""The nodes of an attempt are examined before its ranks start.
+"""Examine the nodes of an attempt before its ranks start.
 
 Each node measures itself, by a task of ``srun``: GPUs as NVIDIA's driver sees them, a matrix
 product on each, an all-reduce among them and with neighbouring nodes, and a kernel by the engines'
-compiler. It is then compared with the others of its own job, which have the same GPUs and software:
-how long a product should take need not be known.
+compiler. It is then compared with the other nodes of its job, which have the same GPUs and
+software, so nobody needs to know how long a product should take.
 
-With a bad node the job goes back to the queue, and that node is excluded. Where all nodes are bad,
-others would be bad alike, and a person has to look.
+A job with a bad node goes back to the queue, and the node is excluded. If all nodes are bad, other
+nodes would be as well, and a person has to look.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ REDUCE_S = 60.0
 POLL_S = 0.1
 GRACE_S = 10.0
 MOST = 3
-"""Attempts of a submitted run that may end for bad nodes: beyond, it is hardly the nodes."""
+"""Attempts of a submitted run that may end for bad nodes; after more, something else is wrong."""
 
 PRODUCT_SLOWER = 1.25
 """Times the job's median product. Sound GPUs of a kind differ by a few per cent, by power and heat;
@@ -80,7 +80,7 @@ def measure_node(run_dir: Path) -> int:
         first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
         come({})
-    # In one write, or another task's line may come before the end of this.
+    # In one write: otherwise another task's line may come in between.
     print(f"{json.dumps(asdict(report))}\n", end="", flush=True)
     if report.reduce_ms == float("inf") or step_place()[1] > 1:
         os._exit(0)  # a thread that hangs, in the driver or with a neighbour, would keep it
@@ -119,7 +119,7 @@ def _measure(name: str, rollout: RolloutConfig, patience_s: float) -> Report:
 
 
 def network_remark(adapters: Sequence[str], lockable: int, env: Mapping[str, str]) -> str:
-    """Return why NCCL will take sockets between nodes, or fail there; "" where nothing is seen.
+    """Return why NCCL will take sockets between nodes, or fail there; "" if no reason is seen.
 
     ``lockable`` are the bytes of memory that a process may lock; -1: any number.
     """
@@ -169,7 +169,7 @@ def gpu_indices(nvml: Any, env: Mapping[str, str]) -> list[int]:
 
 
 def gpu_faults(nvml: Any, index: int) -> Iterator[str]:
-    """Yield the driver's findings against a GPU."""
+    """Yield the faults of a GPU that the driver reports."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     used = nvml.nvmlDeviceGetMemoryInfo(handle).used
     if used > MOST_USED:
@@ -242,7 +242,7 @@ def examine(
     if cancelled():
         return {}
     if not reports and code is not None:
-        # All have ended without a word: it must be the examination's own fault.
+        # All have ended without a report: it must be the examination's own fault.
         say("the examination of the nodes failed, as said above; it is left out")
         return {}
     for remark in sorted({report.remark for report in reports.values()} - {""}):
@@ -284,9 +284,9 @@ def judge(reports: Mapping[str, Report], nodes: Sequence[str], gpus: int) -> dic
 
 
 def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
-    """Yield the faults of a node beside the others of the job, itself included.
+    """Yield the faults that a node shows in comparison with all nodes of the job.
 
-    GPUs are asked for only where some node has any: clusters without GPUs are for trying this out.
+    GPUs are required only if some node has any: clusters without GPUs are for trying this out.
     """
     if own.faults and not own.devices:
         return  # it could not be measured
@@ -319,11 +319,11 @@ def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Itera
 
 
 def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
-    """Ask whether the run can go on without these nodes.
+    """Ask Slurm whether the run can go on without these nodes.
 
     Raises:
-        ConfigError: it cannot, for Slurm has too few others, or it has been tried often enough; or
-            an attempt's record is damaged.
+        ConfigError: Slurm has too few other nodes, nodes were excluded too often already, or an
+            attempt's record is damaged.
     """
     attempts = folder.attempts(run_dir)
     before = [attempt for attempt in attempts if attempt.decision == Decision.WITHOUT]

@@ -4,7 +4,7 @@
     cluster.toml     the cluster file, resolved
     job.sbatch       the script
     job.json         the job's id; the last to be written
-    job.log          what the supervisor says, of all attempts
+    job.log          the supervisor's messages, of all attempts
     attempts/1/      an attempt: attempt.json, train-RANK.log, failure-RANK.json of a rank that
                      failed, stack-RANK.txt if it hung
     latest           link to the newest of them
@@ -109,13 +109,13 @@ def write_job(run_dir: Path, job: int) -> None:
 
 
 def saved_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint; 0 where there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none."""
     newest = latest(run_dir)
     return TrainState.read(newest).step if newest else 0
 
 
 def open_attempt(run_dir: Path, *, job: int, step: int = 0) -> Attempt:
-    """Make the folder of the next attempt, and have ``latest`` lead there.
+    """Make the folder of the next attempt, and point ``latest`` to it.
 
     Args:
         step: of the newest checkpoint.

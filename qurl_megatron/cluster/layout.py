@@ -22,7 +22,7 @@ EXAMINATION_PREFIX = "examine: "
 
 @dataclass(frozen=True)
 class Component:
-    """A number of nodes that are alike."""
+    """Nodes that are alike."""
 
     nodes: int
     tasks: int  # per node
@@ -33,14 +33,14 @@ class Component:
         return max(1, self._share(node.cpus, node) // self.tasks)
 
     def options(self, node: NodeConfig) -> list[str]:
-        """Return the options by which sbatch and srun grant it, but for its memory."""
+        """Return the options of sbatch and srun that ask for it, except for its memory."""
         options = [
             f"--nodes={self.nodes}",
             f"--ntasks-per-node={self.tasks}",
             f"--cpus-per-task={self.cpus_per_task(node)}",
         ]
         if self.gpus:
-            # Of the node, not of the task: each rank sees all GPUs, and takes that of its number.
+            # Per node, not per task: each rank sees all GPUs, and takes the one with its number.
             options.append("--gpus-per-node=" + f"{node.gpu}:{self.gpus}".removeprefix(":"))
         return options
 
@@ -75,7 +75,7 @@ class Allocation:
 
 
 def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) -> Allocation:
-    """Cut a run into nodes.
+    """Lay a run out over nodes.
 
     Raises:
         ConfigError: ranks or engines do not fill nodes evenly, or have no room.
@@ -163,7 +163,7 @@ def step(
     srun = [
         "srun",
         f"--job-name={name}",
-        "--export=ALL",  # the job has none of the submitter's environment, and its own is the run's
+        "--export=ALL",  # of the job, which has nothing of the submitter's shell
         "--mpi=none",
         "--input=none",
         *component.options(cluster.node),

@@ -22,7 +22,7 @@ LINK_S = 40.0
 A neighbour may come late from such a pair: the second turn has twice as long."""
 ABORT_S = 10.0
 NUMBERS = {"cuda": 1 << 22, "cpu": 1 << 20}
-"""That each device reduces, in FP32: a network of 1 Gbit/s is done in time, too."""
+"""FP32 numbers that each device reduces; few enough for a network of 1 Gbit/s."""
 REPEATS = 5
 POLL_S = 0.2
 
@@ -52,7 +52,7 @@ def link_ms(devices: list, patience_s: float) -> float | None:
 
 
 def come(entry: dict[str, Any]) -> None:
-    """Tell the other nodes where this one listens; by nothing, that it stays away."""
+    """Tell the other nodes where this one listens; an empty entry means that it stays away."""
     own_number, count = step_place()
     if count > 1:
         with contextlib.suppress(OSError):  # then they wait in vain
@@ -60,7 +60,7 @@ def come(entry: dict[str, Any]) -> None:
 
 
 def step_place() -> tuple[int, int]:
-    """Return this task's number, and how many there are, one on each node."""
+    """Return this task's number and the number of tasks, one on each node."""
     if FOLDER not in os.environ:  # started by hand
         return 0, 1
     return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
@@ -81,7 +81,7 @@ def pairs(own_number: int, count: int) -> list[tuple[int, int, int]]:
 
 
 def _all_nodes(count: int, patience_s: float) -> list[dict[str, Any]]:
-    """Return what each node has written; empty for one that has written nothing in time."""
+    """Return each node's entry; an empty one for a node that has written none in time."""
     folder, end = Path(os.environ[FOLDER]), time.monotonic() + patience_s
     files = [folder / f"node-{number}.json" for number in range(count)]
     while not all(file.exists() for file in files) and time.monotonic() < end:

@@ -32,9 +32,9 @@ from qurl_megatron.observe.failures import Failure, read_failures
 from qurl_megatron.observe.samples import SAID
 
 TASKS = {"train": "rank", "engines": "rollout node"}
-"""Who writes a log of an attempt, by the beginning of its name."""
+"""The writer of an attempt's log, by the beginning of its file's name."""
 TAIL = 4 << 20
-"""Bytes that are read of a log, of its end."""
+"""Bytes that are read from the end of a log."""
 LATE_S = 60.0
 """By how much the file server's clock, and an engine's last word, may be past an attempt's end."""
 
@@ -161,7 +161,7 @@ class Log:
 def causes(
     failures: Sequence[Failure] = (), logs: Sequence[Log] = (), srun: Sequence[str] = ()
 ) -> list[Event]:
-    """Return the first cause, and then its consequences; [] where nothing tells of a failure.
+    """Return the first cause, and then its consequences; [] if nothing tells of a failure.
 
     Args:
         srun: lines of job.log that belong to the attempt.
@@ -312,8 +312,8 @@ LEAVING = ("KeyboardInterrupt", "SystemExit", "CancelledError")
 def tracebacks(log: str) -> list[tuple[str, str]]:
     """Return each traceback's last line, such as "RuntimeError: CUDA out of memory", and its text.
 
-    They are in the order of the log, without those of processes that were asked to leave. A line
-    may begin with a time, as SGLang's do. Of chained exceptions the first comes first.
+    They are in the order of the log; processes that were asked to leave are left out. A line may
+    begin with a time, as SGLang's do. Of chained exceptions the first comes first.
     """
     lines, logged, at = log.splitlines(), [], 0
     while at < len(lines):
@@ -356,7 +356,7 @@ def logs(run_dir: Path, number: int | None) -> int:
 
 
 def gather(run_dir: Path, attempt: Attempt) -> tuple[list[Failure], list[Log], list[str]]:
-    """Read all that tells of an attempt, as ``causes`` takes it."""
+    """Read everything that tells of an attempt, as arguments of ``causes``."""
     logs_folder = folder.attempt_folder(run_dir, attempt.number)
     logs = []
     for path in sorted(logs_folder.glob("*-*.log")):

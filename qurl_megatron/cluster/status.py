@@ -21,12 +21,12 @@ from qurl_megatron.observe.text import duration
 from qurl_megatron.training.state import latest
 
 RECENT = 20
-"""Steps that medians are of."""
+"""Steps that a median covers."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All that a status follows from."""
+    """Everything that a status follows from."""
 
     run_dir: Path
     config: RunConfig

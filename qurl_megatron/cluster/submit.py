@@ -1,4 +1,4 @@
-"""From a recipe or a command to a job in the queue, by way of all that can be checked before.
+"""Submit a recipe or a command as a job, after all that can be checked before.
 
 The job script is a pure function of recipe and cluster file: options of sbatch, the site's lines,
 and one call. Nothing is decided in shell: ``qurl slurm attempt`` decides in the job. A training run
@@ -33,7 +33,7 @@ class Script:
     output: str  # file of its output; may hold Slurm's patterns such as %j
     nodes: Component
     command: tuple[str, ...]
-    options: tuple[str, ...] = ()  # of sbatch, beside those of every job
+    options: tuple[str, ...] = ()  # of sbatch, besides the ones of every job
     steps: tuple[tuple[str, ...], ...] = ()  # that the command starts: for people to read
 
 
@@ -84,7 +84,7 @@ def render(job: Script, cluster: ClusterConfig) -> str:
     body = []
     for name, value in cluster.site.environment.items():
         body.append(f"export {name}={shlex.quote(value)}")
-        if cluster.container.kind == "apptainer":  # an image's own go before those without prefix
+        if cluster.container.kind == "apptainer":  # an image's own win over names without prefix
             body.append(f"export APPTAINERENV_{name}={shlex.quote(value)}")
     body += cluster.site.prolog
     if body:
@@ -130,7 +130,7 @@ def submit(arguments: argparse.Namespace) -> int:
     """Check a job, ask Slurm, and submit it.
 
     Raises:
-        ConfigError: a mistake in a file, or something that stands in the way of a job.
+        ConfigError: a mistake in a file, or a check that failed.
     """
     cluster, words = load_cluster(arguments.cluster), arguments.words
     dry_run = arguments.dry_run

@@ -28,16 +28,16 @@ from qurl_megatron.training.state import latest
 
 POLL_S = 0.5
 WATCH_S = 2.0
-"""Between looks at the run's files."""
+"""Time between looks at the run's files."""
 GLANCE_S = 10.0
 """The most that one look at the clock adds to a run's stillness. Looks are ``WATCH_S`` apart: a
 longer gap is a supervisor that was suspended together with its job."""
 LISTEN_S = 5.0
-"""For the last lines of a step that has ended; a process that it left may hold its output open."""
+"""Time for the last lines of an ended step; a process that it left may hold its output open."""
 STACKS_S = 5.0
 """Time for ranks to write their stacks."""
 LAST_S = 35.0
-"""Before the time limit in which ranks that have not ended are killed, and then the engines: a job
+"""Seconds before the time limit at which remaining ranks are killed, and then the engines: a job
 that runs into its limit is not requeued."""
 ENGINES_S = 15.0
 """Time for engines on nodes of their own to leave."""
@@ -46,7 +46,7 @@ KILL_S = 5.0
 
 
 class Received:
-    """Inside, notes signals in place of ending this process."""
+    """Notes signals inside the block, where they do not end this process."""
 
     def __init__(self) -> None:
         self.newest = ""
@@ -71,7 +71,7 @@ class SrunStep:
         """
         Args:
             prefix: goes before each of its messages.
-            output: file for the tasks' output; None leaves it to ours.
+            output: file for the tasks' output; None: this process's own.
         """
         self._prefix, self._final = prefix, 0
         # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
@@ -121,7 +121,7 @@ class SrunStep:
         self._process.terminate()
 
     def end_within(self, seconds: float) -> None:
-        """Kill its tasks, then ``srun`` itself where it has not ended in time."""
+        """Kill its tasks, then ``srun`` itself if it has not ended in time."""
         self.end()
         if self.wait(seconds) is None:
             self._process.kill()
@@ -138,7 +138,7 @@ def final_code(line: str) -> int:
 
 @contextlib.contextmanager
 def beside(argv: list[str]) -> Iterator[None]:
-    """Run the engines' step while the ranks run. Its end is no reason to end: engines may go."""
+    """Run the engines' step beside the ranks, which go on even if it ends."""
     step = SrunStep(argv, ENGINES_PREFIX)
     try:
         yield
@@ -161,7 +161,7 @@ class StepSupervisor:
     ) -> None:
         """
         Args:
-            attempt: whose folder the ranks write their stacks into.
+            attempt: the ranks write their stacks into its folder.
             ranks: how many have been started.
         """
         self.run_dir, self.attempt, self.ranks = run_dir, attempt, ranks
@@ -203,7 +203,7 @@ class StepSupervisor:
         return newest
 
     def _stuck(self, step: SrunStep) -> str:
-        """Return why the step has to be ended; "" where it need not."""
+        """Return why the step has to be ended; "" if it need not."""
         over = self._end is not None and now() > self._end - LAST_S
         if self._stop_reason == WALL_TIME and over:
             return f"the ranks had not ended {LAST_S:.0f} s before the time limit"
@@ -231,13 +231,13 @@ def progress_mark(run_dir: Path) -> tuple[int, str]:
 
 
 class Stillness:
-    """For how long a run has not moved, while its supervisor could have seen it."""
+    """Time for which a run has not moved, without gaps in which nobody was looking."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._at, self._seconds = clock, clock(), 0.0
 
     def seconds(self) -> float:
-        """Count up to now; to be called more often than every ``GLANCE_S``."""
+        """Return the seconds up to now; call it at least every ``GLANCE_S``."""
         before, self._at = self._at, self._clock()
         self._seconds += min(self._at - before, GLANCE_S)
         return self._seconds
@@ -266,12 +266,12 @@ def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
 
 
 def end_of(facts: Mapping[str, str]) -> float | None:
-    """Return when a job's time is up, in Unix seconds; None where Slurm does not say."""
+    """Return when a job's time is up, in Unix seconds; None if Slurm does not say."""
     return commands.unix_seconds(facts.get("EndTime", ""))
 
 
 def preempted(facts: Mapping[str, str]) -> bool:
-    """Slurm takes the job's nodes for another one."""
+    """Return whether Slurm takes the job's nodes for another job."""
     return facts.get("PreemptTime", "None") != "None"
 
 
@@ -279,7 +279,7 @@ def facts_of(job: int) -> dict[str, str]:
     """Return Slurm's facts of a job; none while its controller does not answer."""
     try:
         return commands.job_facts(job)
-    except ConfigError as error:  # busy controllers come back; the run goes on without its word
+    except ConfigError as error:  # busy controllers come back; the run does not depend on this
         say(f"{error}; the run goes on without that")
         return {}
 

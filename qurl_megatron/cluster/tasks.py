@@ -1,15 +1,14 @@
-"""What ``srun`` starts in a job: a training rank (``qurl slurm task``), and the engines of one
-rollout node (``qurl slurm offer``).
+"""Programs that ``srun`` starts in a job: a training rank (``qurl slurm task``), and the engines of
+one rollout node (``qurl slurm offer``).
 
-Of the signals that srun passes on, SIGTERM ends the step at once, and some clusters give a signal
-to all that a task has started, engines included. So the supervisor sends SIGUSR1, which is blocked
-here, and hence in every thread and child; a thread waits for it and tells the task with SIGTERM.
-
+On SIGTERM srun ends the step at once, and some clusters send a signal to everything that a task has
+started, engines included. So the supervisor sends SIGUSR1, which is blocked here, and hence in
+every thread and child; a thread waits for it and tells the task with SIGTERM.
 SIGUSR2 asks for stacks, which a rank writes into its attempt's folder even where it is stuck in
 native code: Python's own handler needs no interpreter. It is blocked for children in the same way.
 
-A rank that has saved and stopped ends with 0: srun, which is to end all ranks as soon as one of
-them fails, would take any other code for a failure, and kill those that are still writing.
+A rank that has saved and stopped ends with 0: srun is told to end all ranks as soon as one of them
+fails, so after any other code it would kill ranks that are still writing.
 """
 
 import faulthandler
@@ -32,10 +31,10 @@ def task(run_dir: Path) -> int:
     """Train as the rank that Slurm's variables name, with the recipe that was submitted.
 
     Returns:
-        0 also after a clean stop; else what ``qurl train`` returns.
+        0 also after a clean stop; else the exit code of ``qurl train``.
 
     Raises:
-        ConfigError: nothing was submitted there, or what ``qurl train`` raises.
+        ConfigError: nothing was submitted there; or as ``qurl train`` raises.
     """
     attempt = os.environ.get(FOLDER)
     stacks = None
@@ -60,8 +59,7 @@ def stop_on_usr1(stacks: Path | None = None) -> None:
     """Take SIGUSR1 as SIGTERM from here on, and hide it and SIGUSR2 from all children.
 
     Args:
-        stacks: file that is made, and gets the stacks of all threads on SIGUSR2; None: nobody will
-            ask.
+        stacks: file to create, for the stacks of all threads on SIGUSR2; None: nobody will ask.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     if stacks is not None:
@@ -97,7 +95,7 @@ def offer(run_dir: Path) -> int:
     """Start this node's engines, and keep the rendezvous true until SIGUSR1 or SIGTERM.
 
     Returns:
-        0 after a signal; 1 where no engine can be kept alive.
+        0 after a signal; 1 if no engine can be kept alive.
 
     Raises:
         ConfigError: nothing was submitted there, or the engines cannot be started.

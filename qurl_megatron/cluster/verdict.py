@@ -11,14 +11,14 @@ WALL_TIME, PREEMPTED = "USR1", "preempted"
 PERSONS = ("TERM", "INT")
 """Signals by which a person ends a run."""
 TAKEN = {WALL_TIME: "time is up", PREEMPTED: "preempted by another job"}
-"""Where Slurm takes the nodes back, which is no failure."""
+"""Reasons for which Slurm takes the nodes back; none is a failure."""
 
 FINAL = (2, 3)
-"""Exit codes of a run that would only end so again: a mistake in the input; the guard."""
+"""Exit codes that a retry would repeat: a mistake in the input; a halt by the guard."""
 NO_PROGRESS = 4
-"""Exit code of a run where another attempt would make no progress."""
+"""Exit code when a retry would make no progress."""
 BAD_NODE = 7
-"""Exit code of a run that needs a node which is bad, where there is no other."""
+"""Exit code when a node is bad and there is no other."""
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a run after a clean stop."""
 
@@ -32,7 +32,7 @@ class Decision(enum.StrEnum):
 
 
 GOES_ON = (Decision.AGAIN, Decision.RETRY, Decision.WITHOUT)
-"""After these the run has another attempt."""
+"""Decisions after which the run has another attempt."""
 
 
 def decide(attempt: Attempt, before: Attempt | None, *, steps: int) -> Attempt:
