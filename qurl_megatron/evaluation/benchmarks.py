@@ -52,13 +52,13 @@ class Benchmark:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with every token that is asked, and all that a reward gets of a question."""
+        """Hash of every prompt's tokens, and of everything that a reward gets from a question."""
         facts = [(prompt.input_ids, prompt.answer, prompt.metadata) for prompt in self.prompts]
         content = json.dumps(facts, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def check_lengths(self, max_new_tokens: int, limit: float) -> None:
-        """Raise ``ConfigError`` where the longest prompt and its response exceed ``limit``."""
+        """Raise ``ConfigError`` if the longest prompt and its response exceed ``limit``."""
         longest = self.longest
         if longest + max_new_tokens <= limit:
             return
@@ -242,7 +242,7 @@ def _lines(answers: Iterable[GradedAnswer]) -> bytes:
 
 
 def tally_of(answers: Iterable[GradedAnswer]) -> Tally:
-    """Count the answers without a score, and why; earlier processes' count, too."""
+    """Count the answers without a score by cause; earlier processes' answers count, too."""
     scores: list[Score] = []
     for answer in answers:
         cause, _, reason = answer.unscored.partition(": ")

@@ -1,6 +1,6 @@
-"""``qurl eval``, decided: options, settings and a run's recipe become a plan for each model.
+"""Turn the options of ``qurl eval``, settings and a run's recipe into a plan for each model.
 
-Every ``qurl`` command reads the options, so what needs torch is imported where it is used.
+Every ``qurl`` command reads the options, so modules with torch are imported where they are used.
 """
 
 import argparse
@@ -159,7 +159,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def make_plans(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[EvaluationPlan]:
-    """Return one plan; with --before, first the one of the model that the run began with.
+    """Return one plan; with --before, first a plan for the model that the run began with.
 
     Raises:
         ConfigError: options or settings are impossible, or do not go together.
@@ -210,7 +210,7 @@ def make_plans(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` where options are impossible, or do not go together."""
+    """Raise ``ConfigError`` if options are impossible, or do not go together."""
     model, run_dir, step = arguments.model, arguments.run_dir, arguments.step
     if not run_dir and (arguments.before or step is not None):
         option = "--before" if arguments.before else "--step"
@@ -262,7 +262,7 @@ def _of_run(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
 def _config(
     tables: dict[str, Any], k: int, keys: set[str], overrides: Sequence[str]
 ) -> EvaluationConfig:
-    """The settings of a recipe, but for those that only training has, under the user's own.
+    """Return a recipe's settings without the ones for training alone, under the user's own.
 
     Args:
         keys: of the overrides.
@@ -329,7 +329,7 @@ def _scheme(config: EvaluationConfig, model: Path, from_user: bool, run_dir: Pat
 
 
 def _files(folder: Path) -> str:
-    """Changes with every file of a model: their names, sizes and times, not their contents."""
+    """Return a hash of the names, sizes and times of a model's files, not of their contents."""
     stats = []
     for path in folder.rglob("*"):
         if path.is_file():

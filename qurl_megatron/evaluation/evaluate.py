@@ -6,7 +6,7 @@ Embedded engines get batches that follow from the file, the settings and the num
 alone, and a batch is kept whole or not at all: interrupted and resumed, an evaluation ends in the
 same bits. SGLang engines get everything at once, and a problem is graded and kept as soon as it has
 all of its responses. There each response has a seed of its own, but the engine's arithmetic depends
-on what shares its batch.
+on the other responses in its batch.
 """
 
 import json
@@ -123,7 +123,7 @@ def _evaluate(plan: EvaluationPlan, benchmarks: Sequence[Benchmark]) -> list[res
             scheme=plan.scheme,
             dtype=config.model.dtype,
             log_dir=plan.out / "logs",
-            # A model that only its engines understand may say it elsewhere; tokens are but decoded.
+            # A model for its own engines may say it elsewhere; here tokens are only decoded.
             vocabulary=read_config(described).get("vocab_size", 2**31),
             fixed=True,
         )
@@ -149,7 +149,7 @@ def _evaluate(plan: EvaluationPlan, benchmarks: Sequence[Benchmark]) -> list[res
 def _answer_files(
     plan: EvaluationPlan, benchmarks: Sequence[Benchmark], settings: dict[str, Any]
 ) -> list[AnswerFile]:
-    """Raise ``ConfigError`` where there are answers made with other settings."""
+    """Return each benchmark's answers; raise ``ConfigError`` if other settings made them."""
     files = []
     for benchmark in benchmarks:
         depends = {"problems": benchmark.fingerprint, **settings}
@@ -251,7 +251,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 
 def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
-    """Each engine's report of itself, as far as it bears on results.
+    """Return each engine's report of itself, as far as it bears on results.
 
     Args:
         context: tokens that the model takes, for engines that do not say.
@@ -325,7 +325,7 @@ class _Round:
         size = max(1, BATCH * len(engines) // self.responses)
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
-            if self._missing(batch):  # what was written of it goes: it is not whole
+            if self._missing(batch):  # a batch that is not whole is made again
                 self.file.forget({(self.mode, prompt.index) for prompt in batch})
             self._answer_batch(batch, self._at_once)
 

@@ -29,7 +29,7 @@ Answers = Mapping[Key, Sequence[GradedAnswer]]
 
 
 def resampled_means(mean_P: np.ndarray, seed: Sequence[int], draws: int = DRAWS) -> np.ndarray:
-    """[D] means over P problems drawn with replacement.
+    """Return [D] means over P problems drawn with replacement.
 
     Args:
         seed: whole numbers of 0 or more; another one gives independent draws.
@@ -39,7 +39,7 @@ def resampled_means(mean_P: np.ndarray, seed: Sequence[int], draws: int = DRAWS)
 
 
 def interval(resampled_D: np.ndarray) -> tuple[float, float] | None:
-    """The percentile interval of resampled means; None where they do not vary.
+    """Return the percentile interval of resampled means; None if they do not vary.
 
     If all problems are alike, e.g. none right, a bootstrap has nothing to say.
     """
@@ -51,7 +51,7 @@ def interval(resampled_D: np.ndarray) -> tuple[float, float] | None:
 
 
 def pass_at(right_P: Sequence[int], responses: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k responses is right, as a mean over problems.
+    """Estimate, without bias, the chance that one of k responses is right; mean over problems.
 
     1 - C(n - c, k) / C(n, k) for c right ones of n (Chen et al. 2021, arXiv:2107.03374, Eq. 1).
 
@@ -148,7 +148,7 @@ def score(
 
 
 def mean(scores: Sequence[Scores]) -> Scores:
-    """The mean over benchmarks, each with the same weight however many problems it has."""
+    """Return the mean over benchmarks, each with the same weight however many problems it has."""
     means = {}
     for mode, first in scores[0].items():
         of_mode = [by_mode[mode] for by_mode in scores]
@@ -190,7 +190,7 @@ def tokens_per_second(answers: Sequence[GradedAnswer]) -> float:
 
 
 def rows(benchmark: Benchmark, answers: Answers) -> list[dict[str, Any]]:
-    """Each problem with its share of right responses, by mode."""
+    """Return each problem with its share of right responses, by mode."""
     table_rows: list[dict[str, Any]] = [{"id": name} for name in benchmark.problems]
     for (mode, index), of_problem in sorted(answers.items()):
         share = sum(answer.reward for answer in of_problem) / len(of_problem)
@@ -199,7 +199,7 @@ def rows(benchmark: Benchmark, answers: Answers) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[Line], *, right_or_wrong: bool = True) -> str:
-    """Text that is a Markdown table as well.
+    """Return a Markdown table of scores that is readable as plain text.
 
     Args:
         right_or_wrong: each score is 1 or 0, and means are percentages.
@@ -222,7 +222,7 @@ def table(lines: Sequence[Line], *, right_or_wrong: bool = True) -> str:
 
 
 def pair_table(lines: Sequence[tuple[str, int, Pairs]], *, right_or_wrong: bool = True) -> str:
-    """The same of two models: a line for each benchmark and mode."""
+    """Return a table that compares two models: a line for each benchmark and mode."""
     unit = PERCENT if right_or_wrong else ""
     cells = [["benchmark", "problems", "score", "before", "after", "change"]]
     for name, problems, by_mode in lines:
@@ -236,7 +236,7 @@ def pair_table(lines: Sequence[tuple[str, int, Pairs]], *, right_or_wrong: bool 
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table, its heads in the first row.
+    """Return a Markdown table; the first row has its headings.
 
     Args:
         left: columns of words, which are aligned to the left; the others are numbers.
@@ -255,7 +255,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 def _mean_text(
     mean: float, resampled_D: np.ndarray, right_or_wrong: bool, *, sign: str = ""
 ) -> str:
-    """A mean with its interval: in percent, or as the scores are."""
+    """Format a mean with its interval: in percent, or as the scores are."""
 
     def text(value: float) -> str:
         return f"{100 * value:{sign}.1f}" if right_or_wrong else f"{value:{sign}.3f}"
