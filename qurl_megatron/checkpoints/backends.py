@@ -1,4 +1,4 @@
-"""Who rounds a weight to the grid: this package, ModelOpt or Transformer Engine.
+"""Programs that round a weight to the grid: this package, ModelOpt or Transformer Engine.
 
 All three give the same format. ``modelopt`` also gives the same bits; it is there to be compared
 with. ``te`` multiplies by reciprocals where the others divide, so a scale may differ in its last
@@ -28,7 +28,7 @@ _MODELOPT: dict[str, dict[str, Any]] = {
 
 
 def by_modelopt(weight: Tensor, scheme: str) -> QuantizedWeight:
-    """ModelOpt's own way: a quantizer collects amax, the exporter makes scale and codes of it.
+    """Quantize as ModelOpt does: a quantizer collects amax, the exporter makes scale and codes.
 
     Only weights whose largest magnitude in a channel is under 1e-35 differ from ``native``, which
     writes those as 0.
@@ -60,7 +60,7 @@ def by_modelopt(weight: Tensor, scheme: str) -> QuantizedWeight:
 
 
 def by_te(weight: Tensor, scheme: str) -> QuantizedWeight:
-    """Transformer Engine's block cast, on the current GPU; the result lies where the weight does.
+    """Cast by blocks with Transformer Engine, on the current GPU; return to the weight's device.
 
     It quantizes whole squares only, so the weight is padded with zeros and the result cropped.
     """
@@ -109,7 +109,7 @@ def check_backend(backend: str, scheme: str) -> None:
     """Check, before a long conversion, that a backend can do a scheme on this machine.
 
     Raises:
-        ConfigError: it makes no such scheme, or a package or device is missing; says what to use.
+        ConfigError: it makes no such scheme, or a package or device is missing.
     """
     if backend == "modelopt" and importlib.util.find_spec("modelopt") is None:
         raise ConfigError(

@@ -174,7 +174,7 @@ def add_folder_options(command: argparse.ArgumentParser, *, auto: str) -> None:
 def run_job(
     make: Callable[..., "ConversionJob"], arguments: argparse.Namespace, *source: Path, **settings
 ) -> int:
-    """Run a job from ``open_checkpoint(*source)``, with a bar on a terminal; say what it wrote."""
+    """Run a job on ``open_checkpoint(*source)``, with a bar on a terminal; print a summary."""
     from rich.console import Console
     from rich.progress import track
 
@@ -187,7 +187,7 @@ def run_job(
     errors = Console(stderr=True)
     hidden = not errors.is_terminal
     bar = partial(track, description=job.out.name, console=errors, transient=True, disable=hidden)
-    # A batch system ends a job by this signal; leaving in order takes the unfinished folder along.
+    # A batch system ends a job by this signal; a clean exit removes the unfinished folder.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         run(job, watch=bar)

@@ -36,7 +36,7 @@ class Difference:
     flips: float | None = None  # share of codes that differ, where both are quantized alike
 
     def beyond(self, tolerance: float) -> bool:
-        """True where the tensors are not the same within a relative norm of ``tolerance``."""
+        """Return whether the tensors differ by more than a relative norm of ``tolerance``."""
         return bool(self.only_in or self.shapes or not self.relative <= tolerance)
 
 

@@ -88,10 +88,10 @@ class HfReader:
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     widest = dtype
-    """The format that an op's tensors are read in: here there are no wider masters."""
+    """Return the format that an op's tensors are read in: here there are no wider masters."""
 
     def check(self, arch: Arch) -> None:
-        """Hold every tensor's name, shape and format against the config, from headers alone.
+        """Compare every tensor's name, shape and format with the config, from headers alone.
 
         Raises:
             ConfigError: one is missing, or is left over, or has another shape or format; or a tied

@@ -1,11 +1,11 @@
 """Sizes and XXH3-128 sums of the files of a checkpoint, to find damage.
 
     step_000040/files.json   {"format": "qurl-files-1", "files": {"common.pt": [1234, "5c.."]}}
-    OUT/qurl_manifest.json   the same, of a conversion; it is compared on request alone, so that a
-                             user may edit what has been exported
+    OUT/qurl_manifest.json   the same, of a conversion; it is compared on request alone, so that
+                             users may edit an exported folder
 
-Disks, and copies from one to another, lose and change bytes without a word. XXH3 finds that, at the
-speed of memory; it does not find malice.
+Disks and copies lose or change bytes silently. XXH3 detects that at the speed of memory; it does
+not detect malice.
 """
 
 import errno
@@ -62,7 +62,7 @@ def write_record(folder: Path, known: Mapping[str, FileSum], record_name: str = 
 
 
 def read_record(folder: Path, record_name: str = RECORD) -> dict[str, FileSum] | None:
-    """Return the sums of a folder's files by name; None where it has no record.
+    """Return the sums of a folder's files by name; None if it has no record.
 
     Raises:
         Unreadable: the system cannot read the record, or another version wrote it.
@@ -157,7 +157,7 @@ def all_damage(folder: Path) -> list[str]:
 
 
 def to_disk(path: Path) -> None:
-    """Force a file to disk; or a folder, by which new names in it last."""
+    """Force a file to disk, or a folder with the new names in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -40,7 +40,7 @@ class ConversionJob:
     finish: Callable[[Path], None]
     """Writes the small files into the folder, after the large ones."""
     source: Path | None = None
-    """The folder that is read; a run's checkpoint is held against its checksums first."""
+    """The folder to read; if it has checksums, they are compared first."""
 
     @property
     def bytes(self) -> int:

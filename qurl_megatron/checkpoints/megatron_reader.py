@@ -67,7 +67,7 @@ class MegatronReader:
     def shards(
         self, op: Op, *, rank: int = 0, size: int = 1, padded_vocab: int | None = None
     ) -> dict[str, Tensor]:
-        """The Hugging Face tensors of an op, or slice ``rank`` of ``size`` of each.
+        """Return the Hugging Face tensors of an op, or slice ``rank`` of ``size`` of each.
 
         Args:
             padded_vocab: rows of an embedding split evenly over ``size``; those beyond the
@@ -79,7 +79,7 @@ class MegatronReader:
         return op.to_hf(self._parameter(op, rank, size))
 
     def widest(self, op: Op) -> torch.dtype:
-        """Return the format of ``shards``: the master's where there is one."""
+        """Return the format of ``shards``: the master's if there is one."""
         return self.stored[self._place(op)[0]].dtype
 
     def dtype(self, op: Op) -> torch.dtype:
@@ -88,11 +88,11 @@ class MegatronReader:
         return self.stored[key.removeprefix(self.masters)].dtype
 
     def holds(self, op: Op) -> bool:
-        """True where the checkpoint has the parameter at all."""
+        """Return whether the checkpoint has the parameter."""
         return self._find(op) is not None
 
     def check(self, arch: Arch) -> None:
-        """Hold every tensor's name, shape and format against the config, from headers alone.
+        """Compare every tensor's name, shape and format with the config, from headers alone.
 
         Raises:
             ConfigError: one is missing, or is left over, or has another shape or format.

@@ -36,7 +36,7 @@ class Op:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole parameter's: the rows of its tensors lie in one."""
+        """Shape of the whole parameter, in which the rows of its tensors lie one after another."""
         return (sum(tensor.shape[0] for tensor in self.hf), *self.hf[0].shape[1:])
 
     def to_megatron(self, hf: Params) -> "Tensor":
@@ -86,7 +86,7 @@ class GateUp(Op):
 
 @lru_cache(maxsize=256)  # a plan asks again and again for the same layers of many experts
 def layer_ops(arch: Arch, layer: int, *, fused_norms: bool) -> tuple[Op, ...]:
-    """Ops of one decoder layer.
+    """Return the ops of one decoder layer.
 
     Args:
         layer: global layer number, from 0.

@@ -37,10 +37,9 @@ def description_of(folder: str | Path) -> Path:
 
 
 def find_torch_dist(folder: Path) -> Path | None:
-    """The ``torch_dist`` folder that ``folder`` is, or that it names as its newest; else None.
+    """Return ``folder`` if it is a ``torch_dist`` folder, else the newest in it; None without one.
 
-    Understood are Megatron-LM's ``latest_checkpointed_iteration.txt`` and this package's run
-    directories.
+    It reads Megatron-LM's ``latest_checkpointed_iteration.txt`` and this package's run folders.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; name a checkpoint")

@@ -41,7 +41,7 @@ class Checkpoint:
     config: dict[str, Any]
     arch: Arch
     reader: Reader
-    scheme: str = ""  # of a quantized one
+    scheme: str = ""  # if it is quantized
 
     @property
     def uaq_scale(self) -> float:
@@ -78,10 +78,10 @@ def open_checkpoint(
     Args:
         description: Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint
             that carries none of its own.
-        quantized: its weights may be so, in a layout that this package exports.
+        quantized: allow quantized weights, in a layout that this package exports.
 
     Raises:
-        ConfigError: there is no checkpoint, or one that is not understood.
+        ConfigError: there is no checkpoint, or it is not understood.
     """
     folder = Path(folder)
     megatron = find_torch_dist(folder)

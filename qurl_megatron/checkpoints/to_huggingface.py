@@ -37,11 +37,11 @@ def to_huggingface(
     """Return the job that writes a Hugging Face checkpoint of a Megatron one.
 
     Args:
-        unfold: take the UAQ factor out again, in FP32; without, the weights stay folded and
+        unfold: take the UAQ factor out again, in FP32; otherwise the weights stay folded and
             config.json says so.
-        dtype: format of the weights; None: the model's original one, or the stored one where a
+        dtype: format of the weights; None: the model's original one, or the stored one if a
             factor stays folded.
-        file_bytes: where a file is full.
+        file_bytes: size at which a file is full.
 
     Raises:
         ConfigError: the checkpoint contradicts its config.
@@ -81,7 +81,7 @@ def to_quantized(
         backend: whose arithmetic makes the codes, one of ``BACKENDS``.
         uaq_scale: factor to fold in on the way (paper Eq. 11).
         dtype: format of tensors that are not quantized; None: the model's own.
-        file_bytes: where a file is full.
+        file_bytes: size at which a file is full.
 
     Raises:
         ConfigError: the backend does not make the scheme, or the checkpoint contradicts its config.

@@ -45,7 +45,7 @@ def to_megatron(
             needs it.
         tensor: tensor-parallel size the chunks are cut for, and the vocabulary is padded to. Any
             other layout loads too.
-        file_bytes: where a file is full; one is summed up while the next is written.
+        file_bytes: size at which a file is full; one is summed up while the next is written.
 
     Raises:
         ConfigError: the model contradicts its config, does not divide over the ranks, or has

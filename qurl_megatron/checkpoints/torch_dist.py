@@ -82,8 +82,8 @@ class StoredTensor:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, chunks: list[StoredChunk]):
         self.shape, self.dtype, self.chunks = shape, dtype, chunks
-        # Layers and experts are leading axes of which a chunk holds one: found by them, a chunk of
-        # a hundred thousand need not be searched for.
+        # Layers and experts are leading axes, and a chunk holds one of each: looked up by them,
+        # it is found among a hundred thousand without a search.
         self._depth = min(_ones(chunk.part) for chunk in chunks) if chunks else 0
         self._at: dict[tuple[int, ...], list[StoredChunk]] = {}
         for chunk in chunks:
@@ -97,7 +97,7 @@ class StoredTensor:
 
 
 def _ones(part: Slice) -> int:
-    """Count the leading axes of length 1; the last axis is none of them."""
+    """Count the leading axes of length 1; the last axis does not count."""
     leading = part.sizes[:-1]
     return next((axis for axis, size in enumerate(leading) if size != 1), len(leading))
 
@@ -132,7 +132,7 @@ class TorchDistReader:
         tensor = self.tensors[key]
         touched = tensor.touched(part)
         shared = [common for _, common in touched]
-        # Without overlap, as many elements as the part has are all of them.
+        # Overlaps that are apart and have as many elements as the part cover it.
         apart = not any(a.overlap(b) for a, b in itertools.combinations(shared, 2))
         if not apart or sum(each.elements for each in shared) != part.elements:
             raise ConfigError(
@@ -279,7 +279,7 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Chunk, Any]]) -> list[tuple[
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Files have sums of their own; torch's of every chunk would take longer than writing it."""
+    """Turn torch's checksums off: files have their own, and theirs take longer than writing."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -294,7 +294,7 @@ def write_table(folder: Path, files: Mapping[str, list[tuple[Chunk, int, int]]])
     Args:
         files: the result of ``write_chunks`` for each file of the folder.
     """
-    # A second to import, for which reading need not wait.
+    # A second to import, which reading need not pay.
     from torch.distributed.checkpoint import filesystem, metadata
 
     tensors: dict[str, Any] = {}

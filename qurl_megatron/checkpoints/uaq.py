@@ -6,8 +6,8 @@ gate and up, of every expert; the router that chooses among them, and a shared e
 and down_proj follow no norm and stay; so do biases and q/k-norms. ``config["qurl"]["uaq_scale"]``
 records the fold; folding twice is refused.
 
-This changes a learning rate. The codes of W / s are those of W, and Adam's step does not
-grow with the gradient: as long as its eps is small beside the gradients and nothing else looks at
+This changes a learning rate. W / s has the same codes as W, and Adam's step does not grow
+with the gradient: as long as its eps is small beside the gradients and nothing else looks at
 sizes, training the folded model *is* training the unfolded one with s times the learning rate for
 the weights divided here and 1 / s of it for the norms (``benchmarks/folding.py`` shows it).
 These are about two thirds of the linear weights, so s = 1.5 has a third more codes change in a
@@ -29,7 +29,7 @@ _LARGEST = 1000.0  # the paper's are 1.5 and 2; far beyond, FP32 has no room
 
 
 def folded(name: str, weight: Tensor, scale: float) -> Tensor:
-    """``weight`` of the Hugging Face tensor ``name`` with ``scale`` folded in, where it takes part.
+    """Return the weight of Hugging Face tensor ``name`` with ``scale`` folded in if it takes part.
 
     Other tensors are returned as they are. Works on any slice of the tensor. Fold in FP32: rounding
     W/1.5 to BF16 alone moves 5 % of INT8 codes.
@@ -91,7 +91,7 @@ def folded_scale(config: Mapping[str, Any]) -> float:
 
 
 def refuse_second_fold(config: Mapping[str, Any], scale: float) -> None:
-    """Raise ``ConfigError`` where ``scale`` is no factor, or would be folded on top of another."""
+    """Raise ``ConfigError`` if ``scale`` is no factor, or would be folded on top of another."""
     if not 1.0 <= scale <= _LARGEST:
         raise ConfigError(f"the UAQ factor must lie between 1.0 and {_LARGEST:g}, got {scale}")
     already = folded_scale(config)
