@@ -4,7 +4,7 @@ Nothing computes "in GRPO mode": an algorithm is a choice of advantage, ratio, c
 and penalty, and each of these is a small function in ``algo``. ``algo.name`` fills the choices in;
 a recipe's own settings win, so a variant is one override away. The correction for the quantized
 behaviour policy (``algo.objective``) is independent of them. ``algo.name`` on the command line also
-wins over what the recipe says.
+wins over the recipe.
 """
 
 from typing import Any

@@ -59,7 +59,7 @@ PACKAGES = (
 
 
 def version(package: Package) -> str | None:
-    """Installed version, or None, as for a module without its own distribution (PyPI's apex)."""
+    """Return the installed version; None if there is none, or for PyPI's unrelated apex."""
     if importlib.util.find_spec(package.module.split(".")[0]) is None:
         return None
     if package.name == "apex" and importlib.util.find_spec("apex.normalization") is None:
@@ -84,8 +84,8 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
 def take_libraries_of_wheels() -> None:
     """Have Transformer Engine use the libraries that torch uses; call before it is imported.
 
-    It would load cuDNN, NVRTC and cuRAND of CUDA_HOME or /usr/local/cuda, whatever their release,
-    before those of pip's wheels. Where it is told of one it leaves cuDNN's parts to be found.
+    By itself it prefers cuDNN, NVRTC and cuRAND of CUDA_HOME or /usr/local/cuda, whatever their
+    release, to pip's wheels. Told where cuDNN is, it does not load cuDNN's parts: this does.
     """
     import torch
 
@@ -109,7 +109,7 @@ def refuse_environment() -> None:
 
 
 def unseen_gpus(root: Path = Path("/")) -> str | None:
-    """Return why torch sees no GPU where NVIDIA's driver or devices are.
+    """Return why torch sees no GPU although NVIDIA's driver or devices are here.
 
     None also where the CPU was asked for: CUDA_VISIBLE_DEVICES shows no device ("NoDevFiles" is
     Slurm's), or torch was built without CUDA.
@@ -137,12 +137,12 @@ def unseen_gpus(root: Path = Path("/")) -> str | None:
 
 
 def keep_out_without_gpu() -> None:
-    """Where torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed, and
+    """If torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed, and
     have Megatron compile nothing.
 
     Megatron uses whatever it can import: a fused optimizer would allocate on "cuda" all the same.
-    Its fused kernels, which nothing runs on a CPU, would bring in torch's compiler: 1.5 s and
-    70 MB. Call before Megatron is imported; ``qurl_megatron.actor`` does.
+    Its fused kernels, which no CPU runs, would import torch's compiler: 1.5 s and 70 MB. Call
+    before Megatron is imported; ``qurl_megatron.actor`` does.
     """
     import torch
 
@@ -168,7 +168,7 @@ def keep_out_without_gpu() -> None:
 
 
 def use_transformer_engine() -> bool:
-    """True where layers are Transformer Engine's: CUDA and the package are both there.
+    """Return whether layers are Transformer Engine's: CUDA and the package are both there.
 
     Raises:
         ConfigError: the package is installed, and cannot be imported.
@@ -189,7 +189,7 @@ def use_transformer_engine() -> bool:
 
 @functools.cache
 def transformer_engine_error() -> str:
-    """Why an installed Transformer Engine cannot be imported, in one line; "" where it can be."""
+    """Return why an installed Transformer Engine cannot be imported, in one line; "" if it can."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except _BROKEN as error:
@@ -198,7 +198,7 @@ def transformer_engine_error() -> str:
 
 
 def describe() -> str:
-    """One line per fact about this machine and per package."""
+    """Return one line per fact about this machine and per package."""
     import torch
 
     if torch.cuda.is_available():

@@ -70,7 +70,7 @@ def positive(reason: str = "") -> Allowed:
 
 
 def in_interval(written: str) -> Allowed:
-    """Of an interval such as "[0, 1)", which is closed at 0 and open at 1."""
+    """Allow an interval such as "[0, 1)", which is closed at 0 and open at 1."""
     low, high = (float(end) for end in written[1:-1].split(","))
 
     def has(value: float) -> bool:
@@ -87,14 +87,14 @@ def at_most_in_size(largest: float) -> Allowed:
 
 
 def one_of(*names: str) -> Allowed:
-    """For names that a table has; those that are fixed are a ``Literal``."""
+    """Allow the names in a table; choices that are fixed are a ``Literal``."""
     return Allowed(lambda value: value in names, f"be one of {', '.join(names)}", names=names)
 
 
 def key(
     default: Value, allowed: Allowed | None = None, *, on_resume: OnResume | None = None
 ) -> Value:
-    """A field of a section.
+    """Return a field of a section.
 
     Args:
         allowed: which values of its type it may have; None: all.
@@ -173,7 +173,7 @@ class Change:
 
 
 def changes(before: "RunConfig", now: "RunConfig") -> list[Change]:
-    """The settings in which ``now`` differs; ``train.run_dir``, where the run lies, is none."""
+    """Return the settings that differ, except ``train.run_dir``, where the run lies."""
     special: dict[str, OnResume] = {}
     if now.train.align == "full":  # the policy computes as engines of one size do
         special["rollout.engine_tensor"] = "fork"

@@ -51,7 +51,7 @@ class RunConfig:
         self._check_codes()
 
     def _check_step(self) -> None:
-        """Check the sizes of a step, and what it computes."""
+        """Check the sizes of a step, and its algorithm."""
         responses = self.responses_per_step
         rows = self.train.micro_batch if not self.train.max_tokens else 1
         per_update = self.algo.minibatches * self.parallel.data * rows
@@ -123,7 +123,7 @@ class RunConfig:
         )
 
     def _check_schedule(self) -> None:
-        """Learning rates that fall have updates left to fall in."""
+        """Check that a falling learning rate has updates left to fall in."""
         if self.optimizer.schedule == "constant" or not self.train.steps:
             return
         checked = {"optimizer": self.policy_optimizer}
@@ -197,7 +197,7 @@ class RunConfig:
         )
 
     def _check_codes(self) -> None:
-        """Codes that are drawn, and layers that compute with codes."""
+        """Check codes that are drawn, and layers that compute with codes."""
         # Not the section's own check: after the guard's switch a run goes on with scheme none.
         require(
             self.quant.scheme != "none" or self.quant.rounding == "nearest",
@@ -231,13 +231,13 @@ class RunConfig:
 
     @property
     def policy_optimizer(self) -> sections.OptimizerConfig:
-        """The policy's, with the length of its schedule."""
+        """The policy's optimizer, with the length of its schedule."""
         ahead = self.critic.ahead_steps if self.algo.advantage == "gae" else 0
         return self._over(self.optimizer, self.train.steps - ahead)
 
     @property
     def critic_optimizer(self) -> sections.OptimizerConfig:
-        """The critic's: the policy's with its own learning rate and warm-up."""
+        """The critic's optimizer: the policy's with its own learning rate and warm-up."""
         settings = dataclasses.replace(
             self.optimizer, lr=self.critic.lr, warmup_steps=self.critic.warmup_steps
         )
@@ -298,7 +298,7 @@ def load(
     Args:
         path: TOML file, one table per section; or the name of a recipe that ships.
         overrides: ``section.key=value`` strings; values are TOML (bare words are strings).
-        named_by: those that a default train.run_dir is named by; None: all.
+        named_by: the overrides that name a default train.run_dir; None: all.
 
     Raises:
         ConfigError: missing file, bad TOML, unknown section or key, value of the wrong type or
@@ -327,7 +327,7 @@ def load(
 
 
 def overridden(cls: type, tables: dict[str, Any], overrides: typing.Sequence[str]) -> Any:
-    """Some sections of a recipe, a dataclass of them, from tables with overrides on top.
+    """Build a dataclass of some sections of a recipe, from tables with overrides on top.
 
     Raises:
         ConfigError: as ``load``.
@@ -344,7 +344,7 @@ def _with(config: RunConfig, key: str, value: str) -> RunConfig:
 
 
 def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Return the tables of a TOML file.
 
     Args:
         kind: name of the file in messages.
@@ -364,7 +364,7 @@ def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
 
 
 def to_toml(config: Any) -> str:
-    """A dataclass of sections, such as ``RunConfig``, as TOML that reads back to an equal one."""
+    """Return sections, such as a ``RunConfig`` has, as TOML that reads back to equal ones."""
     lines: list[str] = []
     for section in dataclasses.fields(config):
         lines.append(f"[{section.name}]")
@@ -377,9 +377,9 @@ def to_toml(config: Any) -> str:
 
 
 def _default_run_dir(recipe: Path, settings: typing.Iterable[tuple[str, Any]]) -> str:
-    """runs/quickstart for the recipe as it is, runs/quickstart--quant.scheme-fp8 for a variant.
+    """Return runs/quickstart for a recipe, or runs/quickstart--quant.scheme-fp8 for a variant.
 
-    Settings with which a run computes the same are in no name; layouts are, to be compared.
+    Settings that change no numbers are in no name, except layouts, which people compare.
     """
     variant = {}  # the last of several for a key counts
     for key, value in settings:
@@ -410,7 +410,7 @@ def _parse(override: str) -> tuple[str, Any]:
 
 
 def keys_like(name: str) -> list[str]:
-    """The settings that were probably meant, as section.key."""
+    """Return the settings that were probably meant, as section.key."""
     names = [
         f"{name}.{key.name}"
         for name, section in SECTIONS.items()
@@ -427,8 +427,7 @@ def keys_like(name: str) -> list[str]:
 
 
 def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> None:
-    """Put one ``section.key``, or a key of tables in it, in; without ``over`` only where there is
-    nothing yet."""
+    """Set one ``section.key``, or a key of a table in it; without ``over`` only if it is unset."""
     *path, name = key.split(".")
     table = tables
     for depth, inner in enumerate(path, start=1):
@@ -441,13 +440,13 @@ def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> 
 
 
 def _preset(name: object) -> dict[str, Any]:
-    """Settings of the preset ``algo.name``, by section.key."""
+    """Return the settings of the preset ``algo.name``, by section.key."""
     # A name of another kind, or of no preset, is refused when the section is built.
     return ALGORITHMS.get(name, {}) if isinstance(name, str) else {}
 
 
 def build(cls: type, values: dict[str, Any], prefix: str = "", *, kind: str = "key") -> Any:
-    """An instance of the dataclass ``cls`` from TOML values.
+    """Build an instance of the dataclass ``cls`` from TOML values.
 
     Args:
         prefix: of the names in messages, e.g. "quant.".
