@@ -106,7 +106,7 @@ def compare(arguments: argparse.Namespace) -> str:
 
 
 def steps_by_assumption(planner: Planner, layouts: Sequence[Prediction]) -> dict[str, float]:
-    """Return the fastest layout's seconds a step, by what is assumed; first as it is estimated."""
+    """Return the fastest layout's seconds a step under each assumption; first as estimated."""
     steps = {AS_ESTIMATED: layouts[0].step}
     for name, value, words in ASSUMPTIONS:
         roof = replace(planner.roof, constants=replace(Constants(), **{name: value}))
@@ -143,7 +143,7 @@ def make_planner(config: RunConfig, arguments: argparse.Namespace) -> Planner:
 
 
 def _refuse_sizes(config: RunConfig, arch: Arch, settings: Sequence[str]) -> None:
-    """Raise ConfigError if the model forbids a size given on the command line.
+    """Raise ``ConfigError`` if the model forbids a size from the command line.
 
     Planned layouts may replace the recipe's own sizes, but must not silently ignore the user's.
     """

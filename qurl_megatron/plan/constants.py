@@ -58,7 +58,7 @@ class Constants:
     """The share of a data sheet that software reaches, and assumptions about the work."""
 
     flops: float = 0.5
-    """Share of dense FLOP/s; estimate, of products with what lies between them and of attention:
+    """Share of dense FLOP/s; estimate, of products, the work between them, and attention:
     Megatron-LM's README reports 41 to 48 % of H100s for whole steps of pre-training,
     FlashAttention-2 and -3 from 35 to 75 % (arXiv:2407.08608)."""
 
@@ -143,5 +143,5 @@ ASSUMPTIONS: tuple[tuple[str, float, str], ...] = (
     ("decode_step", 1e-3, "scheduling and sampling take 1 ms a decode step"),
     ("decode_step", 8e-3, "scheduling and sampling take 8 ms a decode step"),
 )
-"""The estimates that decide what 8 bits bring, at both ends of what is plausible. Lengths, which do
-as well, are the user's to say."""
+"""The estimates that decide the gain of 8 bits, at both ends of their plausible range. Lengths
+decide it as well, but they are the user's."""

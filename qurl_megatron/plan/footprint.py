@@ -1,4 +1,4 @@
-"""Memory that each rank of a run would need, added up from its models' shapes and all else; and
+"""Memory that each rank of a run would need, added up from its models' shapes and settings; and
 the tables of it that ``qurl show --dry-run`` prints.
 
 A planner asks for hundreds of layouts, so nothing is built and torch is not imported. Tests hold
@@ -119,7 +119,7 @@ class Footprint:
 
     @property
     def notes(self) -> list[str]:
-        """What does not fit, and what to do about it."""
+        """Problems of room, each with a remedy."""
         notes = []
         _, phase, needed = self.fullest
         if needed > self.gpu:
@@ -149,9 +149,9 @@ def footprint(
     """Add up the memory in use on the GPUs of trainer and engines.
 
     Args:
-        models: None takes those of the recipe.
+        models: None takes the recipe's.
         gpu_gib: memory of a GPU, in GiB.
-        stages: of a recipe that differs in its engines alone.
+        stages: from a recipe that differs in its engines alone; None computes them.
 
     Raises:
         ConfigError: no model is found, or it does not divide over the ranks or engines.
@@ -170,7 +170,7 @@ def footprint(
 
 
 def _pass(config: RunConfig) -> Pass:
-    """The largest pass: responses of full length, or the token budget where that is more."""
+    """Return the largest pass: responses of full length, or the token budget if it is more."""
     train, parallel = config.train, config.parallel
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     tokens, chunks = train.micro_batch * longest, 1
@@ -235,7 +235,7 @@ def _stage(config: RunConfig, models: Models, passed: Pass, index: int) -> Stage
 
 
 def _passes_per_update(config: RunConfig) -> int:
-    """Passes of one rank in one update, where all take a fixed number of responses."""
+    """Return the passes of one rank in one update, or with token budgets the most under way."""
     if config.train.max_tokens:
         return config.parallel.pipeline  # unknown; as many as can be under way
     per_rank = config.responses_per_step // (config.algo.minibatches * config.parallel.data)
@@ -268,7 +268,7 @@ def _leaves_squares_whole(config: RunConfig, arch: Arch, scheme: str) -> bool:
 
 
 def _mapping_engines(config: RunConfig) -> int:
-    """Engine ranks that map a trainer's slots on a GPU of their machine, but not their own."""
+    """Count engine ranks that map a trainer's slots on a GPU of their machine, not their own."""
     rollout = config.rollout
     elsewhere = rollout.adopts or not rollout.kind.takes_gpus
     if elsewhere or config.transport not in ("memory", "relay"):
@@ -277,7 +277,7 @@ def _mapping_engines(config: RunConfig) -> int:
 
 
 def _static_fraction(config: RunConfig) -> float:
-    """SGLang's share of the memory that it finds free, for weights and cache."""
+    """Return SGLang's share of free memory for weights and cache."""
     for argument in config.rollout.engine_args:
         option, _, value = argument.partition("=")
         if option == "--mem-fraction-static" and value:
@@ -361,10 +361,10 @@ def _column(run: Footprint, index: int) -> dict[str, str]:
 
 
 def _phase_lines(run: Footprint) -> list[str]:
-    """The fullest rank's GPU and host, phase by phase."""
+    """Return lines on the fullest rank's GPU and host, phase by phase."""
     stage, _, _ = run.fullest
     phases = run.phases(stage)
-    names = max(phases.values(), key=len)  # what is in any phase
+    names = max(phases.values(), key=len)  # names of the phase that has them all
     columns = []
     for phase, sizes in phases.items():
         column = {"phase": phase}

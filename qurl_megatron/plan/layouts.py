@@ -50,12 +50,12 @@ class Choice:
 
 
 def choices(arch: Arch, own: ParallelConfig, gpus: int, node: int, shares: int) -> Iterator[Choice]:
-    """All whose sizes divide the model, the batch, the GPUs and the machines.
+    """Yield all layouts whose sizes divide the model, the batch, the GPUs and the machines.
 
     Args:
-        own: the recipe's, whose other settings are kept.
+        own: the recipe's; its other settings are kept.
         node: GPUs of a machine.
-        shares: the number that data ranks divide: an update's responses, or its microbatches.
+        shares: must divide by the data ranks: an update's responses, or its microbatches.
     """
     within = _divisors(min(node, gpus))
     for trainer in range(1, gpus + 1) if gpus <= node else range(node, gpus + 1, node):
@@ -110,7 +110,7 @@ def own_choice(config: RunConfig) -> Choice:
 
 
 def scaled(own: Choice, gpus: int) -> Choice | None:
-    """The same with data ranks and engines for ``gpus``; None where they do not come out whole."""
+    """Return the layout with data ranks and engines for ``gpus``; None if they are not whole."""
     data, unused = divmod(own.parallel.data * gpus, own.gpus)
     engines, over = divmod(own.engines * gpus, own.gpus)
     if unused or over or not (data and engines):
@@ -119,7 +119,7 @@ def scaled(own: Choice, gpus: int) -> Choice | None:
 
 
 def applied(config: RunConfig, choice: Choice, *, node: int, static: float | None) -> RunConfig:
-    """The recipe in that layout; its own stays as it is.
+    """Return the recipe in that layout; in its own, unchanged.
 
     Versions go by the memory of one machine where there is but one, else point to point, or by
     relay to engines that share the trainer's GPUs.

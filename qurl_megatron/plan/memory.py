@@ -116,7 +116,7 @@ def held_from_shapes(
 def _layer_sizes(
     arch: Arch, tensor: int, expert: int, expert_tensor: int
 ) -> tuple[list[int], list[int]]:
-    """Numbers in each parameter that a rank holds of a layer: of all but experts, and of these."""
+    """Return the sizes of a rank's parameters of a layer: outside of experts, and in experts."""
     shared, experts = [], []
     for op in layer_ops(arch, 0, fused_norms=False):
         if is_expert(op.hf[0].name):
@@ -127,7 +127,7 @@ def _layer_sizes(
 
 
 def _outer_sizes(arch: Arch, tensor: int, pipeline: int, stage: int, *, critic: bool) -> list[int]:
-    """Numbers in each parameter of a stage outside of its layers."""
+    """Return the sizes of a stage's parameters outside of its layers."""
     first, last = stage == 0, stage == pipeline - 1
     ops = stage_ops(arch, range(0), first=first, last=last and not critic)
     sizes = [_numbers(op, tensor) for op in ops]
@@ -137,7 +137,7 @@ def _outer_sizes(arch: Arch, tensor: int, pipeline: int, stage: int, *, critic: 
 
 
 def _numbers(op: Op, ranks: int) -> int:
-    """Numbers of a parameter on one of the ranks that it is split over."""
+    """Return the size of a parameter on one of the ranks that it is split over."""
     numbers = 0
     for part in op.hf:
         shape = part.shape
@@ -148,7 +148,7 @@ def _numbers(op: Op, ranks: int) -> int:
 
 
 def largest_matrix(arch: Arch, parallel: ParallelConfig) -> int:
-    """Numbers in the largest matrix that a rank holds of a layer."""
+    """Return the size of the largest matrix that a rank holds of a layer."""
     shared, experts = _layer_sizes(arch, parallel.tensor, parallel.expert, parallel.expert_tensor)
     return max(shared + experts)
 
@@ -158,7 +158,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def _ranks_of(part: HfTensor, tensor: int) -> int:
-    """Over how many tensor ranks a tensor is split."""
+    """Return how many tensor ranks a tensor is split over."""
     return 1 if part.split_dim is None else tensor
 
 
@@ -245,7 +245,7 @@ def logits(arch: Arch, passed: Pass) -> int:
 
 @cache
 def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
-    """One engine rank's weights: codes and scales of the linear layers, the rest as it is.
+    """Return one engine rank's weights: codes and scales of linear layers, the rest as it is.
 
     Ranks that share a key/value head each have it.
     """
@@ -257,7 +257,7 @@ def engine_weights(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
 
 @cache
 def engine_experts(arch: Arch, scheme: str, tensor: int, itemsize: int) -> int:
-    """Bytes of experts among ``engine_weights``."""
+    """Return the bytes of experts among ``engine_weights``."""
     experts = [op for op in layer_ops(arch, 0, fused_norms=False) if is_expert(op.hf[0].name)]
     return round(arch.num_layers * _engine_bytes(experts, scheme, tensor, itemsize))
 
@@ -280,7 +280,7 @@ def _engine_bytes(ops: Iterable[Op], scheme: str, tensor: int, itemsize: int) ->
 
 
 def _share(channels: int, part: HfTensor, ranks: int) -> float:
-    """Output channels on one of the ranks that split a tensor."""
+    """Return the output channels on one of the ranks that split a tensor."""
     return channels / ranks if part.split_dim == 0 else channels
 
 
@@ -305,7 +305,7 @@ def aligned(arch: Arch, layers: int, parallel: ParallelConfig, itemsize: int) ->
 
 
 def cached_token(arch: Arch, tensor: int, itemsize: int) -> int:
-    """One token's keys and values on one engine rank."""
+    """Return the bytes of one token's keys and values on one engine rank."""
     heads = max(1, arch.kv_heads // tensor)
     return 2 * arch.num_layers * heads * arch.head_dim * itemsize
 
@@ -321,10 +321,10 @@ def publishing(largest: int, bucket: int, *, slots: int) -> int:
 
 
 def engine_free(gpu: int, at_rest: int | None) -> int:
-    """Bytes an engine rank finds free when it starts.
+    """Return the bytes that are free when an engine rank starts.
 
     Args:
-        at_rest: of the trainer on its GPU; None where there is none.
+        at_rest: of the trainer on its GPU; None if there is none.
     """
     free = gpu - DRIVER - CONTEXT - NCCL
     if at_rest is not None:

@@ -72,14 +72,14 @@ class Planner:
     roof: Roofline
     work: Workload
     nearest: tuple[int, Choice, str] | None = None
-    """Of the layouts that did not fit, the one that came nearest: bytes, which, phase."""
+    """The layout that came nearest among those that did not fit: its bytes, choice and phase."""
     fits: dict[Choice, tuple[RunConfig, Footprint] | None] = field(default_factory=dict)
-    """Each layout that was asked for, in its memory; another ``roof`` of these GPUs shares it."""
+    """Recipe and memory of each layout asked for; planners with other roofs share it."""
     stages: dict[tuple[ParallelConfig, bool, str], list[Stage]] = field(default_factory=dict)
     """The trainer's, by its layout, ``model.recompute`` and the transport."""
 
     def plan(self, gpus: int) -> list[Prediction]:
-        """Every layout of ``gpus`` GPUs that fits, fastest first; ConfigError where none does."""
+        """Return every layout of ``gpus`` GPUs that fits, fastest first; raise if none does."""
         train = self.config.train
         rows = 1 if train.max_tokens else train.micro_batch
         shares = self.work.responses // (self.work.minibatches * rows)
@@ -106,7 +106,7 @@ class Planner:
         return best
 
     def predict(self, choice: Choice, *, own: bool = False) -> Prediction | None:
-        """None where the batch does not divide or the layout does not fit."""
+        """Predict a layout; return None if the batch does not divide or the layout does not fit."""
         if choice not in self.fits:
             self.fits[choice] = self._fitting(choice, own=own)
         fitting = self.fits[choice]
@@ -144,7 +144,7 @@ class Planner:
         )
 
     def _fitting(self, choice: Choice, *, own: bool) -> tuple[RunConfig, Footprint] | None:
-        """The recipe in that layout with as much memory for its engines as fits."""
+        """Return the recipe in that layout, with as much memory for its engines as fits."""
         gib = self.roof.gpu.gib
         # The recipe's own may try all of a GPU.
         usable = gib * GIB if own else self._usable
@@ -174,7 +174,7 @@ class Planner:
         return self.roof.gpu.gib * GIB * (1 - self.roof.constants.spare)
 
     def _fractions(self, choice: Choice, *, own: bool) -> Iterable[float | None]:
-        """SGLang's shares of the free memory to try; None is the recipe's."""
+        """Return SGLang's shares of free memory to try; None is the recipe's."""
         if own or choice.colocated == self.config.rollout.colocate is False:
             return [None]
         if not choice.colocated:
@@ -183,7 +183,7 @@ class Planner:
         return [round(STATIC - i * step, 2) for i in range(int(STATIC / step))]
 
     def _nothing_fits(self, gpus: int) -> ConfigError:
-        """Why ``plan`` found nothing."""
+        """Return the error of ``plan`` if no layout fits."""
         if self.nearest is None:
             longest = self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
             return ConfigError(

@@ -107,14 +107,14 @@ class Roofline:
         return size / (self.gpu.hbm * self.constants.hbm)
 
     def send(self, size: float, extent: int) -> float:
-        """Seconds of a rank among ranks that span ``extent`` GPUs."""
+        """Return the seconds of a rank among ranks that span ``extent`` GPUs."""
         bandwidth = self.gpu.nvlink if extent <= self.node else self.gpu.network
         return size / (bandwidth * self.constants.collective)
 
     def exchange(self, size: float, ranks: int) -> float:
-        """Seconds of a rank that sends ``size`` bytes in equal parts to ``ranks``, itself included.
+        """Return a rank's seconds to send ``size`` bytes in equal parts to ``ranks``, with itself.
 
-        They are neighbours; what stays on a machine travels while the rest crosses the network.
+        They are neighbours; parts within a machine travel while the others cross the network.
         """
         near = min(ranks, self.node)
         within = self.send((near - 1) / ranks * size, near)
@@ -123,7 +123,7 @@ class Roofline:
 
 @cache
 def linear_parameters(arch: Arch) -> float:
-    """Numbers in the layers' linear weights that a token meets: of experts, the chosen ones."""
+    """Count the layers' linear weights that a token meets: of experts, the chosen ones."""
     total = expert_parameters(arch)
     for name, shape in hf_shapes(arch).items():
         if is_quantized(name) and not is_expert(name):
@@ -132,7 +132,7 @@ def linear_parameters(arch: Arch) -> float:
 
 
 def expert_parameters(arch: Arch) -> float:
-    """Numbers in the experts of all layers that a token meets."""
+    """Count the weights of experts of all layers that a token meets."""
     if arch.experts is None:
         return 0.0
     met = arch.num_layers * arch.experts.top_k
@@ -156,9 +156,9 @@ def decode_step(roof: Roofline, engine: Engine, running: float, context: float) 
     arch, tensor = engine.arch, engine.tensor
     embedding = arch.vocab * arch.hidden / tensor
     weights: float = memory.engine_weights(arch, engine.scheme, tensor, BF16)
-    if not arch.tied:  # of the embedding a step reads a row per response
+    if not arch.tied:  # a step reads one row of the embedding per response
         weights -= BF16 * embedding
-    if arch.experts:  # of experts those that any response has chosen, of all alike
+    if arch.experts:  # a step reads the experts that any response has chosen, all equally likely
         idle = (1 - arch.experts.top_k / arch.experts.count) ** running
         weights -= idle * memory.engine_experts(arch, engine.scheme, tensor, BF16)
     read = roof.read(weights)
@@ -240,7 +240,7 @@ class Hand:
 
 @cache
 def deal_out(work: Workload, data: int, train: TrainConfig) -> Hand:
-    """Return what one of ``data`` ranks gets: an even share, but the longest response at least."""
+    """Return the work of a data rank: an even share, but at least the longest response."""
     budget, rows = train.max_tokens, train.micro_batch
     count = work.responses // work.minibatches
     lengths = [work.prompt + length for length in work.lengths(count)]
@@ -264,7 +264,7 @@ def forward(
     t, c, e = parallel.tensor, parallel.context, parallel.expert
     layers = arch.num_layers // parallel.pipeline
     weights = linear_parameters(arch) / parallel.pipeline
-    if e > 1:  # all wait for the rank with most
+    if e > 1:  # all wait for the fullest rank
         weights += (roof.constants.crowded - 1) * expert_parameters(arch) / parallel.pipeline
     if head:  # of the last stage
         weights += arch.vocab * arch.hidden
