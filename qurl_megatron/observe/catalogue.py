@@ -1,5 +1,4 @@
-"""Every metric that a run logs: what it is, and how its value reads. The report lists them in this
-order.
+"""Every metric that a run logs, with its description and unit; the report lists them in this order.
 
 A metric's name is "group/rest". A name with an asterisk stands for a family: the values of one's
 own loss, or the mean, the extremes and the spread of one quantity.
@@ -139,6 +138,6 @@ METRICS: dict[str, Known] = {
 
 
 def known(name: str) -> Known:
-    """Return the entry of a metric; one that says nothing where no run of ours logs it."""
+    """Return the entry of a metric; an empty one if no run of ours logs it."""
     families = (entry for pattern, entry in METRICS.items() if fnmatchcase(name, pattern))
     return METRICS.get(name) or next(families, Known(""))

@@ -1,8 +1,8 @@
-"""Why a rank failed, kept where an operator's tools find it: ``failure-RANK.json``.
+"""The reason for a rank's failure, kept for an operator's tools: ``failure-RANK.json``.
 
 A log has the words of the rank that was first to speak, if any: the others only saw that a peer was
-gone, and are silent. Each rank of a job therefore leaves what it met in the folder of its attempt,
-with where in the run it was, so that the cause can be told from what followed.
+gone, and are silent. Each rank of a job therefore leaves its exception in the folder of its
+attempt, with its place in the run, so that the cause can be told from its consequences.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ class Whereabouts:
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Inside, this is the phase; an exception leaves it so, for whoever reports it."""
+        """Set the phase inside the block; after an exception it stays, for the report."""
         before, self.phase = self.phase, phase
         yield
         self.phase = before
 
 
 HERE = Whereabouts()
-"""Of this process, which is one rank of one run."""
+"""The place of this process, which is one rank of one run."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Failure:
 
 
 def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
-    """Leave ``failure-RANK.json`` in the attempt's folder; outside of an attempt nothing."""
+    """Write ``failure-RANK.json`` to the attempt's folder; outside of an attempt do nothing."""
     if not env.get(FOLDER):
         return
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
@@ -79,7 +79,7 @@ def keep(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """Those of an attempt, the earliest first; a damaged one is left out, for logs tell too."""
+    """Return an attempt's failures, the earliest first; leave damaged ones out, as logs remain."""
     failures = []
     for path in folder.glob("failure-*.json"):
         with contextlib.suppress(Malformed):

@@ -138,7 +138,7 @@ class ExplainedVariance(Sums, frozen=True):
             return math.nan
         spread = self.target_squares - self.target**2 / self.count
         missed = max(self.error_squares - self.error**2 / self.count, 0.0)
-        # What rounding leaves of a constant's squares is no variance.
+        # So small a variance is a constant's rounding error.
         if spread <= 1e-12 * self.target_squares:
             return math.nan
         return 1.0 - missed / spread
@@ -164,7 +164,7 @@ def merge(many: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The number each metric stands for; a mean over nothing is NaN."""
+    """Return each metric's number; a mean over nothing is NaN."""
     return {name: float(metric.value) for name, metric in metrics.items()}
 
 
@@ -187,8 +187,8 @@ class Timer:
     ) -> None:
         """
         Args:
-            announce: told the name of each phase that begins.
-            record: told (name, seconds) of each phase that ends.
+            announce: called with the name of each phase that begins.
+            record: called with name and seconds of each phase that ends.
         """
         self._announce = announce
         self._record = record
@@ -217,7 +217,7 @@ class Timer:
             self._record(name, seconds)
 
     def metrics(self) -> dict[str, Metric]:
-        """``time/<phase>`` for each phase so far, and ``time/step`` since the timer was made."""
+        """Return ``time/<phase>`` for each phase, and ``time/step`` since the timer was made."""
         seconds = {**self._seconds, "step": self._clock() - self._start}
         return {f"time/{name}": Max(value) for name, value in seconds.items()}
 

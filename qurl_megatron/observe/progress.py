@@ -29,8 +29,8 @@ FIELDS: dict[str, Callable[[float], str]] = {
     "throughput/rollout_tokens_per_s": lambda value: f"{value:.0f} tok/s",
     "time/step": duration,
 }
-"""What a step's line shows, in this order; a metric that the step lacks is left out, as is one that
-has nothing to say."""
+"""The parts of a step's line, in this order; metrics that the step lacks and empty parts are left
+out."""
 
 LEGEND = {
     "policy/clip_fraction": "clip: share of tokens that clipping cuts off",
@@ -50,7 +50,7 @@ class Progress:
             ...
             progress.step(1, metrics)
 
-    In a terminal, what this process prints meanwhile appears above the line of the phase.
+    In a terminal, other output of this process appears above the line of the phase.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Progress:
         return self
 
     def close(self, *exception: object) -> None:
-        """Take the line of the phase away; what is printed next comes below the steps."""
+        """Remove the line of the phase; further output comes below the steps."""
         if self._display is not None:
             self._display.stop()
             self._display = None
@@ -86,22 +86,22 @@ class Progress:
     __exit__ = close
 
     def phase(self, name: str) -> None:
-        """Show what the run is busy with from now on, and for how long."""
+        """Show the phase that begins, and for how long it lasts."""
         HERE.enter(name)
         if self._display is not None:
             (task,) = self._display.task_ids
             self._display.reset(task, completed=self.done, description=name)
 
     def begin(self) -> None:
-        """A step begins; what came before the first, such as starting engines, is no part of it."""
+        """Begin a step; time before the first, such as for starting engines, does not count."""
         if not self._intervals:
             self._step_started = self._clock()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a finished step; step 0 is the evaluation before training.
 
-        Shown is the time since the step before, saving and evaluating included, as the remaining
-        time is estimated from; not ``time/step``, which leaves these out.
+        It shows the time since the step before, saving and evaluating included, from which the
+        remaining time is estimated; ``time/step`` leaves these out.
         """
         now = self._clock()
         if step > self.done:
@@ -116,7 +116,7 @@ class Progress:
         self._print(self.line(metrics))
 
     def alarm(self, text: str) -> None:
-        """A line that nobody overlooks."""
+        """Print a line that nobody overlooks."""
         self._print(f"*** {text}", style="bold red")
 
     def _print(self, line: str, style: str = "") -> None:
@@ -129,7 +129,7 @@ class Progress:
             self._stream.flush()
 
     def line(self, metrics: Mapping[str, float]) -> str:
-        """The line of the step just reported."""
+        """Return the line of the step just reported."""
         readings = [show(metrics[name]) for name, show in FIELDS.items() if name in metrics]
         parts = [f"step {self.done}/{self.total_steps}", *filter(None, readings)]
         pace = sum(self._intervals) / max(len(self._intervals), 1)

@@ -25,7 +25,7 @@ CONFIG_FILE = "config.toml"
 REPORT_FILE = "report.html"
 QUOTED = 600  # characters of a text that are not folded away
 MEASURED = {"eval/accuracy": "Held-out accuracy", "eval/reward": "Held-out reward"}
-"""What evaluations measure: an accuracy where each score is 1 or 0, else a mean."""
+"""Metrics of evaluations: an accuracy if each score is 1 or 0, else a mean."""
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -83,7 +83,7 @@ def _tables(recipe: str) -> dict:
 
 
 def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[str]:
-    """The line under the title: model, steps, when."""
+    """Return the parts of the line under the title: model, steps, time."""
     facts = []
     if model := recipe.get("model", {}).get("path"):
         facts.append(Path(model).name)
@@ -98,7 +98,7 @@ def _facts(records: Sequence[Record], history: History, recipe: dict) -> list[st
 
 
 def _key_figures(history: History, recipe: dict) -> Iterator[tuple[str, str, str, str]]:
-    """(label, value, note, the value it started from or "") for the headline row."""
+    """Yield (label, value, note, the value it started from or "") for the headline row."""
     evaluations = [name for name in MEASURED if name in history]
     if evaluations:
         newest = max(evaluations, key=lambda name: history[name][0][-1])
@@ -120,7 +120,7 @@ def _key_figures(history: History, recipe: dict) -> Iterator[tuple[str, str, str
 
 
 def _ends(metric: str, steps: np.ndarray, values: np.ndarray) -> tuple[str, str, str]:
-    """(last value, the steps it covers, first value)."""
+    """Return (last value, the steps it covers, first value)."""
     first, last = (reading(metric, value) for value in values[[0, -1]])
     if len(steps) == 1:
         return last, f"step {steps[0]}", ""
@@ -128,7 +128,7 @@ def _ends(metric: str, steps: np.ndarray, values: np.ndarray) -> tuple[str, str,
 
 
 def _events(spans: Sequence[Span]) -> Iterator[tuple[int, str, str]]:
-    """(step, time of day, what happened)."""
+    """Yield (step, time of day, event)."""
     alarms = ("guard", "sampling", "weights", "rollout", "reward")
     lanes = {"fleet": "", "run": "", **{lane: f"{lane}: " for lane in alarms}}
     for span in spans:
@@ -138,7 +138,7 @@ def _events(spans: Sequence[Span]) -> Iterator[tuple[int, str, str]]:
 
 
 def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]:
-    """(that the guard halted the run, why), for the head of the page."""
+    """Yield (halt of the run by the guard, reason) for the head of the page."""
     for span in spans:
         action, _, reason = span.name.partition(": ")
         if span.lane == "guard" and action == HALTED:
@@ -147,7 +147,7 @@ def _banners(spans: Sequence[Span], last_step: int) -> Iterator[tuple[str, str]]
 
 
 def _quotes(examples: Sequence[Example]) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """(title, facts, texts by name) of the lowest and the highest reward of the first, the middle
+    """Yield (title, facts, texts by name) of the lowest and highest reward of the first, the middle
     and the last step that has any, of evaluations and of training."""
     for of in (HELD_OUT, TRAIN):
         steps = sorted({example.step for example in examples if example.of == of})
@@ -165,8 +165,8 @@ def _quotes(examples: Sequence[Example]) -> Iterator[tuple[str, str, dict[str, s
 
 
 def _groups(history: History) -> dict[str, list[tuple[str, str, int, list[str]]]]:
-    """Table rows by group, in the order of the catalogue: a metric's name, what it is, the step it
-    was last measured at; its last, smallest and largest value."""
+    """Return table rows by group, in the catalogue's order: a metric's name, its description, the
+    step it was last measured at; its last, smallest and largest value."""
     order = list(dict.fromkeys(name.split("/")[0] for name in METRICS))
     groups: dict[str, list[tuple[str, str, int, list[str]]]] = {group: [] for group in order}
     for name in sorted(history):

@@ -34,7 +34,7 @@ METRICS_FILE = "metrics.jsonl"  # in a run's folder
 
 T = TypeVar("T", bound=Any)  # has a step
 
-# What parsing raises for a line that a person, or the disk, has edited.
+# Errors of parsing a line that a person, or the disk, has edited.
 _EDITED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -64,9 +64,9 @@ class Growing:
 
 
 class LineFile(Generic[T]):
-    """A file of JSON lines, one or more for each step. A subclass says what a line is."""
+    """A file of JSON lines, one or more for each step. A subclass defines the lines."""
 
-    kind: str  # what a line should be, for the error message
+    kind: str  # name of a line, for the error message
     of: type
 
     @classmethod
@@ -77,7 +77,7 @@ class LineFile(Generic[T]):
 
     @staticmethod
     def evaluates(value: T) -> bool:
-        """True for a line that an evaluation wrote, and nothing else."""
+        """Return whether an evaluation, and nothing else, wrote the line."""
         return False
 
     def __init__(self, path: Path, *, resume_step: int = 0, evaluates: bool = False) -> None:
@@ -279,7 +279,7 @@ class WandbSink:
                 id=run_id,
                 resume="allow",
                 config=dict(config),
-                allow_val_change=True,  # of what may change on resume
+                allow_val_change=True,  # some keys may change on resume
                 dir=str(run_dir),
             )
         except self._wandb.Error as error:

@@ -37,7 +37,7 @@ def power_of_ten(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits; thousands are separated, very large and small ones are powers."""
+    """Format three significant digits; separate thousands, write large and small ones as powers."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -93,7 +93,7 @@ def duration(seconds: float) -> str:
 
 
 def reading(name: str, value: float) -> str:
-    """A metric's value with the unit that the catalogue gives it."""
+    """Return a metric's value with the unit that the catalogue gives it."""
     unit_name = known(name).unit
     if unit_name == "share":
         return f"{number(100 * value)}{NARROW_SPACE}%"
