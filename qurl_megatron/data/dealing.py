@@ -1,4 +1,4 @@
-"""Which responses of a step go into which microbatch, on which data-parallel rank.
+"""Deal the responses of a step to microbatches on data-parallel ranks.
 
 The responses are shuffled into minibatches, one per optimizer update; each minibatch is dealt to
 the data-parallel ranks, and each rank's share of it to microbatches. All of it follows from lengths
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def shuffled(count: int, minibatches: int, seed: int, group: int = 1) -> list[list[int]]:
-    """The responses of each minibatch, the same ones in every layout.
+    """Return the responses of each minibatch, the same ones in every layout.
 
     Args:
         group: so many responses in a row stay in one minibatch.
@@ -35,7 +35,7 @@ def deal(
     packed: bool = False,
     in_step: bool = False,
 ) -> list[list[list[list[int]]]]:
-    """Indices of the responses: ``[minibatch][data rank][microbatch][response]``.
+    """Return indices of responses: ``[minibatch][data rank][microbatch][response]``.
 
     With a budget, data ranks may get different numbers of microbatches, unless they go ``in_step``.
 
@@ -78,7 +78,7 @@ def _halved_to(count: int, passes: list[list[int]]) -> list[list[int]]:
 def over_ranks(
     minibatch: Sequence[int], lengths: Sequence[int], ranks: int, *, evenly: bool
 ) -> list[list[int]]:
-    """The responses of each data-parallel rank; all ranks get as many.
+    """Return the responses of each data-parallel rank, equally many for all.
 
     Args:
         evenly: deal from the longest response down and turn around at each end, so that ranks get
@@ -116,7 +116,7 @@ def plan_passes(lengths: Sequence[int], budget: int, *, packed: bool) -> list[li
 
 
 def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Each sequence, longest first, into the first pass that has room for it."""
+    """Put each sequence, longest first, into the first pass that has room for it."""
     passes: list[list[int]] = []
     room_left: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -131,7 +131,7 @@ def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences of like length together: of all ways to cut the sorted lengths, the cheapest.
+    """Group sequences of like length: of all ways to cut the sorted lengths, the cheapest.
 
     A pass costs its positions, padding included, and an eighth of the budget for itself, so that
     long and short share one only where there is little of both.

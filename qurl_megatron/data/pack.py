@@ -37,8 +37,8 @@ class TokenBatch:
     starts: tuple[int, ...] | None = None  # packed: where each sequence begins, and S
     # Experts of this rank's tokens in its layers (``actor.routing``); None: routers choose them.
     routes: Tensor | None = None
-    # The policies' scores of the batch, [N] float32 each. None until then, and
-    # where the recipe does without; who reads one comes after the phase that found it.
+    # The policies' scores of the batch, [N] float32 each. None before their phase has run, and if
+    # the recipe does without; readers come later.
     proximal: Tensor = cast(Tensor, None)
     reference: Tensor = cast(Tensor, None)
     advantages: Tensor = cast(Tensor, None)
@@ -57,7 +57,7 @@ class TokenBatch:
 def pad_samples(
     responses: Responses, indices: Sequence[int], token_weights: Sequence[float], *, length: int
 ) -> TokenBatch:
-    """A row for each response, padded to the given length.
+    """Return a row for each response, padded to the given length.
 
     Args:
         indices: which responses of the step.
@@ -76,7 +76,7 @@ def pack_samples(
     sequence_multiple: int = 1,
     multiple: int = 1,
 ) -> TokenBatch:
-    """Responses end to end in one row.
+    """Return responses end to end in one row.
 
     Padding belongs to the sequence before it, where causal attention lets nothing see it.
 
@@ -99,7 +99,7 @@ def _batch(
     starts: Sequence[int],
     rows: int,
 ) -> TokenBatch:
-    """Responses at ``starts``, counted over all rows; the last of these is the end."""
+    """Return responses at ``starts``, counted over all rows; the last start is the end."""
     ids = torch.zeros(starts[-1], dtype=torch.int64)
     positions = torch.empty(starts[-1], dtype=torch.int64)
     targets = torch.zeros(starts[-1], dtype=torch.int64)

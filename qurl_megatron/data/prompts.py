@@ -63,7 +63,7 @@ class PromptStream:
         self._order = self._shuffled()
 
     def next_batch(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts; ``Prompt.index`` counts on over batches and epochs."""
+        """Return the next ``count`` prompts; ``Prompt.index`` counts on over batches and epochs."""
         batch: list[Prompt] = []
         while len(batch) < count:
             if self.position == len(self._order):
@@ -100,7 +100,7 @@ class PromptStream:
         return sentences
 
     def refuse_longer(self, limit: int) -> None:
-        """Where data.max_prompt_tokens lets prompts pass that are too long for the model.
+        """Refuse prompts within data.max_prompt_tokens that are too long for the model.
 
         Args:
             limit: tokens of a prompt that leave room for its response.
@@ -121,7 +121,7 @@ class PromptStream:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands; JSON can hold it."""
+        """Return the position of the stream; JSON can hold it."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -162,7 +162,7 @@ class PromptStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with anything that changes which prompt comes when."""
+        """Hash of everything that decides which prompt comes when."""
         config = self.config
         digest = hashlib.sha256()
         for part in (self.seed, config.shuffle, config.chat, config.max_prompt_tokens):
@@ -178,7 +178,7 @@ class PromptStream:
         return order
 
     def _questions(self, held_out: int) -> tuple[list[Question], list[Question]]:
-        """Training questions, and as many held-out ones as there are of those asked for."""
+        """Return training questions, and up to ``held_out`` held-out ones."""
         if not self.files:
             return training_questions(self.config), held_out_questions(self.config, held_out)
         training, *held_out_lists = (file.questions for file in self.files.values())

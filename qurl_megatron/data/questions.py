@@ -25,7 +25,7 @@ def data_files(config: DataConfig, *, held_out: bool, answers: bool = True) -> d
 
     Args:
         held_out: it asks held-out prompts, too.
-        answers: every row must have one; else those without have an empty one.
+        answers: every row must have one; otherwise a missing one is empty.
 
     Raises:
         ConfigError: a missing, empty or malformed file; no data.eval_path beside data.path.
@@ -39,7 +39,7 @@ def data_files(config: DataConfig, *, held_out: bool, answers: bool = True) -> d
 
 
 def training_questions(config: DataConfig) -> list[Question]:
-    """All of them, in the order of the file or the task.
+    """Return all of them, in the order of the file or the task.
 
     Raises:
         ConfigError: as ``data_files``; an unknown task, or wrong arguments for it.
@@ -50,7 +50,7 @@ def training_questions(config: DataConfig) -> list[Question]:
 
 
 def held_out_questions(config: DataConfig, count: int, *, answers: bool = True) -> list[Question]:
-    """The first ``count`` held-out questions; all there are where a file has fewer.
+    """Return the first ``count`` held-out questions; all of them if a file has fewer.
 
     Args:
         answers: as for ``data_files``.

@@ -38,7 +38,7 @@ class Summary:
 
     @staticmethod
     def empty(count: int) -> "Summary":
-        """Room for so many responses."""
+        """Return room for ``count`` responses."""
         prompt_lengths, lengths, written, prompts = torch.zeros(4, count, dtype=torch.int64)
         return Summary(
             prompt_lengths,
@@ -105,7 +105,7 @@ class Responses:
 
     @staticmethod
     def empty(summary: Summary) -> "Responses":
-        """Room for their tokens."""
+        """Return room for the tokens of a summary's responses."""
         return Responses(
             summary,
             torch.empty(sum(summary.totals), dtype=torch.int32),
@@ -118,15 +118,15 @@ class Responses:
 
     @cached_property
     def tokens_of(self) -> tuple[Tensor, ...]:
-        """Prompt and response, a view for each response of the step."""
+        """A view for each response: tokens of its prompt, then its own."""
         return self.tokens.split(self.summary.totals)
 
     @cached_property
     def mask_of(self) -> tuple[Tensor, ...]:
-        """Of each response's tokens, a view: 1 where the policy wrote one."""
+        """A view for each response: 1 for each token that the policy wrote."""
         return self.mask.split(self.summary.lengths)
 
     @cached_property
     def behaviour_of(self) -> tuple[Tensor, ...]:
-        """Log-probs of each response's written tokens, a view."""
+        """A view for each response: log-probs of its written tokens."""
         return self.behaviour.split(self.summary.written)

@@ -27,7 +27,7 @@ EXACT_FLOATS = 2**53  # whole numbers up to here are exact as floats
 _MISSING = object()
 
 Turn = dict[str, Any]
-"""Of a chat: ``role``, ``content``, and other keys that the model's chat template may read."""
+"""A turn of a chat: ``role``, ``content``, and keys that the model's chat template may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class DataFile:
 
     @property
     def summary(self) -> str:
-        """The keys found, and where, for a person."""
+        """How many prompts there are, and the keys they were found by, for a person."""
         first = self.questions[0]
         prompts = f"{how_many(len(self.questions), 'prompt')} in {self.prompt_key}"
         if first.turns:
@@ -101,13 +101,13 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
 
 
 def _way_out(path: Path) -> str:
-    """Return advice where a path is written as one of several files."""
+    """Return advice for a path that names several files."""
     several = path.is_dir() or any(mark in str(path) for mark in ",*")
     return f"; {ONE_FILE}" if several else ""
 
 
 def checksum_of(path: Path) -> str:
-    """Return a file's checksum; raises ``ConfigError`` where the system cannot read it."""
+    """Return a file's checksum; raise ``ConfigError`` if the system cannot read it."""
     with reading(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -132,7 +132,7 @@ def changed_files(config: DataConfig, checksums: Mapping[str, str]) -> dict[str,
 
 
 def look_up(row: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path, in which numbers count items of lists from 0, as in
+    """Return the value at a dotted path, in which numbers count items of lists from 0, as in
     prompt.0.content; a column may have the dots in its own name."""
     if path in row:
         return row[path]
@@ -201,7 +201,7 @@ READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Any]]]] = {
 
 
 def _question(row: Any, place: str, columns: Columns) -> tuple[Question, tuple[str, str]]:
-    """The question of a row, and where prompt and answer were."""
+    """Return the question of a row, and the keys of its prompt and its answer."""
     if not isinstance(row, dict):
         raise ConfigError(f"{place} must be an object with prompt and answer, got {row!r:.80}")
     prompt_key = _key(row, columns.prompt, PROMPT_KEYS, "data.prompt_key", place)

@@ -39,7 +39,7 @@ class Tokenizer:
 
         # tokenizer.json says everything. For some families AutoTokenizer takes the family's own
         # splitting rules instead, wrong where the checkpoint was made with another tokenizer.
-        # What is not used of transformers is not imported.
+        # transformers imports a class when it is named, so only one of the two is named.
         load: Any
         if (self.path / "tokenizer.json").is_file():
             load = transformers.PreTrainedTokenizerFast
@@ -80,7 +80,7 @@ class Tokenizer:
                     yield tuple(ids)
 
     def _check(self, question: Question, ids: Sequence[int]) -> None:
-        """Raise ``ConfigError`` where the ids are no prompt for the model of the folder."""
+        """Raise ``ConfigError`` if the ids are no prompt for the model of the folder."""
         place = question.place or "a question"
         if not ids:
             raise ConfigError(
@@ -105,7 +105,7 @@ class Tokenizer:
         return size if isinstance(size, int) else math.inf
 
     def _rendered(self, question: Question, chat: bool) -> str:
-        """The text that is split into tokens; a template's has its special tokens."""
+        """Return the text to split into tokens; a template's text has its special tokens."""
         if not (chat or question.turns):
             return question.text
         place = f"{question.place}: " if question.turns and question.place else ""
@@ -137,13 +137,13 @@ class Tokenizer:
     def following(self, message: Turn, *, chat: bool, last: int | None) -> tuple[int, ...]:
         """Return the ids of a message after the policy's turn, up to where its next turn begins.
 
-        The policy's own ids are never made again from their text: these are to be appended to them.
+        Append them to the policy's own ids, which are never made again from their text.
 
         Args:
             message: ``role`` and ``content``.
             chat: by the model's chat template; else as plain text.
-            last: id that the policy ended its turn with, if it wrote any. The template's own end of
-                a turn is left out where it is that.
+            last: id that the policy ended its turn with, if it wrote any. If the template ends a
+                turn with the same id, that is left out.
 
         Raises:
             ConfigError: the template refuses such a message.
@@ -170,7 +170,7 @@ class Tokenizer:
         return ids[1:] if ids[:1] == (last,) else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens."""
+        """Return the text of a response, without special tokens."""
         return self._wrapped.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

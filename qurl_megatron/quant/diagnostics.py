@@ -17,19 +17,19 @@ _CHUNK, _CHUNK_CPU = 4 << 20, 1 << 16
 
 
 def code_flips(old_values: Tensor, new_values: Tensor) -> Tensor:
-    """(codes that differ, codes), float64 [2]; codes are compared as bytes, int8 or float8."""
+    """Return (codes that differ, codes), float64 [2]; codes are compared as bytes."""
     assert old_values.shape == new_values.shape, (old_values.shape, new_values.shape)
     changed = (old_values.view(torch.uint8) != new_values.view(torch.uint8)).sum()
     return torch.stack([changed, torch.full_like(changed, new_values.numel())]).double()
 
 
 def weight_update(old: Tensor, new: Tensor) -> Tensor:
-    """(||new - old||^2, ||old||^2) of Eq. 13, float64 [2]."""
+    """Return (||new - old||^2, ||old||^2) of Eq. 13, float64 [2]."""
     return _squares(old, lambda rows: new[rows])
 
 
 def weight_error(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
-    """(||Q(w) - w||^2, ||w||^2) of Eq. 14, float64 [2]."""
+    """Return (||Q(w) - w||^2, ||w||^2) of Eq. 14, float64 [2]."""
     if quantized.block is not None:
         dequantized = dequantize(quantized)
         return _squares(weight, lambda rows: dequantized[rows])
@@ -40,8 +40,7 @@ def weight_error(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
 def update_passed(
     old: Tensor, new: Tensor, old_codes: QuantizedWeight, new_codes: QuantizedWeight
 ) -> Tensor:
-    """(<dQ, dW>, ||dW||^2, ||dQ||^2), float64 [3]: the part of an update that the engine's weights
-    make.
+    """Return (<dQ, dW>, ||dW||^2, ||dQ||^2), float64 [3], to tell how much of an update arrives.
 
     dW is the change of the weights, dQ the change of their codes' values. Over a model
     <dQ, dW> / ||dW||^2 is the share of the update that the engine sees, 1 in the mean of a rounding
@@ -60,7 +59,7 @@ def update_passed(
 
 
 def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
-    """(||other - base||^2, ||base||^2) over chunks of rows."""
+    """Return (||other - base||^2, ||base||^2), summed over chunks of rows."""
     totals = torch.zeros(2, dtype=torch.float64, device=base.device)
     for rows in _row_slices(base):
         base_D = base[rows].detach().double().flatten()
@@ -71,7 +70,7 @@ def _squares(base: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
 
 
 def _dequantized(quantized: QuantizedWeight) -> Callable[[slice], Tensor]:
-    """Its rows as float64, exact but for blocks of squares."""
+    """Return a function from rows to their float64 values, exact except for blocks of squares."""
     if quantized.block is not None:
         dequantized = dequantize(quantized)
         return lambda rows: dequantized[rows].double()

@@ -62,7 +62,7 @@ COMPRESSED_BLOCKS = _config("float", *_BY_BLOCK)
 
 _READ = (*CONFIGS.items(), ("int8", INT8_EXPERTS), ("fp8_block", COMPRESSED_BLOCKS))
 
-# Keys of a found config that may differ and the tensors still mean the same.
+# Keys of a config that may differ without changing the meaning of the tensors.
 _INCIDENTAL = {"targets", "quantization_status", "fmt"}
 
 
@@ -97,8 +97,8 @@ def stored(name: str, quantized: QuantizedWeight, scheme: str) -> dict[str, Tens
 def loaded(name: str, tensors: Mapping[str, Tensor], scheme: str) -> QuantizedWeight:
     """Undo ``stored``.
 
-    Other writers store scales in BF16, or without the dimensions of size 1, and those of fp8_block
-    also under the other name; all are read.
+    Other writers store scales in BF16, or without the dimensions of size 1, and fp8_block's also
+    under the other name; all are read.
 
     Raises:
         ConfigError: a tensor is missing, or does not fit the layout; names it.
@@ -141,7 +141,7 @@ def quantization_config(scheme: str, ignore: Sequence[str], *, experts: bool = F
 
 
 def read_quantization(config: Mapping) -> str | None:
-    """The scheme of the checkpoint that a config.json describes; None: it is not quantized.
+    """Return the scheme of the checkpoint that a config.json describes; None: it is not quantized.
 
     Other tools' files in the same layout are recognised, too.
 

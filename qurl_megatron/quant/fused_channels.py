@@ -43,7 +43,7 @@ COUNTER = ["start", "second", "row_words", "first_column"]
 def quantize_rows(
     weight_OI: Tensor, dtype: torch.dtype, largest: float, counter: Counter | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes of a weight and its scales, both in one pass.
+    """Return codes of a weight and its scales, both in one pass.
 
     Args:
         weight_OI: [O, I] in one of ``FORMATS``, not empty; rows of at most ``HELD``.
@@ -72,7 +72,7 @@ def quantize_rows(
 
 
 def amax_rows(weight_OI: Tensor) -> Tensor:
-    """Largest magnitude of each row, [O, 1] float32; nan where the row has one."""
+    """Return the largest magnitude of each row, [O, 1] float32; nan where the row has one."""
     weight_OI = _by_rows(weight_OI)
     O, I = weight_OI.shape  # noqa: E741
     amax_O1 = torch.empty(O, 1, device=weight_OI.device)
@@ -88,7 +88,7 @@ def round_rows(
     largest: float,
     counter: Counter | None = None,
 ) -> Tensor:
-    """Codes of a weight under scales that are known, [O, I]; arguments as of ``quantize_rows``."""
+    """Return codes [O, I] of a weight under known scales; arguments as of ``quantize_rows``."""
     weight_OI = _by_rows(weight_OI)
     O, I = weight_OI.shape  # noqa: E741
     values_OI = torch.empty(O, I, dtype=dtype, device=weight_OI.device)
@@ -105,7 +105,7 @@ def round_rows(
 
 
 def warps(block: int) -> int:
-    """Of the program that holds a row: no more than 64 elements to a thread."""
+    """Return the warps of a program that holds a row: no more than 64 elements to a thread."""
     return min(max(block // 1024, 4), 16)
 
 
@@ -114,7 +114,7 @@ def _by_rows(weight_OI: Tensor) -> Tensor:
 
 
 def _storable(values: Tensor) -> Tensor:
-    """E4M3 as plain bytes: older GPUs have no such format."""
+    """Return E4M3 as plain bytes: older GPUs have no such format."""
     return values.view(torch.uint8) if values.dtype is torch.float8_e4m3fn else values
 
 
@@ -246,8 +246,8 @@ def _draw(start, column, second):
 @triton.jit
 def _e4m3_by_chance(x, drawn):
     """The bits of an E4M3 number beside x; |x| <= 448."""
-    # E4M3's exponent, 1 where its numbers are subnormal; its steps are those of 2**-3 times 2**-6
-    # and above. A number of steps that reaches 16 carries into the exponent by itself.
+    # E4M3's exponent, 1 where its numbers are subnormal; a step is 2**-3 times the power of two,
+    # 2**-6 or more. A number of steps that reaches 16 carries into the exponent by itself.
     exponent = tl.maximum(_magnitude_bits(x) >> 23, 121) - 120
     step = ((exponent + 117) << 23).to(tl.float32, bitcast=True)
     steps = (tl.div_rn(x, step) + drawn + _TO_INTEGER) - _TO_INTEGER

@@ -4,7 +4,7 @@ Everything is symmetric: ``value = round(x / scale)`` with ``scale = amax / larg
 float32 element by element, so a slice of a tensor quantizes to the slice of the quantized tensor.
 ``fused_channels`` has the same arithmetic as kernels for GPUs.
 
-By chance is up with the probability of the fraction, else down. Rounded to the nearest code, a
+By chance means up with the probability of the fraction, else down. Rounded to the nearest code, a
 weight on the grid stays where it is until half a step of updates has come together. By chance, the
 mean of ``code * scale`` is the weight itself, wherever it lies.
 
@@ -44,7 +44,7 @@ _STEPS = 3 << 23  # an E4M3 number has 3 bits after the leading one: 8 steps bet
 
 
 def scheme_named(name: str) -> Scheme:
-    """Return a scheme; raises ``ConfigError`` where there is none of that name."""
+    """Return a scheme; raise ``ConfigError`` if there is none of that name."""
     if name not in SCHEMES or not SCHEMES[name].stored:
         names = sorted(name for name, row in SCHEMES.items() if row.stored)
         raise ConfigError(f"unknown quantization scheme {name!r}; known are {names}")
@@ -52,8 +52,8 @@ def scheme_named(name: str) -> Scheme:
 
 
 def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
-    """float32 scales; 1 where all elements are 0, or so small that the scale is subnormal."""
-    # By a tensor: a number would be multiplied by as its reciprocal on a GPU, and more than half of
+    """Return float32 scales; 1 if all elements are 0, or so small that the scale is subnormal."""
+    # Divide by a tensor: for a number, a GPU multiplies by its reciprocal, and more than half of
     # all E4M3 scales would differ from the CPU's in the last bit.
     scale = amax / amax.new_full((), scheme.largest)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
@@ -104,7 +104,7 @@ def rounding_of(
     split_dim: int | None,
     offset: int,
 ) -> Rounding | None:
-    """The rounding of one shard of a tensor; None for the nearest code.
+    """Return the rounding of one shard of a tensor; None for the nearest code.
 
     Args:
         kind: "nearest"; "stochastic", with draws of its own for each version; or "dithered", with
@@ -150,7 +150,7 @@ class Draws:
         self._drawn = torch.empty(rows, columns, device=device)
 
     def round_(self, x: Tensor, first: int) -> Tensor:
-        """Float32 rows ``x / scale`` of the shard, from row ``first``, onto the grid, in place."""
+        """Round rows ``x / scale`` of the shard, float32, from row ``first`` on, in place."""
         drawn = self._draw(first, len(x))
         if not self._scheme.dtype.is_floating_point:
             return x.add_(drawn, alpha=UNIT).round_()
@@ -160,7 +160,7 @@ class Draws:
         return x.div_(steps).add_(drawn, alpha=UNIT).round_().mul_(steps).add_(0.0)
 
     def _draw(self, first: int, rows: int) -> Tensor:
-        """Odd numbers between -2**15 and 2**15, [rows, columns] float32."""
+        """Return odd numbers between -2**15 and 2**15, [rows, columns] float32."""
         words, spare = self._words[:rows], self._spare[:rows]
         counter = (self._rows[:rows] + (self._start + first * self._step)).to(torch.int32)
         torch.add(counter, self._across, out=words)
@@ -174,11 +174,11 @@ class Draws:
 
 
 def _int32(number: int) -> int:
-    """The lower 32 bits as torch's operations take them, which know no unsigned ones."""
+    """Return the lower 32 bits as a signed number: torch's operations take no unsigned ones."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _fold_(words: Tensor, bits: int, spare: Tensor) -> None:
-    """``words ^= words >> bits``, without the sign that int32 shifts in."""
+    """Compute ``words ^= words >> bits``, without the sign that int32 shifts in."""
     torch.bitwise_right_shift(words, bits, out=spare)
     words.bitwise_xor_(spare.bitwise_and_((1 << (32 - bits)) - 1))

@@ -46,7 +46,7 @@ def quantize(
     out: Tensor | None = None,
     check: bool = True,
 ) -> QuantizedWeight:
-    """The point of the scheme's grid that is nearest to a weight, or one of the two beside it.
+    """Round a weight to the nearest point of the scheme's grid, or to one of the two beside it.
 
     Args:
         weight: [O, I] in any float format, whole or one tensor-parallel shard; not modified.
@@ -100,7 +100,7 @@ def quantize(
 
 
 def dequantize(quantized: QuantizedWeight) -> Tensor:
-    """``values * scale`` in float32, [O, I]."""
+    """Return ``values * scale`` in float32, [O, I]."""
     values, scale, block = quantized.values, quantized.scale, quantized.block
     if block is not None:
         height, width = values.shape
@@ -124,7 +124,7 @@ def _quantize_fused(
     input_group: dist.ProcessGroup | None,
     rounding: Rounding | None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales by the kernels for GPUs; scales are inf or nan where the weight is."""
+    """Return codes and scales by the kernels for GPUs; scales are inf or nan where weights are."""
     from qurl_megatron.quant import fused_channels as channels  # imports triton
 
     counter = None if rounding is None else rounding.counter
@@ -149,7 +149,7 @@ def _without_inf_and_nan(quantized: QuantizedWeight) -> QuantizedWeight:
 
 
 def _shared_amax(weight_OI: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Largest magnitude of each channel over all ranks' columns, float32 [O, 1]."""
+    """Return the largest magnitude of each channel over all ranks' columns, float32 [O, 1]."""
     amax = torch.zeros(len(weight_OI), 1, device=weight_OI.device)
     for _, squares, run in _runs(weight_OI, None):
         amax[squares] = _amax(run)
@@ -160,7 +160,7 @@ def _shared_amax(weight_OI: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _amax(run_RhCw: Tensor) -> Tensor:
-    """Largest magnitude of each square, [R, C]; nan where a square has one."""
+    """Return the largest magnitude of each square, [R, C]; nan where a square has one."""
     # Two passes that write nothing; torch.aminmax takes several times as long along a dimension.
     low, high = run_RhCw.amin(dim=3), run_RhCw.amax(dim=3)
     return torch.maximum(-low, high).amax(dim=1)
@@ -216,7 +216,7 @@ def _rows_of_squares(weight_OI: Tensor, block: int | None, *, on_cpu: int, on_gp
 
 
 def _runs(weight_OI: Tensor, block: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """A weight as float32 squares [R, h, C, w], some rows of squares at a time.
+    """Yield a weight as float32 squares [R, h, C, w], some rows of squares at a time.
 
     Yields:
         The run's rows, its rows of squares, and the squares: a view where the weight is float32
