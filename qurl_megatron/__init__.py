@@ -3,10 +3,10 @@
     import qurl_megatron as qurl
 
     config = qurl.load("launch/recipes/quickstart.toml", ["train.steps=10"])
-    run = qurl.train(config)             # or qurl.Run("runs/quickstart"), of a run that is there
+    run = qurl.train(config)             # or qurl.Run("runs/quickstart"), for an existing run
     run.metrics["reward/mean"]
 
-Whatever is named below is imported when it is first asked for: torch takes seconds.
+The names below are imported when they are first used: torch takes seconds.
 
     load, train, Run             recipes and runs
     objective, token_log_probs   the loss of the paper, per token

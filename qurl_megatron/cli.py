@@ -222,7 +222,7 @@ The modules that they stand in are light."""
 
 OPEN_FILES, FEWEST_FILES = 65536, 256
 LASTING = ("train", "study", "eval", "serve")
-"""They go on without a terminal: their work is more than their output."""
+"""Commands that go on without a terminal: their work is more than their output."""
 
 
 if __name__ == "__main__":

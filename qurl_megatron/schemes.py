@@ -40,9 +40,9 @@ class Scheme:
         return dtype
 
 
-# Simulated are fewer bits in INT8's clothes: the same storage and products, a coarser grid. No
-# hardware computes them this way and no checkpoint is exported in them; the embedded engine does,
-# so that a small model meets the quantization noise that a large one meets at 8 bits.
+# Simulated schemes have fewer bits with INT8's storage and products: a coarser grid. No hardware
+# computes like that and no checkpoint is exported in them; the embedded engine does, so that a
+# small model meets the quantization noise that a large one meets at 8 bits.
 SCHEMES: dict[str, Scheme] = {
     "none": Scheme(),
     "int8": Scheme("int8", 127.0),
@@ -57,13 +57,13 @@ ROLLOUT = tuple(SCHEMES)
 """Values of ``quant.scheme``."""
 
 SERVED = tuple(name for name in ROLLOUT if not SCHEMES[name].simulated)
-"""Those of them that SGLang serves, too."""
+"""Schemes that SGLang serves, too."""
 
 EXPORTED = tuple(name for name, row in SCHEMES.items() if row.stored and not row.simulated)
 """Formats of quantized checkpoints."""
 
 INTEGER = {name: row.largest for name, row in SCHEMES.items() if row.stored == "int8"}
-"""The largest codes of those whose products are INT8's."""
+"""The largest code of each scheme whose products are INT8's."""
 
 
 def title(name: str) -> str:

@@ -41,7 +41,7 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """As a chat, whatever it was."""
+        """The prompt as a chat, also if it is plain text."""
         return list(self.turns) or [{"role": "user", "content": self.text}]
 
 
@@ -50,7 +50,7 @@ class Sample:
     """One response to a prompt, as the behaviour policy generated it; equal to one of equal values.
 
     In a conversation of several turns the response is all that follows on the prompt: the policy's
-    turns, and the environment's messages between them. Only the former is ever trained on. The
+    turns, and the environment's messages between them. Only the former are ever trained on. The
     arrays may be given as any sequence; they are read-only from then on.
     """
 
@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """True where the length limit, not the model, ended the response."""
+        """Whether the length limit, not the model, ended the response."""
         return self.finish_reason == "length"
 
     @property
@@ -114,13 +114,13 @@ class Sample:
 
 
 def in_a_row(versions: Iterable[tuple[int, int]]) -> Versions:
-    """The shortest way to say it: neighbours of one version as one, and none without tokens."""
+    """Merge neighbours of one version, and leave out entries without tokens."""
     runs = groupby((run for run in versions if run[1]), key=lambda run: run[0])
     return tuple((version, sum(count for _, count in run)) for version, run in runs)
 
 
 def _frozen(values: Sequence | np.ndarray, dtype: Any) -> np.ndarray:
-    """A read-only array of the values; themselves where they are one already."""
+    """Return the values as a read-only array; themselves if they are one already."""
     if isinstance(values, np.ndarray) and values.dtype == dtype and not values.flags.writeable:
         return values
     array = np.array(values, dtype=dtype)

@@ -1,6 +1,6 @@
-"""``qurl bench WHAT``: measure, show the table and keep the record, DIR/WHAT.json.
+"""``qurl bench BENCHMARK``: measure, show the table and keep the record, DIR/BENCHMARK.json.
 
-Every help reads the options, so what measures is imported when it is asked for.
+Every ``--help`` reads the options, so a benchmark is imported when it runs.
 """
 
 import argparse

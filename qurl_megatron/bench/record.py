@@ -57,7 +57,7 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """Of the limit that was reached: 1 is as fast, or as small, as the machine allows."""
+        """Share of the limit that was reached: 1 is as fast, or as small, as the machine allows."""
         if not self.limit or not self.median or not self.better:
             return None
         return self.median / self.limit if self.better == "higher" else self.limit / self.median
@@ -107,7 +107,7 @@ class BenchRecord:
         print(path)
 
     def table(self) -> str:
-        """For a terminal: a line per figure, and below them why cases cannot be compared."""
+        """Return a line per figure, and below them why cases cannot be compared."""
         rows: list[tuple[str, ...]] = [HEADS]
         reasons = []
         for case in self.cases:
@@ -231,7 +231,7 @@ def load() -> float:
 
 
 def commit(folder: Path) -> str | None:
-    """Of the repository, "+changes" where tracked files differ from it; None outside of one."""
+    """Return the repository's commit, "+changes" if tracked files differ; None outside of one."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
@@ -245,7 +245,7 @@ def commit(folder: Path) -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name and memory of each, as nvidia-smi reports them; empty where there is none."""
+    """Return name and memory of each GPU, as nvidia-smi reports them."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, check=True, capture_output=True, text=True)

@@ -51,7 +51,7 @@ Weight = Tensor | QuantizedWeight
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """The config.json of a folder, or of a shape that ships.
+    """Return the config.json of a folder, or of a shape that ships.
 
     Raises:
         ConfigError: there is neither.
@@ -60,7 +60,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def described(model: str) -> Path:
-    """The folder with the config.json that ``config_of`` reads."""
+    """Return the folder with the config.json that ``config_of`` reads."""
     for folder in (Path(model), MODELS / model):
         if (folder / "config.json").is_file():
             return folder
@@ -131,7 +131,7 @@ class Version:
             tensors = {name: weight} if isinstance(weight, Tensor) else stored(name, weight, scheme)
             self.shards += [Shard.whole(each, value) for each, value in tensors.items()]
         self.sender = MemorySender("bench", 0, leads=False, device=device, root=root)
-        torch.cuda.empty_cache()  # an engine takes what it finds free
+        torch.cuda.empty_cache()  # an engine takes all memory that is free
 
     def _read(self, folder: Path) -> Iterator[tuple[str, Weight]]:
         source = open_checkpoint(folder)
@@ -175,7 +175,7 @@ class Version:
 def started(
     config: RolloutConfig, folder: Path, version: Version, logs: Path
 ) -> Iterator[StartedEngine]:
-    """An engine of its own, with ``version`` published to it.
+    """Start an engine, and publish ``version`` to it.
 
     Args:
         folder: the model's, from which it starts.

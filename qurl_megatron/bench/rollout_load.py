@@ -62,7 +62,7 @@ class LoadOutcome:
         return 1 - ends[len(ends) // 2] / ends[-1]
 
     def reasons(self) -> dict[str, str]:
-        """Return why its figures do not count, by name, with what was observed."""
+        """Return the reasons not to count its figures, by name, with details."""
         count = len(self.answers)
         failed = [answer for answer in self.answers if answer.failure]
         wrong = [a for a in self.answers if not a.failure and a.tokens != a.ask.tokens]

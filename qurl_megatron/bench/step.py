@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         runs = {}
         for name in options.case or DEFAULT_CASES:
             settings = (*options.overrides, *name.split())
-            model = Path(load(recipe, settings).model.path)  # refuses what the recipe cannot have
+            model = Path(load(recipe, settings).model.path)  # refuses impossible settings
             runs[name] = partial(once, settings)
         if not model.exists():
             progress(f"making {model}")

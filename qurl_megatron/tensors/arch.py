@@ -44,7 +44,7 @@ FIXED: Mapping[str, Any] = {
     "decoder_sparse_step": 1,
     "hidden_act": "silu",
 }
-"""Keys of config.json that change what is computed, and the one value that each may have."""
+"""Keys of config.json that change the computation, and the one value that each may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ class Arch:
             )
 
     def check_megatron(self) -> None:
-        """Raise ``ConfigError`` where Megatron does not compute the model so."""
+        """Raise ``ConfigError`` if Megatron computes the model in another way."""
         scaling = self.rope_scaling
         if scaling and replace(scaling, factor=8.0) != MEGATRON_LLAMA3_ROPE:
             raise ConfigError(
@@ -173,7 +173,7 @@ class Arch:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """``config.json`` of a checkpoint folder, as it is written.
+    """Return ``config.json`` of a checkpoint folder, as it is written.
 
     Raises:
         ConfigError: the folder or the file is missing or is not JSON.
@@ -190,7 +190,7 @@ def arch_of(folder: str | Path, *, quantized: bool = False) -> Arch:
     """Return the architecture that a checkpoint folder's ``config.json`` describes.
 
     Args:
-        quantized: its weights may be so.
+        quantized: allow quantized weights.
 
     Raises:
         ConfigError: as ``read_config`` and ``read_arch``, with the file's path.
@@ -256,7 +256,7 @@ def _arch(config: dict[str, Any]) -> Arch:
 
 
 def refuse_unknown_switches(config: dict[str, Any], family: Family) -> None:
-    """Raise ``ConfigError`` where a key asks for a computation that is not understood here."""
+    """Raise ``ConfigError`` if a key asks for a computation that is not understood here."""
     if config.get("quantization_config"):
         raise ConfigError(
             "config.json: quantization_config means quantized weights; "
@@ -279,7 +279,7 @@ def refuse_unknown_switches(config: dict[str, Any], family: Family) -> None:
 
 
 LARGEST_COUNT = 1 << 31
-"""Of layers, heads, sizes and token ids; no model comes near."""
+"""Bound on layers, heads, sizes and token ids; no model comes near."""
 LARGEST_NUMBER = 1e12
 
 
@@ -319,7 +319,7 @@ def _switch(config: Mapping[str, Any], key: str) -> bool:
 
 
 def read_family(config: Mapping[str, Any]) -> Family:
-    """The family a config names.
+    """Return the family that a config names.
 
     Raises:
         ConfigError: it is not one of those this package computes.
@@ -333,7 +333,7 @@ def read_family(config: Mapping[str, Any]) -> Family:
 
 
 def read_aux_coef(config: Mapping[str, Any]) -> float:
-    """Return ``router_aux_loss_coef``: transformers' default where a config leaves it out."""
+    """Return ``router_aux_loss_coef``, or transformers' default if a config leaves it out."""
     value = _value(config, "router_aux_loss_coef", 0.001)
     if type(value) not in (int, float) or not 0 <= value <= LARGEST_NUMBER:
         raise ConfigError(
@@ -432,5 +432,5 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
 
 
 def _divisors(*sizes: int) -> list[int]:
-    """Up to 1024, more ranks than split any layer."""
+    """Return the common divisors up to 1024, more ranks than split any layer."""
     return [n for n in range(1, 1025) if all(size % n == 0 for size in sizes)]

@@ -28,7 +28,7 @@ class Slice(NamedTuple):  # a version makes 100,000: a frozen dataclass takes lo
 
     @staticmethod
     def along(shape: Sequence[int], dim: int, start: int, stop: int) -> "Slice":
-        """Rows (``dim`` 0) or columns (1) ``[start, stop)`` of a tensor of this shape.
+        """Return rows (``dim`` 0) or columns (1) ``[start, stop)`` of a tensor of this shape.
 
         >>> Slice.along((6, 4), 0, 2, 5)
         Slice(starts=(2, 0), sizes=(3, 4))
@@ -42,7 +42,7 @@ class Slice(NamedTuple):  # a version makes 100,000: a frozen dataclass takes lo
         return math.prod(self.sizes)
 
     def overlap(self, other: "Slice") -> "Slice | None":
-        """Return the part that both have; None where that is nothing."""
+        """Return the part that both have; None if there is none."""
         starts, sizes = [], []
         for a, m, b, n in zip(self.starts, self.sizes, other.starts, other.sizes, strict=True):
             start, stop = max(a, b), min(a + m, b + n)
@@ -53,7 +53,7 @@ class Slice(NamedTuple):  # a version makes 100,000: a frozen dataclass takes lo
         return Slice(tuple(starts), tuple(sizes))
 
     def narrow(self, tensor: "Tensor", held: "Slice") -> "Tensor":
-        """The view of this slice in a tensor that holds ``held``, which it must lie in."""
+        """Return the view of this slice in a tensor that holds ``held``, which must enclose it."""
         for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             first = start - held.starts[dim]
             if (first, size) != (0, held.sizes[dim]):
@@ -81,7 +81,7 @@ class Shard:
         return part_at(self.value.shape, self.dim, self.start)
 
     def cut(self, need: Slice) -> "Shard | None":
-        """Return the part of it that lies in ``need``, as a view; None where there is none."""
+        """Return the part of it that lies in ``need``, as a view; None if there is none."""
         source_part = self.part
         part = source_part.overlap(need)
         if part is None:
@@ -92,7 +92,7 @@ class Shard:
 
 
 def part_at(sizes: Sequence[int], dim: int | None, start: int) -> Slice:
-    """The part of these sizes that begins at ``start`` along ``dim`` and nowhere else."""
+    """Return the part of these sizes that begins at ``start`` along ``dim``, and at 0 elsewhere."""
     return Slice(tuple(start if axis == dim else 0 for axis in range(len(sizes))), tuple(sizes))
 
 

@@ -1,4 +1,4 @@
-"""Facts about each Hugging Face tensor, by its name: one row per kind, which all else reads.
+"""Facts about each Hugging Face tensor, by its name: one row per kind, which all code reads.
 
 A name with 0 for its numbers leads to its row: ``model.layers.3.mlp.experts.7.up_proj.weight`` is
 the weight of a ``model.layers.0.mlp.experts.0.up_proj``. From the row and the model's sizes follow
@@ -132,7 +132,7 @@ class HfTensor(NamedTuple):  # models have 100,000: a frozen dataclass takes lon
 
 
 def hf_tensor(arch: Arch, name: str) -> HfTensor:
-    """The tensor of this name in a model: a weight, a bias, a ``weight_scale`` [rows, 1], or a
+    """Return the tensor of this name in a model: a weight, bias, ``weight_scale`` [rows, 1], or a
     ``weight_scale_inv`` with a value per square of the weight.
 
     Raises:
@@ -146,7 +146,7 @@ def hf_tensor(arch: Arch, name: str) -> HfTensor:
 
 @lru_cache(maxsize=1 << 10)  # by row and not by name: a model has up to 100,000 names
 def _facts(arch: Arch, key: str) -> tuple | None:
-    """The facts of an ``HfTensor`` beside its name; None: the model can have no such tensor."""
+    """Return an ``HfTensor`` without its name; None if the model can have no such tensor."""
     owner, _, value = key.rpartition(".")
     row = ROWS.get(owner)
     if row is None or value not in VALUES:
@@ -166,7 +166,7 @@ def _facts(arch: Arch, key: str) -> tuple | None:
         grid = scale_grid((rows.length, columns.length), BLOCK)
         return HfTensor(key, grid, row.split, split, block=BLOCK)[1:]
     if value != "weight":
-        # They run along the output rows, of which every rank of split columns has all.
+        # They run along the output rows; ranks that split columns have all of these.
         return HfTensor(key, shape, *((0, rows) if row.split == 0 else ()))[1:]
     return HfTensor(
         key,
@@ -179,23 +179,23 @@ def _facts(arch: Arch, key: str) -> tuple | None:
 
 
 def is_quantized(name: str) -> bool:
-    """True for the linear weights that rollouts run at 8 bits; all else stays in high precision."""
+    """Return whether rollouts run a weight at 8 bits; all else stays in high precision."""
     return _row_of_weight(name).quantized
 
 
 def is_vocabulary(name: str) -> bool:
-    """True for the tensors with a row per token, which tensor parallelism may pad."""
+    """Return whether a tensor has a row per token, which tensor parallelism may pad."""
     return _row_of_weight(name).rows == "vocabulary"
 
 
 def is_expert(name: str) -> bool:
-    """True for the weights of experts, which are dealt to ranks."""
+    """Return whether a weight is an expert's; experts are dealt to ranks."""
     row = _row_of_weight(name)
     return "expert" in (row.rows, row.columns)
 
 
 def uaq_role(name: str) -> Literal["norm", "reader"] | None:
-    """The effect of UAQ on a tensor: a norm is scaled up, its readers down; None: nothing."""
+    """Return a tensor's part in UAQ: a norm is scaled up, its readers down; None: nothing."""
     return _row_of_weight(name).uaq
 
 
