@@ -65,8 +65,8 @@ def at_least(low: float, reason: str = "") -> Allowed:
     return Allowed(lambda value: value >= low, f"be {low} or more", reason)
 
 
-def positive(reason: str = "") -> Allowed:
-    return Allowed(lambda value: value > 0, "be positive", reason)
+def positive() -> Allowed:
+    return Allowed(lambda value: value > 0, "be positive")
 
 
 def in_interval(written: str) -> Allowed:

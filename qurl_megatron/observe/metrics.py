@@ -2,7 +2,7 @@
 and their history over the steps of a run.
 
 A mean travels as its total and its weight, never as a finished average, so that merging the parts
-of a batch gives what the whole batch would have given. Values are Python floats: cheap to pickle,
+of a batch gives the result of the whole batch. Values are Python floats: cheap to pickle,
 and no tensor keeps device memory alive.
 """
 

@@ -38,14 +38,15 @@ def write_report(run_dir: Path | str) -> Path:
     history = History(records)
     recipe_file = run_dir / CONFIG_FILE
     recipe = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else ""
+    tables = _tables(recipe)
     spans = Timeline.read(run_dir / TIMELINE_FILE)
     if spans:
         write_trace(spans, run_dir / TRACE_FILE)
     text = _rendered(
         name=run_dir.resolve().name,
-        facts=_facts(records, history, _tables(recipe)),
-        figures=list(_key_figures(history, _tables(recipe))),
-        acted=what_acted(history, _tables(recipe).get("algo", {})),
+        facts=_facts(records, history, tables),
+        figures=list(_key_figures(history, tables)),
+        acted=what_acted(history, tables.get("algo", {})),
         sections=drawing.drawn_sections(history),
         quotes=list(_quotes(read_samples(run_dir))),
         quoted=QUOTED,
