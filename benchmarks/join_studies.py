@@ -54,6 +54,13 @@ def joined(record: Record | None, part: Record) -> dict[str, Any]:
     return {**document, "runs": runs, "groups": groups, "environments": environments}
 
 
+def progress(record: Record) -> list[str]:
+    """Say how far a study is, and nothing of its results."""
+    states = [run["state"] for run in record["runs"].values()]
+    ended = sum(state in ENDED for state in states)
+    return [f"{ended} of {len(states)} runs have ended. Nothing is tested before all have."]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("record", type=Path, help="record to write, or to add to")
@@ -66,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     write_whole(options.record, compact(document))
-    states = [run["state"] for run in document["runs"].values()]
-    print(f"{options.record}: {sum(s in ENDED for s in states)} of {len(states)} runs have ended")
+    print(f"{options.record}: {progress(document)[0]}")
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from benchmarks.join_studies import progress
 from benchmarks.paired import doses, mean_interval
 from benchmarks.study_pictures import IMAGES, PICTURES, png
 from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
@@ -126,6 +127,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
     "UAQ or learning rate": ("algorithms.md", ("uaq_or_lr",), uaq_or_lr),
     "doses, sorting": ("results/README.md", ("dose_sort",), doses),
     "doses, spiral": ("results/README.md", ("dose_spiral",), doses),
+    "hard, so far": ("results/README.md", ("hard",), progress),
 }
 """Name of the marks: the page, the records in docs/results, and what writes the table of them."""
 
