@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.join_studies import progress
-from benchmarks.paired import doses, mean_interval
+from benchmarks.paired import (
+    PRIMARY_HARD,
+    collapses,
+    comparisons,
+    doses,
+    gate,
+    mean_interval,
+    to_unquantized,
+)
 from benchmarks.study_pictures import IMAGES, PICTURES, png
 from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
 from qurl_megatron.kit.disk import read_json, write_whole
@@ -127,7 +134,10 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
     "UAQ or learning rate": ("algorithms.md", ("uaq_or_lr",), uaq_or_lr),
     "doses, sorting": ("results/README.md", ("dose_sort",), doses),
     "doses, spiral": ("results/README.md", ("dose_spiral",), doses),
-    "hard, so far": ("results/README.md", ("hard",), progress),
+    "hard, gate": ("results/README.md", ("hard",), gate),
+    "hard, tests": ("results/README.md", ("hard",), lambda r: comparisons(r, PRIMARY_HARD)),
+    "hard, to unquantized": ("results/README.md", ("hard",), to_unquantized),
+    "hard, collapses": ("results/README.md", ("hard",), collapses),
 }
 """Name of the marks: the page, the records in docs/results, and what writes the table of them."""
 

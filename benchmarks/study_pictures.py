@@ -100,6 +100,12 @@ PICTURES = {
         doses,
         5.2,
     ),
+    "hard.png": Picture(
+        "Trained policies where four bits are hard: points to unquantized rollouts",
+        ("hard",),
+        to_unquantized,
+        3.6,
+    ),
 }
 
 
