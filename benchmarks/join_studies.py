@@ -29,8 +29,15 @@ def joined(record: Record | None, part: Record) -> dict[str, Any]:
         record: of the parts so far; None: this is the first.
 
     Raises:
-        ConfigError: they are of different studies, or both have the same run.
+        ConfigError: one is no record of a study, they are of different studies, or both have the
+            same run.
     """
+    for document, key in ((record, "environments"), (part, "environment")):
+        if document is not None and not document.keys() >= {"runs", "groups", key}:
+            raise ConfigError(
+                f"a record lacks runs, groups or {key}; first comes the one that this command has "
+                "written, then the study.json of a qurl study"
+            )
     runs = dict(record["runs"]) if record else {}
     environments = list(record["environments"]) if record else []
     for key in ("name", "recipe", "methods"):
@@ -54,13 +61,6 @@ def joined(record: Record | None, part: Record) -> dict[str, Any]:
     return {**document, "runs": runs, "groups": groups, "environments": environments}
 
 
-def progress(record: Record) -> list[str]:
-    """Say how far a study is, and nothing of its results."""
-    states = [run["state"] for run in record["runs"].values()]
-    ended = sum(state in ENDED for state in states)
-    return [f"{ended} of {len(states)} runs have ended. Nothing is tested before all have."]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("record", type=Path, help="record to write, or to add to")
@@ -73,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     write_whole(options.record, compact(document))
-    print(f"{options.record}: {progress(document)[0]}")
+    states = [run["state"] for run in document["runs"].values()]
+    ended = sum(state in ENDED for state in states)
+    print(f"{options.record}: {ended} of {len(states)} runs have ended")
     return 0
 
 

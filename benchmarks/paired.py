@@ -185,19 +185,26 @@ def comparisons(record: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMA
     return [*lines, *(["", f"Failed: {', '.join(failed)}."] if failed else [])]
 
 
+def gaps(record: Mapping[str, Any]) -> list[tuple[str, str, dict[Place, float]]]:
+    """Return each arm's label, its scheme, and its differences to the unquantized arm."""
+    arms = []
+    for arm in record["groups"]:
+        pairs = differences(record, (arm, UNQUANTIZED))
+        if arm != UNQUANTIZED and len(pairs) > 1:
+            method, scheme = arm.split(",")
+            arms.append((record["methods"][method]["label"], scheme.upper(), pairs))
+    return arms
+
+
 def to_unquantized(record: Mapping[str, Any]) -> list[str]:
-    """The table of each arm's difference to the unquantized one."""
+    """The table of ``gaps``."""
     lines = [
         "| arm | rollouts | pairs | to unquantized, 95 % interval | by warm start |",
         "|---|---|---:|---:|---:|",
     ]
-    for arm in record["groups"]:
-        pairs = differences(record, (arm, UNQUANTIZED))
-        if arm == UNQUANTIZED or len(pairs) < 2:
-            continue
-        method, scheme = arm.split(",")
+    for label, scheme, pairs in gaps(record):
         lines.append(
-            f"| {record['methods'][method]['label']} | {scheme.upper()} | {len(pairs)} "
+            f"| {label} | {scheme} | {len(pairs)} "
             f"| {_interval(np.array(list(pairs.values())))} | {_interval(by_warm_start(pairs))} |"
         )
     return lines

@@ -71,11 +71,11 @@ def picture(ratios: Sequence[Speedup]) -> bytes:
     return file.getvalue()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("records", type=Path, nargs="+", help="rollout.json of qurl bench rollout")
     parser.add_argument("--out", type=Path, help="the picture, a PNG file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         ratios = [s for path in options.records for s in speedups(read(path).cases)]
         if not ratios:

@@ -20,10 +20,9 @@ from matplotlib.figure import Figure
 from benchmarks.paired import (
     MARGIN,
     NOTHING_ADDED,
-    UNQUANTIZED,
     WORTH_A_STUDY,
     by_warm_start,
-    differences,
+    gaps,
     mean_interval,
     upper_bound,
 )
@@ -73,20 +72,15 @@ def doses(axes: Axes, records: Sequence[Record]) -> None:
 def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
     """Each arm's difference to the unquantized one: its 95 % interval, and each model's mean."""
     (record,) = records
-    labels: list[str] = []
-    for arm in record["groups"]:
-        pairs = differences(record, (arm, UNQUANTIZED))
-        if arm == UNQUANTIZED or len(pairs) < 2:
-            continue
-        method, scheme = arm.split(",")
+    labels = []
+    for place, (label, scheme, pairs) in enumerate(gaps(record)):
         mean, half = mean_interval(np.array(list(pairs.values())))
-        place = len(labels)
-        color = COLORS["orange" if scheme == "int4" else "blue"]
+        models = by_warm_start(pairs)
+        color = COLORS["orange" if scheme == "INT4" else "blue"]
         axes.plot([mean - half, mean + half], [place] * 2, color=color, lw=2)
         axes.plot(mean, place, "o", ms=7, color=color)
-        models = by_warm_start(pairs)
         axes.plot(models, [place] * len(models), "|", ms=9, color=COLORS["muted"], zorder=1)
-        labels.append(f"{record['methods'][method]['label']}, {scheme.upper()}")
+        labels.append(f"{label}, {scheme}")
     axes.axvline(0, color=COLORS["ink"], lw=1)
     axes.axvspan(-MARGIN, MARGIN, color=COLORS["rule"], zorder=0)
     axes.set_xlabel("points to unquantized; line: 95 % interval of the pairs; bars: models")

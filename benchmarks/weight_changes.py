@@ -12,6 +12,7 @@ import argparse
 import io
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.drawing import COLORS, STYLE
-from qurl_megatron.observe.text import aligned, number, percent
+from qurl_megatron.observe.text import aligned, how_many, number, percent
 from qurl_megatron.quant import code_flips, quantize, weight_error, weight_update
 from qurl_megatron.schemes import SCHEMES, title
 from qurl_megatron.training.state import checkpoints
@@ -67,36 +68,36 @@ def changes(run_dir: Path, scheme: str) -> list[Change]:
     saved = checkpoints(run_dir)
     if len(saved) < 2:
         raise ConfigError(
-            f"{run_dir} has {len(saved)} checkpoints, and a change takes two; train with "
-            "checkpoint.every=16 checkpoint.keep=1000"
+            f"{run_dir} has {how_many(len(saved), 'checkpoint')}, and a change takes two; "
+            "train with checkpoint.every=16 checkpoint.keep=1000"
         )
     opened = [(int(folder.name.removeprefix("step_")), open_checkpoint(folder)) for folder in saved]
     return [change(*pair, scheme) for pair in zip(opened, opened[1:], strict=False)]
 
 
-def table(found: list[Change]) -> str:
+def table(measured: Sequence[Change]) -> str:
     rows = [("steps", "update, Eq. 13", "error, Eq. 14", "update / error", "codes changed")]
-    for c in found:
+    for c in measured:
         ratio = number(c.update / c.error)
         steps = f"{c.first} to {c.last}"
         rows.append((steps, number(c.update), number(c.error), ratio, percent(c.flips)))
     return "\n".join(aligned(rows, words=("steps",)))
 
 
-def picture(found: list[Change], scheme: str) -> bytes:
+def picture(measured: Sequence[Change], scheme: str) -> bytes:
     """Draw both over the steps, as a PNG."""
-    steps = [c.last for c in found]
-    every = found[0].last - found[0].first
+    steps = [c.last for c in measured]
+    every = measured[0].last - measured[0].first
     with matplotlib.rc_context(STYLE):
         figure = Figure((7, 4), facecolor=COLORS["paper"], layout="constrained")
         axes = figure.add_subplot()
         axes.set_facecolor("none")
         axes.plot(
-            steps, [c.error for c in found], "o-", color=COLORS["orange"],
+            steps, [c.error for c in measured], "o-", color=COLORS["orange"],
             label=f"{title(scheme)}'s error, Eq. 14",
         )  # fmt: skip
         axes.plot(
-            steps, [c.update for c in found], "o-", color=COLORS["blue"],
+            steps, [c.update for c in measured], "o-", color=COLORS["blue"],
             label=f"update over {every} steps, Eq. 13",
         )  # fmt: skip
         axes.set_yscale("log")
@@ -110,24 +111,24 @@ def picture(found: list[Change], scheme: str) -> bytes:
     return file.getvalue()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run_dir", type=Path, help="folder of a run")
     quantizing = [name for name in SCHEMES if name != "none"]
     parser.add_argument("--scheme", choices=quantizing, default="int8")
     parser.add_argument("--out", type=Path, help="folder for weight_changes.json and .png")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
-        found = changes(options.run_dir, options.scheme)
+        measured = changes(options.run_dir, options.scheme)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print(table(found))
+    print(table(measured))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        record = {"scheme": options.scheme, "changes": [asdict(c) for c in found]}
+        record = {"scheme": options.scheme, "changes": [asdict(c) for c in measured]}
         write_whole(options.out / "weight_changes.json", json.dumps(record, indent=1) + "\n")
-        write_whole(options.out / "weight_changes.png", picture(found, options.scheme))
+        write_whole(options.out / "weight_changes.png", picture(measured, options.scheme))
     return 0
 
 

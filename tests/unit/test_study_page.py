@@ -276,3 +276,13 @@ def test_a_run_that_has_ended_twice_or_a_record_of_another_study_is_not_joined(t
     assert join([str(record), str(part)]) == 2
     assert "the records differ in their recipe" in capsys.readouterr().err
     assert record.read_bytes() == before
+
+
+def test_another_json_file_is_no_part_of_a_study(tmp_path, capsys):
+    record, part = tmp_path / "record.json", tmp_path / "study.json"
+    part.write_text('{"name": "study"}')
+    assert join([str(record), str(part)]) == 2
+    assert "lacks runs, groups or environment;" in capsys.readouterr().err
+    assert join([str(record), str(tmp_path / "missing.json")]) == 2
+    assert "missing.json is missing" in capsys.readouterr().err
+    assert not record.exists()
