@@ -17,6 +17,7 @@ from scipy import stats
 
 from benchmarks.paired import (
     PRIMARY_HARD,
+    at_equal_seconds,
     collapses,
     comparisons,
     doses,
@@ -138,6 +139,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
     "hard, tests": ("results/README.md", ("hard",), lambda r: comparisons(r, PRIMARY_HARD)),
     "hard, to unquantized": ("results/README.md", ("hard",), to_unquantized),
     "hard, collapses": ("results/README.md", ("hard",), collapses),
+    "hard, seconds": ("results/README.md", ("hard", "hard_alone"), at_equal_seconds),
 }
 """Name of the marks: the page, the records in docs/results, and what writes the table of them."""
 
