@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from benchmarks.join_studies import ENDED
 from benchmarks.paired import (
     PRIMARY_HARD,
     at_equal_seconds,
@@ -28,7 +29,7 @@ from benchmarks.paired import (
 from benchmarks.study_pictures import IMAGES, PICTURES, png
 from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
 from qurl_megatron.kit.disk import read_json, write_whole
-from qurl_megatron.observe.text import MINUS
+from qurl_megatron.observe.text import MINUS, how_many
 
 DOCS = Path(__file__).parents[1] / "docs"
 Record = Mapping[str, Any]  # what a study.json holds
@@ -127,12 +128,39 @@ def uaq_or_lr(record: Record) -> list[str]:
     return lines
 
 
+def weights(fast: Record, slow: Record) -> list[str]:
+    """How far weights move over many steps, at two learning rates."""
+    lines = [
+        "| learning rate | steps | update, Eq. 13 | error, Eq. 14 | update / error "
+        "| codes that change |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for rate, record in (("1e-4", fast), ("1e-6", slow)):
+        for change in record["changes"]:
+            update, error = change["update"], change["error"]
+            lines.append(
+                f"| {rate} | {change['first']} to {change['last']} | {_power(update)} "
+                f"| {_power(error)} | {update / error:.2g} | {100 * change['flips']:.2g} % |"
+            )
+    return lines
+
+
+def progress(record: Record) -> list[str]:
+    """How far a study is whose results nobody looks at before its last run."""
+    states = [run["state"] for run in record["runs"].values()]
+    ended = sum(state in ENDED for state in states)
+    parts = len(record["environments"])
+    return [f"{ended} of its {len(states)} runs have ended, in {how_many(parts, 'part')}."]
+
+
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
     "four bits": ("results/study.md", ("study_cpu",), lambda record: corrections(record, "int4")),
     "eight bits": ("results/study.md", ("study_cpu",), lambda record: corrections(record, "int8")),
     "against unquantized": ("results/study.md", ("study_cpu",), against_unquantized),
     "scales": ("results/study.md", ("study_cpu",), scales),
+    "weights": ("results/study.md", ("weights_lr1e-4", "weights_lr1e-6"), weights),
     "UAQ or learning rate": ("algorithms.md", ("uaq_or_lr",), uaq_or_lr),
+    "one block, progress": ("results/preregistered.md", ("one_block",), progress),
     "doses, sorting": ("results/README.md", ("dose_sort",), doses),
     "doses, spiral": ("results/README.md", ("dose_spiral",), doses),
     "hard, gate": ("results/README.md", ("hard",), gate),

@@ -87,7 +87,28 @@ def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
     _rows(axes, labels)
 
 
+def weights(axes: Axes, records: Sequence[Record]) -> None:
+    """Updates over many steps at two learning rates, and the quantization error."""
+    for rate, record, color in zip(("1e-4", "1e-6"), records, ("blue", "green"), strict=True):
+        steps = [change["last"] for change in record["changes"]]
+        updates = [change["update"] for change in record["changes"]]
+        axes.plot(steps, updates, "o-", color=COLORS[color], label=f"update, learning rate {rate}")
+    errors = [change["error"] for change in records[0]["changes"]]
+    axes.plot(steps, errors, "o-", color=COLORS["orange"], label="INT8's error")
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.grid(color=COLORS["rule"], lw=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 PICTURES = {
+    "weights.png": Picture(
+        "Relative squared change of weights over 16 steps (the paper's Figure 9)",
+        ("weights_lr1e-4", "weights_lr1e-6"),
+        weights,
+        3.6,
+    ),
     "doses.png": Picture(
         "ACR adds less than a hundredth (line) of the gradient in all 16 cells",
         ("dose_sort", "dose_spiral"),
