@@ -76,11 +76,7 @@ def attempt(run_dir: Path) -> int:
 
 
 def _make_attempt(job: BatchJob, saved: int, received: Received) -> folder.Attempt:
-    """Make one attempt, from its folder to its record.
-
-    Args:
-        saved: step of the checkpoint to go on from.
-    """
+    """Make one attempt, from its folder to its record; step ``saved`` is in the checkpoint."""
     attempt = folder.open_attempt(job.run_dir, job=job.number, step=saved)
     logs = folder.attempt_folder(job.run_dir, attempt.number).absolute()
     os.environ[failures.FOLDER] = str(logs)  # srun passes it on to the ranks
@@ -147,8 +143,8 @@ def _without_bad_nodes(
 
 
 def _settle_lost_attempt(job: BatchJob) -> folder.Attempt | None:
-    """Settle an attempt of this job whose supervisor could not, as its node was lost or Slurm took
-    the nodes too soon; return None if there is no such attempt."""
+    """Settle an attempt whose supervisor was lost with its node or killed before it had settled it;
+    return None if there is none."""
     attempts = folder.attempts(job.run_dir)
     # If Slurm has not restarted the job, a person ended the attempt's job and submitted this one.
     if not job.restarts or not attempts or attempts[-1].ended:

@@ -1,7 +1,6 @@
-"""Checks before the queue: a job must not wait for hours to fail in its first minute.
+"""Checks before the queue, so that no job waits for hours and fails in its first minute.
 
-Each check is a function that returns, or raises one sentence with the fix. They need no GPU, no
-Slurm, and a few seconds.
+Each check raises ``ConfigError``, one sentence with the fix. They take seconds, and need no GPU.
 """
 
 import os
@@ -34,10 +33,7 @@ THERE = (
 
 
 def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
-    """Make all checks of a training run, the cheap ones first.
-
-    Returns:
-        Lines for the user: sizes, and warnings.
+    """Make all checks of a training run, the cheap ones first; return sizes and warnings to print.
 
     Raises:
         ConfigError: the first problem found.
@@ -85,11 +81,7 @@ def check(config: RunConfig, cluster: ClusterConfig) -> list[str]:
 
 
 def check_limits(job: JobConfig, facts: Mapping[str, str]) -> None:
-    """Check that the job fits into its partition's limits.
-
-    Args:
-        facts: the partition's, from ``commands.partition_facts``; empty if Slurm tells none.
-    """
+    """Check the job's time against ``commands.partition_facts``; {} if Slurm tells none."""
     longest = facts.get("MaxTime", "UNLIMITED")
     if longest != "UNLIMITED" and seconds(longest) < job.time_limit_s:
         raise ConfigError(
@@ -163,7 +155,7 @@ def check_model(config: RunConfig) -> Arch:
 
 
 def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
-    """Check that its family is known, and that no file is missing, cut off or unreadable.
+    """Check that a checkpoint's family is known, and no file is missing, cut off or unreadable.
 
     Args:
         key: the recipe's key for the path.
@@ -187,11 +179,7 @@ def check_checkpoint(key: str, path: Path, *, fix: str = THERE) -> Arch:
 
 
 def refuse_unreadable(key: str, value: str, paths: Iterable[Path]) -> None:
-    """Read a byte of each file: file systems do not always grant the rights that they show.
-
-    Raises:
-        ConfigError: one is missing or cannot be read; names the recipe's key and value.
-    """
+    """Read a byte of each file: file systems do not always grant the rights that they show."""
     for path in sorted(paths):
         if path.is_dir():
             continue
@@ -205,7 +193,7 @@ def refuse_unreadable(key: str, value: str, paths: Iterable[Path]) -> None:
 
 
 def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
-    """Compare the sums of ``qurl show --dry-run`` with the cluster's GPUs."""
+    """Check that the memory of ``qurl show --dry-run`` fits the cluster's GPUs."""
     total = footprint(config, find_models(config), gpu_gib=cluster.node.gpu_gib)
     _, phase, needed = total.fullest
     if needed > total.gpu:
@@ -216,7 +204,7 @@ def check_memory(config: RunConfig, cluster: ClusterConfig) -> str:
 
 
 def check_disk(config: RunConfig, arch: Arch) -> str:
-    """Compare the checkpoints that are kept, and one on its way, with the room for them."""
+    """Check that there is room for the checkpoints that are kept, and for one being written."""
     checkpoint_size = checkpoint_bytes(config, arch)
     run_dir = Path(config.train.run_dir)
     kept = len(list((run_dir / "checkpoints").glob("step_*")))
@@ -235,7 +223,7 @@ def check_disk(config: RunConfig, arch: Arch) -> str:
 
 
 def checkpoint_bytes(config: RunConfig, arch: Arch) -> int:
-    """Sum up weights, FP32 masters (unless the weights are FP32), and Adam's moments."""
+    """Return the size of weights, FP32 masters (unless weights are FP32) and Adam's moments."""
     each = 12 if config.model.dtype == "float32" else 14
     models = 2 if config.algo.advantage == "gae" else 1  # about as much again for a critic
     return models * each * parameter_count(arch)

@@ -17,11 +17,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
 
 
 def seconds(time: str) -> int:
-    """Convert a time as Slurm writes it, [days-]hours:minutes:seconds.
-
-    Raises:
-        ValueError: it is not a time, such as UNLIMITED.
-    """
+    """Convert [days-]hours:minutes:seconds; raise ``ValueError`` for others, such as UNLIMITED."""
     if (match := _TIME.fullmatch(time)) is None:
         raise ValueError(time)
     days, hours, minutes, secs = map(int, match.groups(default="0"))

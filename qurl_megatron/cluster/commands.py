@@ -1,7 +1,6 @@
-"""The one seam to Slurm's programs: arguments in, parsed answers out.
+"""Slurm's programs: arguments in, parsed answers out. Only ``supervise`` starts ``srun`` itself.
 
-Only ``supervise`` calls another one: the ``srun`` that is the run itself. A program that is missing
-or refuses becomes one sentence for the user, which quotes the program.
+A program that is missing or refuses is a ``ConfigError`` that quotes it.
 """
 
 import os
@@ -28,22 +27,14 @@ class Queued:
 
 
 def test_only(script: str) -> str:
-    """Ask Slurm when a job would start, and where.
-
-    Raises:
-        ConfigError: it would refuse the job.
-    """
+    """Ask Slurm when and where a job would start."""
     done = _run(["sbatch", "--test-only"], text=script)
     lines = (done.stdout + done.stderr).strip().splitlines()
     return _plain(lines[-1]) if lines else "accepted"
 
 
 def submit(script: str, *, after: int | None = None) -> int:
-    """Submit from the working folder, and return the job's id.
-
-    Args:
-        after: a job that must have ended before this one starts.
-    """
+    """Submit a job that starts once job ``after`` has ended, and return its id."""
     argv = ["sbatch", "--parsable"]
     if after is not None:
         argv.append(f"--dependency=afterany:{after}")
@@ -76,7 +67,7 @@ def unix_seconds(time: str) -> float | None:
 
 
 def signal_supervisor(job: int, name: str) -> None:
-    """Send a signal to the process that the job's script has become, and to no other."""
+    """Send a signal to the supervisor, into which the job's script has turned, and to no rank."""
     _run(["scancel", "--batch", f"--signal={name}", str(job)])
 
 
@@ -106,11 +97,7 @@ def job_facts(job: int) -> dict[str, str]:
 
 
 def partition_facts(name: str) -> dict[str, str]:
-    """Return the controller's facts of a partition, such as MaxTime.
-
-    Args:
-        name: "" is the site's default.
-    """
+    """Return the controller's facts of a partition, such as MaxTime; "" is the default one."""
     for partition in _facts("partition", name):
         if name or partition.get("Default") == "YES":
             return partition

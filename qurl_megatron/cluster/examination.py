@@ -1,9 +1,8 @@
 """Examine the nodes of an attempt before its ranks start.
 
-Each node measures itself, by a task of ``srun``: GPUs as NVIDIA's driver sees them, a matrix
-product on each, an all-reduce among them and with neighbouring nodes, and a kernel by the engines'
-compiler. It is then compared with the other nodes of its job, which have the same GPUs and
-software, so nobody needs to know how long a product should take.
+Each node measures itself, as a task of ``srun``: its GPUs as NVIDIA's driver sees them, a matrix
+product on each, an all-reduce among them and with neighbouring nodes, and a kernel built by the
+engines' compiler. Times are compared with the job's other nodes, which have the same hardware.
 
 A job with a bad node goes back to the queue, and the node is excluded. If all nodes are bad, other
 nodes would be as well, and a person has to look.
@@ -143,7 +142,7 @@ def network_remark(adapters: Sequence[str], lockable: int, env: Mapping[str, str
 
 
 def _nvml() -> Any:
-    """Return nvidia-ml-py; None where it is not installed, as on clusters without GPUs."""
+    """Return nvidia-ml-py, or None where it is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -267,12 +266,7 @@ def read_reports(lines: Iterable[str]) -> dict[str, Report]:
 
 
 def judge(reports: Mapping[str, Report], nodes: Sequence[str], gpus: int) -> dict[str, str]:
-    """Return a sentence for each bad node.
-
-    Args:
-        reports: by node; nodes that did not answer are missing.
-        gpus: that the job has on each of its nodes.
-    """
+    """Return a sentence for each bad node of a job with ``gpus`` on each; some sent no report."""
     peers = list(reports.values())
     bad = {}
     for node in nodes:
@@ -319,12 +313,8 @@ def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Itera
 
 
 def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
-    """Ask Slurm whether the run can go on without these nodes.
-
-    Raises:
-        ConfigError: Slurm has too few other nodes, nodes were excluded too often already, or an
-            attempt's record is damaged.
-    """
+    """Raise ``ConfigError`` if the run cannot go on without these nodes: Slurm has too few others,
+    or nodes were excluded too often already."""
     attempts = folder.attempts(run_dir)
     before = [attempt for attempt in attempts if attempt.decision == Decision.WITHOUT]
     if sum(attempt.job == job for attempt in before) >= MOST:

@@ -73,11 +73,7 @@ def put(path: Path, text: str) -> None:
 
 
 def recipe(run_dir: Path) -> RunConfig:
-    """Read the run's resolved recipe.
-
-    Raises:
-        ConfigError: nothing was submitted there, or the file is damaged.
-    """
+    """Read the run's resolved recipe; raise ``ConfigError`` if none was submitted there."""
     return load(_submitted(run_dir / "slurm/config.toml"))
 
 
@@ -90,11 +86,7 @@ def script(run_dir: Path) -> str:
 
 
 def job(run_dir: Path) -> int:
-    """Return the id of the job that was submitted last.
-
-    Raises:
-        ConfigError: none was, or its record is damaged.
-    """
+    """Return the id of the job that was submitted last; raise ``ConfigError`` if none was."""
     path = run_dir / "slurm/job.json"
     if not path.exists():
         raise ConfigError(
@@ -115,11 +107,7 @@ def saved_step(run_dir: Path) -> int:
 
 
 def open_attempt(run_dir: Path, *, job: int, step: int = 0) -> Attempt:
-    """Make the folder of the next attempt, and point ``latest`` to it.
-
-    Args:
-        step: of the newest checkpoint.
-    """
+    """Make the folder of the next attempt, which begins at ``step``, and link ``latest`` to it."""
     number = 1 + max([attempt.number for attempt in attempts(run_dir)], default=0)
     attempt = Attempt(number, job, now(), step)
     write_attempt(run_dir, attempt)
@@ -137,11 +125,7 @@ def write_attempt(run_dir: Path, attempt: Attempt) -> None:
 
 
 def attempts(run_dir: Path) -> Sequence[Attempt]:
-    """Return all attempts, oldest first.
-
-    Raises:
-        ConfigError: a record is damaged.
-    """
+    """Return all attempts, oldest first; raise ``ConfigError`` if a record is damaged."""
     files = (run_dir / "slurm/attempts").glob("*/attempt.json")
     records = [_read(file, Attempt) for file in files]
     return sorted(records, key=lambda attempt: attempt.number)

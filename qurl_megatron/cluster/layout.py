@@ -75,11 +75,7 @@ class Allocation:
 
 
 def lay_out(parallel: ParallelConfig, rollout: RolloutConfig, node: NodeConfig) -> Allocation:
-    """Lay a run out over nodes.
-
-    Raises:
-        ConfigError: ranks or engines do not fill nodes evenly, or have no room.
-    """
+    """Lay a run out over nodes; raise ``ConfigError`` if it has no room or fills nodes unevenly."""
     ranks = parallel.world_size
     require(
         ranks <= node.gpus or ranks % node.gpus == 0,

@@ -242,10 +242,9 @@ def _of_supervisor(lines: Sequence[str]) -> Iterator[Event]:
 
 
 def _of_srun(lines: Sequence[str], task: str, weight: int) -> Iterator[Event]:
-    """Yield the failures that srun names before it begins to end tasks itself.
+    """Yield the failures that one step's srun names before it begins to end tasks itself.
 
     Args:
-        lines: of one step.
         task: name for one of its tasks.
         weight: of a task that was killed, or a node that was lost.
     """
@@ -277,10 +276,7 @@ def _silent(lines: Sequence[str]) -> Iterator[Event]:
 
 
 def _task_end(line: str) -> tuple[str, list[str], str]:
-    """Read ``srun: error: train1: tasks 0-1,4: Killed`` as node, tasks and ending.
-
-    Empty for other lines.
-    """
+    """Read ``srun: error: train1: tasks 0-1,4: Killed`` as node, tasks and ending, or as empty."""
     match = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
     if not match:
         return "", [], ""
@@ -333,14 +329,7 @@ def tracebacks(log: str) -> list[tuple[str, str]]:
 
 
 def logs(run_dir: Path, number: int | None) -> int:
-    """Print the first cause of an attempt.
-
-    Args:
-        number: None takes the newest.
-
-    Raises:
-        ConfigError: there is no such attempt.
-    """
+    """Print the first cause of attempt ``number``, or of the newest one."""
     attempts = folder.attempts(run_dir)
     if not attempts:
         job = folder.job(run_dir)

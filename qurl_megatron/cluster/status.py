@@ -1,8 +1,4 @@
-"""``qurl slurm status``: how a run is.
-
-``render`` is a function of the folder, the metrics, the queue and the time. The queue may be out of
-reach, as on a machine without Slurm: the folder tells the rest.
-"""
+"""``qurl slurm status``: a run's state, by its folder and the queue, which may be out of reach."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,11 +35,7 @@ class Facts:
 
 
 def status(run_dir: Path) -> int:
-    """Print how a run is.
-
-    Raises:
-        ConfigError: nothing was submitted for it, or a record is damaged.
-    """
+    """Print a run's state."""
     job, queued, queue_error = folder.job(run_dir), None, ""
     try:
         queued = commands.queued(job)
@@ -67,11 +59,7 @@ def status(run_dir: Path) -> int:
 
 
 def render(facts: Facts, at: float) -> str:
-    """Return the lines for an operator.
-
-    Args:
-        at: now, Unix seconds.
-    """
+    """Return the lines for an operator at a time, in Unix seconds."""
     sentence, what_next = _state(facts, at)
     running = facts.queued is not None and facts.queued.state != "PENDING"
     rows = []

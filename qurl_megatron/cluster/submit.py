@@ -57,12 +57,7 @@ def training_job(config: RunConfig, cluster: ClusterConfig) -> Script:
 
 
 def command_job(words: Sequence[str], cluster: ClusterConfig, node_gpus: int | None) -> Script:
-    """Describe the job of a ``qurl`` command.
-
-    Args:
-        words: the command and its options.
-        node_gpus: GPUs that it takes; None: a node's.
-    """
+    """Describe the job of a ``qurl`` command; ``node_gpus=None`` takes all GPUs of a node."""
     require(
         words[0] in COMMANDS, f"--kind command: {words[0]} is unknown; known: {', '.join(COMMANDS)}"
     )
@@ -127,11 +122,7 @@ def show_script(arguments: argparse.Namespace) -> int:
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    """Check a job, ask Slurm, and submit it.
-
-    Raises:
-        ConfigError: a mistake in a file, or a check that failed.
-    """
+    """Check a job, ask Slurm, and submit it."""
     cluster, words = load_cluster(arguments.cluster), arguments.words
     dry_run = arguments.dry_run
     if arguments.kind == "command":

@@ -1,8 +1,7 @@
-"""The training step while it runs: tell its ranks when to end, and end those that never will.
+"""Supervise the running training step: tell its ranks when to stop, and kill those that hang.
 
 Whatever signal Slurm sends, the ranks get SIGUSR1 through ``srun`` (``tasks`` says why): they
-finish or drop their step, save, and end. Whether they move is read from the run's folder, without
-asking them.
+finish or drop their step, save, and end. Progress is read from the run's folder.
 """
 
 import contextlib
@@ -68,11 +67,7 @@ class SrunStep:
     """A running ``srun``; its messages go on to the log and are read for exit codes."""
 
     def __init__(self, argv: list[str], prefix: str = "", output: IO | None = None) -> None:
-        """
-        Args:
-            prefix: goes before each of its messages.
-            output: file for the tasks' output; None: this process's own.
-        """
+        """Start ``srun`` with a prefix for its messages; the tasks' output goes to ``output``."""
         self._prefix, self._final = prefix, 0
         # Megatron warns of every optional package it does not find; `qurl show --env` says it once.
         env = {"PYTHONWARNINGS": "ignore", **os.environ}
@@ -159,11 +154,7 @@ class StepSupervisor:
         limits: JobConfig,
         received: Received,
     ) -> None:
-        """
-        Args:
-            attempt: the ranks write their stacks into its folder.
-            ranks: how many have been started.
-        """
+        """Supervise so many ranks, whose stacks go into the attempt's folder."""
         self.run_dir, self.attempt, self.ranks = run_dir, attempt, ranks
         self.logs = folder.attempt_folder(run_dir, attempt.number)
         self.limits, self.received = limits, received
@@ -248,11 +239,7 @@ class Stillness:
 
 
 def ask_for_stacks(step: SrunStep, logs: Path, ranks: int) -> list[int]:
-    """Have every rank write the stacks of all its threads.
-
-    Returns:
-        The ranks that have written nothing.
-    """
+    """Have every rank write the stacks of all its threads; return the ranks that did not."""
     step.signal(signal.SIGUSR2)
     silent, end = list(range(ranks)), time.monotonic() + STACKS_S
     while silent and time.monotonic() < end:

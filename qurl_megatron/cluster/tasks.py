@@ -28,13 +28,10 @@ from qurl_megatron.observe.failures import FOLDER
 
 
 def task(run_dir: Path) -> int:
-    """Train as the rank that Slurm's variables name, with the recipe that was submitted.
+    """Train the submitted recipe as the rank that Slurm's variables name.
 
     Returns:
         0 also after a clean stop; else the exit code of ``qurl train``.
-
-    Raises:
-        ConfigError: nothing was submitted there; or as ``qurl train`` raises.
     """
     attempt = os.environ.get(FOLDER)
     stacks = None
@@ -58,8 +55,7 @@ def task(run_dir: Path) -> int:
 def stop_on_usr1(stacks: Path | None = None) -> None:
     """Take SIGUSR1 as SIGTERM from here on, and hide it and SIGUSR2 from all children.
 
-    Args:
-        stacks: file to create, for the stacks of all threads on SIGUSR2; None: nobody will ask.
+    On SIGUSR2 the stacks of all threads are written to the file ``stacks``, which is created.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     if stacks is not None:
@@ -92,13 +88,10 @@ def forget_hook(env: MutableMapping[str, str]) -> None:
 
 
 def offer(run_dir: Path) -> int:
-    """Start this node's engines, and keep the rendezvous true until SIGUSR1 or SIGTERM.
+    """Run this node's engines, and keep the rendezvous up to date, until SIGUSR1 or SIGTERM.
 
     Returns:
         0 after a signal; 1 if no engine can be kept alive.
-
-    Raises:
-        ConfigError: nothing was submitted there, or the engines cannot be started.
     """
     from qurl_megatron.fleet.offered import KEY, POLL_S, Offering
     from qurl_megatron.training.each_node import start_here

@@ -36,12 +36,11 @@ GOES_ON = (Decision.AGAIN, Decision.RETRY, Decision.WITHOUT)
 
 
 def decide(attempt: Attempt, before: Attempt | None, *, steps: int) -> Attempt:
-    """Return an attempt with the decision whether its run goes on.
+    """Return an ended attempt with the decision whether its run goes on.
 
     Args:
-        attempt: how it ended: its steps, signal, code and failure.
-        before: the attempt before it; None: it is the first.
-        steps: all that the recipe asks for.
+        before: the previous attempt, if any.
+        steps: that the recipe asks for in all.
     """
 
     def then(decision: Decision, exit_code: int, reason: str) -> Attempt:
