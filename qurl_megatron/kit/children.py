@@ -1,8 +1,8 @@
 """The environment and cores that a training rank's child processes inherit.
 
-A launcher tells each rank where it stands through environment variables, and may bind it to cores
-of its own. Neither is meant for a child: an SGLang server that finds torchrun's variables looks for
-its peers at torchrun's store, where nobody comes; and eight engines on one rank's four cores crawl.
+Launchers set variables for each rank, and may bind it to cores of its own. Neither is meant for a
+child: an SGLang server that finds torchrun's variables waits for peers at torchrun's store, and
+eight engines on one rank's four cores crawl.
 """
 
 import os
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 OF_A_RANK = frozenset(
     {
         *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        # Slurm's of a task; the job's stay.
+        # Slurm's variables of a task; those of the job stay.
         *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK_PID"),
         *("SLURM_NTASKS", "SLURM_NPROCS"),
-        # The trainer's way with failing collectives; they end the process.
+        # How the trainer treats failing collectives: they end the process.
         *("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"),
         # Memory savers and CUDA IPC do not work with expandable segments.
         *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
@@ -68,7 +68,7 @@ def children_cores() -> set[int]:
     """Return ``job_cores`` of this process."""
     allowed_cores = os.sched_getaffinity(0)
     try:
-        # The kernel takes those away that the job may not have.
+        # The kernel removes cores that the job may not have.
         with on_cores(set(range(os.sysconf("SC_NPROCESSORS_CONF")))):
             fenced = os.sched_getaffinity(0)
     except OSError:  # a container that forbids asking

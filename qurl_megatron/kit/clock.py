@@ -1,4 +1,4 @@
-"""The time of day for measurements: it goes on evenly, whoever sets the clock."""
+"""The time of day for measurements, monotonic even if somebody sets the clock."""
 
 import time
 import timeit
@@ -13,6 +13,6 @@ def now() -> float:
 
 
 def shortest_ms(body: Callable[[], None], repeats: int) -> float:
-    """Time the fastest of some calls: others may use the device, and a GPU's first is slow."""
+    """Return the time of the fastest call, after one that warms up."""
     body()
     return 1e3 * min(timeit.repeat(body, repeat=repeats, number=1))

@@ -16,7 +16,7 @@ from qurl_megatron.kit.errors import ConfigError, reading
 def write_whole(
     path: Path, content: str | bytes, *, sync: bool = False, private: bool = False
 ) -> None:
-    """Write ``path``, text as UTF-8; whoever reads it meanwhile sees the old file or the new one.
+    """Write ``path``, text as UTF-8; readers see the old file or the new one, never a part.
 
     Args:
         sync: have the disk hold the content before the name changes.
@@ -45,7 +45,7 @@ def write_whole(
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a scratch folder beside ``path`` that becomes ``path`` when the block ends well.
 
-    Whoever looks at ``path`` sees nothing or everything; a block that raises leaves nothing behind.
+    A block that raises leaves nothing behind.
 
     Raises:
         ConfigError: ``path`` exists and is not an empty folder.
@@ -85,11 +85,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def lock(file: IO) -> bool:
-    """Lock an open file until it is closed; False where another process holds it.
-
-    Raises:
-        OSError: its file system has no locks.
-    """
+    """Lock an open file until it is closed; False where another process holds it, ``OSError`` where
+    the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -99,11 +96,8 @@ def lock(file: IO) -> bool:
 
 @contextlib.contextmanager
 def claimed(out: Path, tool: str) -> Iterator[None]:
-    """Keep others of a kind out of the folder of --out until the block ends.
-
-    Raises:
-        ConfigError: another one is at work in it, or it cannot be written.
-    """
+    """Lock the folder of --out inside the block; raise ``ConfigError`` if another ``tool`` works
+    there, or it cannot be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock_file = (out / ".lock").open("a")

@@ -1,7 +1,5 @@
-"""Errors that are not ours.
-
-``ConfigError`` is the one exception that means "the user can fix this": the CLI prints it and exits
-with 2. A response without a score has an ``Unscored`` in its place.
+"""Errors that a run expects. ``ConfigError`` means "the user can fix this": the CLI prints it and
+exits with 2. An ``Unscored`` takes the place of a response's score.
 """
 
 import base64
@@ -87,11 +85,10 @@ def printable(text: str) -> str:
 
 
 class Foreseen(Exception):
-    """An error that a run must expect, and reports in a sentence.
+    """An error that a run must expect, and reports in a ``printable`` sentence.
 
     Raised where the leading rank acts, it is raised on every rank (``actor.megatron.on_lead``),
-    so that all of them save and end, or go on. Anything else is a mistake of ours. Its message is
-    ``printable``, since it often quotes text from outside.
+    so that all of them save and end, or go on. Any other exception is a bug.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -99,7 +96,7 @@ class Foreseen(Exception):
 
 
 class Interrupted(Foreseen):
-    """Somebody asked for a stop; the work under way has been given up."""
+    """A stop was requested, and the work under way abandoned."""
 
 
 class ConfigError(Foreseen, ValueError):
@@ -111,12 +108,12 @@ class ConfigError(Foreseen, ValueError):
 
 
 class Unreadable(ConfigError):
-    """A file cannot be read here, by this system or this version, and may be sound all the same."""
+    """This system or version cannot read a file, which may be sound."""
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise ``Unreadable`` where the system cannot read a file; a missing one is the caller's."""
+    """Raise ``Unreadable`` where the system cannot read a file; let ``FileNotFoundError`` pass."""
     try:
         yield
     except FileNotFoundError:

@@ -1,8 +1,7 @@
 """``asyncio.run`` that never waits for a name server.
 
-Nothing can end a look-up that is under way. asyncio does it in the same threads as all other work
-that blocks, and waits for all of them when its loop ends, whatever limit the caller was given. So
-here each has a thread that neither the loop nor the interpreter waits for.
+A look-up cannot be cancelled, and asyncio waits for its threads when the loop ends. So here each
+look-up has a thread that neither the loop nor the interpreter waits for.
 """
 
 import asyncio
@@ -19,15 +18,14 @@ _STARTING = threading.Lock()
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run ``main`` on an event loop of its own and return its result; work ``to_thread`` is waited
-    for."""
+    """Run ``main`` on an event loop of its own, wait for its threads, and return its result."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)
 
 
 def run_shared(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run ``main`` on a loop that all threads share until the process ends: it can keep
-    connections, and takes no loop of its own."""
+    """Run ``main`` on a loop that all threads share until the process ends, so that it can keep
+    connections."""
     with _STARTING:
         loop = _shared()
     future = asyncio.run_coroutine_threadsafe(main, loop)
@@ -49,7 +47,7 @@ class _Loop(asyncio.SelectorEventLoop):
         self, host: str | bytes | None, port: str | bytes | int | None, **hints: int
     ) -> list[tuple]:
         addresses: Future[list[tuple]] = Future()
-        addresses.set_running_or_notify_cancel()  # who gives up waits no more, and cancels nothing
+        addresses.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 
         def look_up() -> None:
             try:

@@ -43,7 +43,7 @@ ELSEWHERE = "set {key} to another folder"
 def refusing(
     path: Path, *, key: str, size: int | None = None, half_written: Path | None = None
 ) -> Iterator[None]:
-    """Turn "no room" and "no right" into a sentence for the user, and leave no half-written file.
+    """Turn an ``OSError`` of ``FIXES`` into a sentence, and leave no half-written file.
 
     Args:
         path: the file or folder; a path that the system names itself comes first.
@@ -65,8 +65,7 @@ def refusing(
 
 
 def _homeless(error: OSError, path: Path) -> bool:
-    """Return whether no folder can be made above or beside ``path``, such as in /proc; any other
-    missing file is a fault of ours."""
+    """Return whether no folder can be made above or beside ``path``, such as in /proc."""
     missing = error.filename if error.errno == errno.ENOENT else None
     return isinstance(missing, str) and Path(missing).parent in path.parents
 
@@ -88,24 +87,21 @@ def refusal(error: OSError, path: Path, *, key: str, size: int | None = None) ->
 
 
 def free(path: Path) -> int:
-    """Return the bytes that fit where a path lies, which need not be there yet."""
+    """Return the free bytes where a path lies, which need not exist."""
     return shutil.disk_usage(_folder_above(path)).free
 
 
 def _folder_above(path: Path) -> Path:
-    # os.path's answer is no, not an error, for a name that no folder can have.
+    # os.path says no, and raises nothing, for a name that no folder can have.
     return next(p for p in (path, *path.absolute().parents) if os.path.isdir(p))
 
 
 def wait_until_seen(path: Path, evidence: str, *, key: str, seconds: float = CACHED_S) -> None:
-    """Return once this node sees ``path``, which another one has.
+    """Return once this node sees ``path``; raise ``ConfigError`` if it does not appear.
 
     Args:
-        evidence: a sign that the other has it, for the message.
+        evidence: why another node should have it, for the message.
         key: recipe key of the folder that must be shared.
-
-    Raises:
-        ConfigError: the file did not appear.
     """
     deadline = time.monotonic() + seconds
     while not path.exists():

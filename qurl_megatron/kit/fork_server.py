@@ -1,11 +1,10 @@
-"""Imports that come first in a fork server, so that it starts and leaves sooner.
+"""The first import of a fork server, which does nothing but import and fork.
 
-It does nothing but import and fork. Garbage is looked for in the processes that it forks alone, and
-not among the objects that they have from it, whose pages they share for longer. When nobody needs
-it any more it leaves without taking torch apart.
+Garbage is collected in forked processes alone, and not among inherited objects, so that their pages
+stay shared. At its end the server exits at once, without tearing torch down.
 
-A signal to a whole process group reaches it, too. The launcher passes it on to the ranks, which are
-in groups of their own; a fork server that ended by it would take them along, unsaved.
+A signal to the whole process group reaches it, too. It must outlive that: the launcher passes the
+signal on to the ranks, which would die with the server, unsaved.
 """
 
 import atexit
@@ -15,7 +14,7 @@ import signal
 
 SERVER = os.getpid()
 OUTLIVED = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-"""And their handlers in a process that it forks: `nohup` has SIGHUP ignored."""
+"""Signals with their handlers in a forked process: under `nohup` SIGHUP is ignored."""
 
 
 def _outlive_signals() -> None:

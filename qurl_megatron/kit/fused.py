@@ -1,9 +1,8 @@
-"""Where Triton's kernels run: the passes over weights and logits that a GPU's memory limits.
+"""Whether Triton's kernels run: the memory-bound passes over weights and logits.
 
 The kernels are ``algo.fused_vocabulary`` and ``quant.fused_channels``; torch operations beside each
 are its reference, and run wherever ``has_kernels_for`` says no. Only those two modules import
-triton, and they are imported only after it said yes: on a machine without GPUs nothing costs
-start-up time, and nothing that looks for triton finds it imported.
+triton, and they are imported only where it says yes: elsewhere triton would cost start-up time.
 """
 
 import functools

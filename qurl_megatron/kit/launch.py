@@ -1,8 +1,7 @@
 """Start one process per rank on this machine, pass signals on, and end together.
 
-The launcher sees all ranks, so it also names the cause of a run's end. Under torchrun or
-srun there is none, and the ranks exist already: they look where they stand (``place``), and the
-first to fail says why.
+The launcher sees all ranks, so it also names the cause of a run's end. Under torchrun or srun
+the ranks find their place themselves (``place``), and the first to fail says why.
 """
 
 import contextlib
@@ -132,8 +131,7 @@ _launcher: Connection | None = None
 def tell(text: str) -> None:
     """Say on stderr why this rank fails, unless another has: ranks often meet the same mistake.
 
-    Under ``launch`` it is the launcher that says it, for it alone knows where a rank was killed;
-    all that the others see is that a peer is gone.
+    Under ``launch`` the launcher prints it, for it alone knows whether a rank was killed.
     """
     if _launcher is not None:
         with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this rank in a moment
@@ -192,11 +190,8 @@ def _join(
 
 
 def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
-    """Note the exit codes of ranks until all have ended, or for so long, or until one has failed.
-
-    Args:
-        seconds: None waits for the first failure.
-    """
+    """Add exit codes to ``codes`` until all ranks have ended, for so many seconds; None waits until
+    the first failure."""
     end = None if seconds is None else time.monotonic() + seconds
     while len(codes) < len(ranks) and not (end is None and any(codes.values())):
         running: dict[Any, int] = {
@@ -211,7 +206,7 @@ def _wait(ranks: list, codes: dict[int, int], seconds: float | None) -> None:
 
 
 def _first(readers: list[Connection]) -> tuple[str | None, int | None]:
-    """Return the earliest sentence of a rank, and the rank; None: there is none."""
+    """Return the earliest sentence of a rank, and the rank; (None, None) if all are silent."""
     failures = []
     for rank, reader in enumerate(readers):
         with contextlib.suppress(EOFError):  # it ended without a word
@@ -235,11 +230,7 @@ def stopping() -> list[int]:
 
 @contextlib.contextmanager
 def _forwarded(ranks: list) -> Iterator[set[int]]:
-    """Inside, signals that stop a run go to the ranks instead of ending this process.
-
-    Yields:
-        The signals passed on so far.
-    """
+    """Inside, pass signals that stop a run on to the ranks; yield the set of those passed on."""
     passed: set[int] = set()
 
     def forward(number: int, _frame) -> None:

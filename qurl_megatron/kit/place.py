@@ -1,12 +1,11 @@
-"""Where a rank stands that torchrun or srun started, and how the others reach it.
+"""The place of a rank that torchrun or srun started, and how the others reach it.
 
-The variables of launchers become torch's own in the environment; ``launch`` starts ranks
-where neither did.
+The launcher's variables become torch's own in the environment; ``launch`` starts ranks where there
+is no launcher.
 
-torchrun's agents meet before there are ranks; srun has no such thing, and a port that each rank
-works out for itself may be another job's. So rank 0 opens torch's store on a port that the system
-leases to it, and then writes address and port into a file in a shared folder, under a name that no
-other step has. Names of nodes need not resolve: the file holds an address.
+torchrun's agents meet before there are ranks. Under srun rank 0 opens torch's store on a free port
+and writes address and port into a file in a shared folder, under a name that no other step has: a
+port that ranks derive from the job's number may be another job's.
 """
 
 import contextlib
@@ -99,8 +98,7 @@ def end_with_launcher() -> None:
 def mustered(folder: Path, *, key: str) -> Iterator[None]:
     """Inside, ``MASTER_ADDR`` and ``MASTER_PORT`` lead to rank 0, whose store listens.
 
-    Nothing is done where both are set, by torchrun or by a user with a meeting point of their own,
-    and where srun started nothing.
+    Nothing is done where torchrun or the user has set both, and where srun started nothing.
 
     Args:
         folder: seen by all ranks; made if need be.
@@ -146,8 +144,8 @@ def forget(folder: Path) -> None:
 
 
 def _step(env: Mapping[str, str]) -> str:
-    """Return a name of this step alone: ids begin again with a requeued job, and with a controller
-    that has lost its state."""
+    """Return a unique name of this step: ids repeat in a requeued job, and after a controller has
+    lost its state."""
     names = ("JOB_ID", "STEP_ID", "RESTART_COUNT", "STEP_LAUNCHER_PORT")
     return "-".join(env.get(f"SLURM_{name}", "0") for name in names)
 
@@ -167,7 +165,7 @@ def be_reachable(*, one_node: bool) -> None:
 
 
 def address_for_others(*, one_node: bool) -> str:
-    """Return an address of this node at which engines, and ranks on other nodes, reach it.
+    """Return an address of this node for engines, and for ranks on other nodes.
 
     It belongs to the interface that the site names, else to the node's name, else to the interface
     that leads out.

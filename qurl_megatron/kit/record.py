@@ -39,11 +39,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode(kind: type[Value], content: Any, *, packed: bool = False) -> Value:
-    """Parse JSON, or MessagePack (``packed``), as a value of this type.
-
-    Raises:
-        Malformed: not in this format, or not of this type.
-    """
+    """Parse JSON, or MessagePack (``packed``); raise ``Malformed`` unless it is of this type."""
     try:
         if packed:
             return msgspec.msgpack.decode(content, type=kind)
@@ -53,11 +49,7 @@ def decode(kind: type[Value], content: Any, *, packed: bool = False) -> Value:
 
 
 def convert(kind: type[Value], value: Any) -> Value:
-    """Check a value that is parsed already, as ``decode`` does.
-
-    Raises:
-        Malformed: not of this type.
-    """
+    """Check a parsed value; raise ``Malformed`` unless it is of this type."""
     try:
         return msgspec.convert(value, kind)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A person, a batch system or a closed session asks a run to stop."""
+"""Requests to stop a run, by a person, a batch system or a closed session."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from qurl_megatron.kit.launch import stopping
 
 ONE_STOP_S = 5.0
-"""Seconds in which repeated signals are one request: a batch system signals every process of a run,
-and each rank then has its own signal and the one that its launcher passes on."""
+"""Seconds in which repeated signals are one request: a rank gets a batch system's signal itself,
+and again from its launcher."""
 FOLLOWS_S = 2.0
-"""The same between the end of an engine and a signal to the trainer, where both are told to end."""
+"""Seconds by which a signal to the trainer may follow an engine's end, where both are signalled."""
 
 
 class StopRequest:
@@ -51,7 +51,7 @@ class StopRequest:
 def stop_comes(stop: Callable[[], bool]) -> bool:
     """Return whether a stop is requested now or in a moment.
 
-    To be asked where engines have gone: a signal to all processes of a run may reach them first.
+    Call it where engines are gone: a signal to all processes of a run may reach them first.
     """
     end = time.monotonic() + FOLLOWS_S
     while not stop() and time.monotonic() < end:

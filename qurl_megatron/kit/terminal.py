@@ -1,9 +1,8 @@
 """Standard output that goes away: its reader has left (``| head``), its session was closed, or it
 is a file on a full disk.
 
-Nobody will see more than the command has printed so far. A command whose results are on disk
-goes on without it, and says so once on stderr; any other ends, as Unix tools do. Standard error
-that goes away ends nothing.
+A command whose results are on disk goes on without it, and says so once on stderr; any other ends,
+as Unix tools do. The loss of standard error ends nothing.
 """
 
 import errno
@@ -24,8 +23,8 @@ def terminal(*, lasting: bool) -> Iterator["Output"]:
     """Inside, sys.stdout and sys.stderr may go away.
 
     Args:
-        lasting: go on without sys.stdout. Else leave, with 141 where its reader has left, and with
-            2 and a sentence where it cannot be written for another reason.
+        lasting: go on without sys.stdout. Else exit with 141 where its reader has left, and with 2
+            and a sentence otherwise.
     """
     before = sys.stdout, sys.stderr
     output, errors = Output(sys.stdout, lasting=lasting), Output(sys.stderr, lasting=True)

@@ -1,14 +1,12 @@
-"""A process's children and files end with it, however it ends: ``atexit``, for SIGKILL too.
+"""End a process's children and remove its files when it ends: ``atexit``, for SIGKILL too.
 
-Nobody cleans up after a SIGKILL of its own. So a process that has children, or files in memory,
-hires an undertaker: a small process in a session of its own, which keeps a list and acts when the
-process that hired it is gone, or the launcher that a rank must not outlive. It sees that at once,
-by the end of a socket; where a forked child holds the other end, too, within ``POLL_S``, by having
-another parent.
+A process that has children, or files in memory, starts an undertaker: a small process in a session
+of its own, which keeps a list and acts when its owner is gone, or the launcher that a rank must not
+outlive. It sees that at once by the end of a socket; where a forked child holds the other end, too,
+within ``POLL_S``, by having another parent.
 
-A name does not tell a folder from another that was made in its place, and neither does the number
-of an inode, which is given to the next once it is free. So the undertaker holds a folder open, and
-with it the number: under the name it finds the same folder, or one with another number.
+A folder's name, and the number of its inode once that is free, may be another folder's by then. So
+the undertaker holds a folder open, which keeps the number from being used again.
 
 The file is run by itself, without the package: every rank starts one.
 """
@@ -30,18 +28,16 @@ POLL_S = 0.5
 MESSAGE = 1 << 16  # bytes of an order at most; a path has 4096
 LEAVING_S = 0.01  # between looks while something is on its way out
 SGLANGS = ("/dev/shm/sgl_shm_", "/dev/shm/sglang_loads_")
-"""Shared memory of SGLang's processes; 25 MB for an engine of several ranks. They are killed by
-each other even at a clean end, and remove none of it."""
+"""Shared memory of SGLang's processes; 25 MB for an engine of several ranks. They kill each other
+even at a clean end, and remove none of it."""
 PATIENCE_S = 1.0
-"""For processes that get SIGTERM to end by themselves: resource trackers ignore it, and have work
-to do."""
+"""Between SIGTERM and SIGKILL: resource trackers ignore the first, and have work to do."""
 
 
 def bury(target: int | Path) -> None:
-    """Have something end with this process: a process group, by its number, a folder, or a file.
+    """Have something end with this process: a process group, a folder, or a file of ``SGLANGS``.
 
-    A folder that somebody makes under the same name later is spared. A file is one of ``SGLANGS``,
-    whose names are never used again.
+    A folder that somebody makes under the same name later is spared.
 
     Raises:
         OSError: there is no such folder, or it is another file.
@@ -58,15 +54,14 @@ def bury(target: int | Path) -> None:
 
 
 def spare(target: int | Path) -> None:
-    """Take ``bury`` back: it has ended already, and its number may become somebody else's."""
+    """Undo ``bury`` for something that has ended: its number may become somebody else's."""
     if isinstance(target, Path):
         return _hired().write(["spare", str(target)])
     return _hired().write(["spare", target])
 
 
 def remove(path: Path) -> None:
-    """Remove names given to ``bury``; those that cannot be removed yet are tried again at the
-    end."""
+    """Remove a name given to ``bury``; if that fails it is tried again at the end."""
     if str(path).startswith(SGLANGS):
         _unlink(str(path))
     else:
@@ -155,7 +150,7 @@ def main(owner: int, lifelines: list[int]) -> None:
 def _until_gone(owner: int, lifelines: list[int]) -> dict[int | str, int | None]:
     """Return the list to bury once the owner, or the holder of a lifeline's other end, is gone.
 
-    The end of standard input says only that the owner is leaving: its exit code is its own affair.
+    The end of standard input says only that the owner is leaving, which may take a while.
 
     Returns:
         Process groups, and the names of folders with the descriptor that each is held by.
