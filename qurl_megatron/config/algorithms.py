@@ -1,10 +1,9 @@
-"""The algorithms of the field, each as the settings of its paper.
+"""Known algorithms, each as the settings of its paper.
 
-Nothing computes "in GRPO mode": an algorithm is a choice of advantage, ratio, clip range, average
-and penalty, and each of these is a small function in ``algo``. ``algo.name`` fills the choices in;
-a recipe's own settings win, so a variant is one override away. The correction for the quantized
-behaviour policy (``algo.objective``) is independent of them. ``algo.name`` on the command line also
-wins over the recipe.
+An algorithm is a choice of advantage, ratio, clip range, average and penalty, each a small function
+in ``algo``. ``algo.name`` fills the choices in; a recipe's own settings win over it, and
+``algo.name`` on the command line wins over the recipe. The correction for the quantized behaviour
+policy (``algo.objective``) is independent of them.
 """
 
 from typing import Any

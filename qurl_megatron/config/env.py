@@ -71,11 +71,11 @@ def version(package: Package) -> str | None:
 
 
 def prepare_cuda(parallel: ParallelConfig) -> None:
-    """Set variables that CUDA reads once; call before it starts. The user's own values stay.
+    """Set variables that CUDA reads once, before it starts, unless the user has set them.
 
-    With one hardware queue, kernels start in the order in which they were launched: Megatron relies
-    on it to have a collective of tensor or context parallelism running beside the product that
-    follows it. GPUs from Blackwell on do not need it.
+    With one hardware queue, kernels start in the order of their launches: Megatron relies on it to
+    overlap a collective of tensor or context parallelism with the next product. GPUs from Blackwell
+    on do not need it.
     """
     if parallel.tensor > 1 or parallel.context > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -84,8 +84,8 @@ def prepare_cuda(parallel: ParallelConfig) -> None:
 def take_libraries_of_wheels() -> None:
     """Have Transformer Engine use the libraries that torch uses; call before it is imported.
 
-    By itself it prefers cuDNN, NVRTC and cuRAND of CUDA_HOME or /usr/local/cuda, whatever their
-    release, to pip's wheels. Told where cuDNN is, it does not load cuDNN's parts: this does.
+    It prefers cuDNN, NVRTC and cuRAND of CUDA_HOME or /usr/local/cuda, whatever their release, to
+    pip's wheels, and does not load the parts of a cuDNN at CUDNN_HOME: this does.
     """
     import torch
 
@@ -111,8 +111,8 @@ def refuse_environment() -> None:
 def unseen_gpus(root: Path = Path("/")) -> str | None:
     """Return why torch sees no GPU although NVIDIA's driver or devices are here.
 
-    None also where the CPU was asked for: CUDA_VISIBLE_DEVICES shows no device ("NoDevFiles" is
-    Slurm's), or torch was built without CUDA.
+    None where CUDA_VISIBLE_DEVICES asks for the CPU ("NoDevFiles" is Slurm's), and where torch was
+    built without CUDA.
     """
     import torch
 
@@ -137,11 +137,10 @@ def unseen_gpus(root: Path = Path("/")) -> str | None:
 
 
 def keep_out_without_gpu() -> None:
-    """If torch sees no GPU, let imports of ``FUSED`` fail as if none of it were installed, and
-    have Megatron compile nothing.
+    """Without a GPU, hide ``FUSED`` from imports, and have Megatron compile nothing.
 
-    Megatron uses whatever it can import: a fused optimizer would allocate on "cuda" all the same.
-    Its fused kernels, which no CPU runs, would import torch's compiler: 1.5 s and 70 MB. Call
+    Megatron uses whatever it can import: a fused optimizer would allocate on "cuda" all the same,
+    and fused kernels, which no CPU runs, would import torch's compiler: 1.5 s and 70 MB. Call
     before Megatron is imported; ``qurl_megatron.actor`` does.
     """
     import torch
@@ -168,11 +167,8 @@ def keep_out_without_gpu() -> None:
 
 
 def use_transformer_engine() -> bool:
-    """Return whether layers are Transformer Engine's: CUDA and the package are both there.
-
-    Raises:
-        ConfigError: the package is installed, and cannot be imported.
-    """
+    """Return whether CUDA and Transformer Engine are both there; raise ``ConfigError`` if the
+    package is installed and cannot be imported."""
     import torch
 
     if getattr(sys.modules.get("transformer_engine"), "runs_without_cuda", False):
@@ -216,7 +212,7 @@ def describe() -> str:
     for package in PACKAGES:
         installed = version(package)
         effect = package.present if installed else f"without it: {package.absent}"
-        # It is built for one torch and one CUDA, and Megatron takes it for usable by its name.
+        # It is built for one torch and one CUDA, and Megatron only looks for its name.
         tried = installed and package.name == "transformer-engine"
         if tried and (error := transformer_engine_error()):
             effect = f"cannot be imported ({error}); qurl train refuses it where there is a GPU"

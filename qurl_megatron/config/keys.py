@@ -1,7 +1,7 @@
 """A key of a section: its default, its range, and whether it may change when a run is resumed.
 
-A section is a frozen dataclass below ``Section``. Rules of one key stand beside it, as arguments of
-``key``; rules that need several keys are plain code in the section's ``check``.
+A section is a frozen dataclass, a subclass of ``Section``. Rules of one key are arguments of
+``key``; rules on several keys are code in the section's ``check``.
 """
 
 import re
@@ -35,7 +35,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def names_a_user(url: str) -> bool:
-    """Return whether a URL, be it well-formed or not, has a user's name or password before @."""
+    """Return whether a URL, even a malformed one, has a user's name or password before @."""
     return re.match(r"(?:[^/?#]*//)?[^/?#]*@", url) is not None
 
 
@@ -55,7 +55,7 @@ class Allowed:
     names: tuple[str, ...] = ()  # all of them, where they are names
 
     def refuse(self, name: str, value: Any) -> NoReturn:
-        """Raise ``ConfigError`` for a key's value that is none of them."""
+        """Raise ``ConfigError`` for a key's value that is not allowed."""
         because = f"; {self.reason}" if self.reason else ""
         meant = did_you_mean(value, self.names)
         raise ConfigError(f"{name} must {self.words}, got {value!r}{because}{meant}")
@@ -108,14 +108,7 @@ def key(
 
 
 def check_keys(values: Any, name: str) -> None:
-    """Check each key of a dataclass against its permitted values.
-
-    Args:
-        name: of the section, for messages.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
+    """Raise ``ConfigError`` if a key of the section ``name`` is out of its range."""
     for key in fields(values):
         value, allowed = getattr(values, key.name), key.metadata.get("allowed")
         if allowed is not None and not allowed.has(value):
@@ -134,11 +127,7 @@ class Section:
     on_resume: ClassVar[OnResume]
 
     def __init_subclass__(cls, *, name: str, on_resume: OnResume) -> None:
-        """
-        Args:
-            name: of the table, for messages.
-            on_resume: rule of the keys that have none of their own.
-        """
+        """Name the table, for messages; ``on_resume`` is the rule of keys without their own."""
         super().__init_subclass__()
         cls.section, cls.on_resume = name, on_resume
 
@@ -147,10 +136,7 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """
-        Raises:
-            ConfigError: keys do not go together.
-        """
+        """Raise ``ConfigError`` if keys do not go together."""
 
 
 def rules_of(section: type[Section]) -> dict[str, OnResume]:
@@ -175,7 +161,7 @@ class Change:
 def changes(before: "RunConfig", now: "RunConfig") -> list[Change]:
     """Return the settings that differ, except ``train.run_dir``, where the run lies."""
     special: dict[str, OnResume] = {}
-    if now.train.align == "full":  # the policy computes as engines of one size do
+    if now.train.align == "full":  # its numbers depend on the engines' tensor size
         special["rollout.engine_tensor"] = "fork"
     if before.reward.url and now.reward.url:  # the server has moved
         special["reward.url"] = "free"

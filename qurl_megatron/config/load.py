@@ -197,7 +197,7 @@ class RunConfig:
         )
 
     def _check_codes(self) -> None:
-        """Check codes that are drawn, and layers that compute with codes."""
+        """Check quant.rounding and train.align."""
         # Not the section's own check: after the guard's switch a run goes on with scheme none.
         require(
             self.quant.scheme != "none" or self.quant.rounding == "nearest",
@@ -272,9 +272,9 @@ class RunConfig:
 
     @property
     def scores_first_minibatch(self) -> bool:
-        """Whether a step's first minibatch has its proximal log-probs before its update.
+        """Whether a step's first minibatch needs its proximal log-probs before its update.
 
-        Where nothing needs them so early, nor in another epoch, the update's own pass finds them.
+        Otherwise the update's own pass computes them.
         """
         algo = self.algo
         penalised = algo.kl_coef > 0 and algo.kl_in == "reward"
@@ -327,11 +327,7 @@ def load(
 
 
 def overridden(cls: type, tables: dict[str, Any], overrides: typing.Sequence[str]) -> Any:
-    """Build a dataclass of some sections of a recipe, from tables with overrides on top.
-
-    Raises:
-        ConfigError: as ``load``.
-    """
+    """Build a dataclass of some of a recipe's sections from tables and overrides, as ``load``."""
     for override in overrides:
         _set(tables, *_parse(override))
     return build(cls, tables, kind="section")
@@ -344,14 +340,11 @@ def _with(config: RunConfig, key: str, value: str) -> RunConfig:
 
 
 def read_tables(path: Path, kind: str, where: str) -> dict[str, Any]:
-    """Return the tables of a TOML file.
+    """Return the tables of a TOML file; raise ``ConfigError`` if it is missing or bad.
 
     Args:
         kind: name of the file in messages.
         where: advice for a missing file.
-
-    Raises:
-        ConfigError: missing file, or bad TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -379,9 +372,9 @@ def to_toml(config: Any) -> str:
 def _default_run_dir(recipe: Path, settings: typing.Iterable[tuple[str, Any]]) -> str:
     """Return runs/quickstart for a recipe, or runs/quickstart--quant.scheme-fp8 for a variant.
 
-    Settings that change no numbers are in no name, except layouts, which people compare.
+    The name has settings that change numbers, and layouts, which people compare.
     """
-    variant = {}  # the last of several for a key counts
+    variant = {}  # of several settings of a key the last one counts
     for key, value in settings:
         section, name = key.split(".")[:2]
         if section == "parallel" or rules_of(SECTIONS[section])[name] != "free":
@@ -427,7 +420,7 @@ def keys_like(name: str) -> list[str]:
 
 
 def _set(tables: dict[str, Any], key: str, value: Any, *, over: bool = True) -> None:
-    """Set one ``section.key``, or a key of a table in it; without ``over`` only if it is unset."""
+    """Set ``section.key``, or a key of a table in it; without ``over`` only if it is unset."""
     *path, name = key.split(".")
     table = tables
     for depth, inner in enumerate(path, start=1):

@@ -1,8 +1,7 @@
-"""One frozen dataclass per section of a recipe; a component receives its own section and no other.
+"""One frozen dataclass per section of a recipe; a component receives its own section alone.
 
-Each key states its default, its range and whether it may change on resume (``config.keys``); a
-section's ``check`` compares its keys with each other. Checks that need two sections live in
-``RunConfig``, checks that need the model's own ``config.json`` in ``tensors.arch``.
+Each key states its default, its range and whether it may change on resume (``config.keys``).
+Checks of several sections are in ``RunConfig``, checks against the model in ``tensors.arch``.
 """
 
 import os
@@ -493,10 +492,7 @@ class RolloutConfig(Section, name="rollout", on_resume="free"):
         )
 
     def engines_on_each(self, nodes: int) -> int:
-        """
-        Raises:
-            ConfigError: they do not divide.
-        """
+        """Return the engines of each node; raise ``ConfigError`` if they do not divide."""
         require(
             self.engines % nodes == 0,
             f"rollout.engines={self.engines} do not divide over the trainer's {nodes} nodes "
@@ -692,11 +688,7 @@ def named_beside(folder: Path, code: str) -> str:
 
 
 def _check_url(key: str, url: str, *, like: str, key_in: str) -> None:
-    """
-    Args:
-        like: an example.
-        key_in: where the server's own key goes.
-    """
+    """Raise ``ConfigError`` unless a URL is ``like`` the example; secrets belong in ``key_in``."""
     holds = ""
     if names_a_user(url):
         holds = "a user name or a password"
@@ -809,11 +801,8 @@ class SyncConfig(Section, name="sync", on_resume="free"):
     train.run_dir/versions. On one machine, a folder in /dev/shm is faster."""
 
     def chosen(self, *, each_node: bool) -> str:
-        """Return the transport where engines are on the trainer's machines, whose memory has room.
-
-        Args:
-            each_node: ``rollout.each_node``; else all are on one machine.
-        """
+        """Return the transport where engines are on the trainer's machines, whose memory has room:
+        on all of them with ``rollout.each_node``, else on one."""
         if self.transport != "auto":
             return self.transport
         if self.dir:
