@@ -161,13 +161,10 @@ def _refuse_sizes(config: RunConfig, arch: Arch, settings: Sequence[str]) -> Non
 
 
 def workload(config: RunConfig, mean: float | None, prompt: float | None) -> Workload:
-    """Return the work that a step of the recipe asks for.
+    """Return the work of a step; raise ``ConfigError`` if a length is beyond the recipe's limit.
 
     Args:
         mean, prompt: mean lengths of responses and prompts; None takes the constants' shares.
-
-    Raises:
-        ConfigError: one of them is beyond the recipe's limit.
     """
     longest, longest_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
     for option, value, key, limit in (
@@ -233,7 +230,7 @@ def render(
 
 
 def _why_not_own(planner: Planner, gpus: int) -> str:
-    """Say that the recipe's layout is not among those planned, and why if its model forbids it."""
+    """Say that the recipe's layout was not planned, and why if its model forbids it."""
     reason = ""
     try:
         check_division(planner.config, planner.models.policy)
@@ -252,7 +249,7 @@ def _heading(planner: Planner, arguments: argparse.Namespace) -> str:
 
 
 def pasteable(before: RunConfig, after: RunConfig, arguments: argparse.Namespace) -> str:
-    """Return the overrides that turn one into the other, and those given, quoted for a shell."""
+    """Return the given overrides, and those that make the layout, quoted for a shell."""
     settings = {}
     for setting in [*arguments.overrides, *overrides(before, after)]:
         settings[setting.partition("=")[0]] = setting

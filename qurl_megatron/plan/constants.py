@@ -37,11 +37,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_of(kind: str, scheme: str) -> Gpu:
-    """Return the GPU of that name.
-
-    Raises:
-        ConfigError: it is not in the table, or engines cannot run ``quant.scheme`` on it.
-    """
+    """Return a GPU; raise ``ConfigError`` if it is unknown or cannot run ``quant.scheme``."""
     if kind not in GPUS:
         raise ConfigError(f"--gpu {kind} is not in the table; known: {', '.join(GPUS)}")
     gpu = GPUS[kind]

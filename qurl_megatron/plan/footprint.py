@@ -1,8 +1,8 @@
-"""Memory that each rank of a run would need, added up from its models' shapes and settings; and
-the tables of it that ``qurl show --dry-run`` prints.
+"""Memory of each rank of a run, from its models' shapes and settings, and the tables of it that
+``qurl show --dry-run`` prints.
 
-A planner asks for hundreds of layouts, so nothing is built and torch is not imported. Tests hold
-the models' part to models that are really built.
+A planner asks for hundreds of layouts, so no model is built and torch is not imported. Tests
+compare the sums with models that are built.
 """
 
 import math
@@ -150,7 +150,6 @@ def footprint(
 
     Args:
         models: None takes the recipe's.
-        gpu_gib: memory of a GPU, in GiB.
         stages: from a recipe that differs in its engines alone; None computes them.
 
     Raises:

@@ -119,16 +119,13 @@ def scaled(own: Choice, gpus: int) -> Choice | None:
 
 
 def applied(config: RunConfig, choice: Choice, *, node: int, static: float | None) -> RunConfig:
-    """Return the recipe in that layout; in its own, unchanged.
+    """Return the recipe in that layout; raise ``ConfigError`` if the recipe forbids it.
 
-    Versions go by the memory of one machine where there is but one, else point to point, or by
-    relay to engines that share the trainer's GPUs.
+    Versions go by memory on a single machine, by relay to engines on the trainer's GPUs, else point
+    to point.
 
     Args:
         static: SGLang's --mem-fraction-static; None keeps the recipe's.
-
-    Raises:
-        ConfigError: the batch does not divide, or the recipe forbids it otherwise.
     """
     if choice == own_choice(config):
         return config

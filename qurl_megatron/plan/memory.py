@@ -286,12 +286,8 @@ def _share(channels: int, part: HfTensor, ranks: int) -> float:
 
 @cache
 def aligned(arch: Arch, layers: int, parallel: ParallelConfig, itemsize: int) -> tuple[int, int]:
-    """Return the extra bytes of a rank whose layers compute with the engines' codes.
-
-    Returns:
-        Bytes of the codes and scales; and of the largest weight, whose codes a product takes in the
-        model's format, for as long as it takes.
-    """
+    """Return the extra bytes of a rank whose layers compute with the engines' codes: of codes and
+    scales, and of the largest weight, whose codes a product casts to the model's format."""
     codes, largest = 0, 0
     for op in layer_ops(arch, 0, fused_norms=False):
         expert = is_expert(op.hf[0].name)
@@ -321,11 +317,7 @@ def publishing(largest: int, bucket: int, *, slots: int) -> int:
 
 
 def engine_free(gpu: int, at_rest: int | None) -> int:
-    """Return the bytes that are free when an engine rank starts.
-
-    Args:
-        at_rest: of the trainer on its GPU; None if there is none.
-    """
+    """Return the free bytes when an engine rank starts; ``at_rest`` are a trainer's on its GPU."""
     free = gpu - DRIVER - CONTEXT - NCCL
     if at_rest is not None:
         free -= CONTEXT + NCCL + round((1 + GAPS) * at_rest)

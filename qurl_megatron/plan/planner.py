@@ -1,7 +1,7 @@
 """A layout's memory and step time, and all layouts of N GPUs by step time.
 
-In turn (colocated, or ``rollout.max_staleness=0``) a step is the sum of its phases; one step off it
-is the longer of rollout and training, and the publication that both wait for.
+A step is the sum of its phases if they take turns (colocated, or ``rollout.max_staleness=0``), else
+the longer of rollout and training, plus the publication that both wait for.
 """
 
 from collections.abc import Iterable

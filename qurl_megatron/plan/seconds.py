@@ -1,9 +1,8 @@
 """Seconds of a step's phases by one roofline: bytes over bandwidths, operations over FLOP/s.
 
-Lengths are not known before a run. They are taken to fall exponentially, cut off at
-``rollout.max_new_tokens``: P(length > x) = exp(-x / s) below it, with s such that the mean is
-right. n responses have the n quantiles, so that a plan does not depend on a draw, and the longest
-one is as long as the limit allows.
+Response lengths are assumed exponential, cut off at ``rollout.max_new_tokens``: P(length > x) =
+exp(-x / s) below it, with s such that the mean is right. n responses have the n quantiles, so that
+a plan does not depend on a draw, and the longest one reaches the limit.
 
 docs/planning.md has the formulas: of a decode step (a roofline, Williams et al. 2009), a trainer's
 pass (Korthikanti et al. 2022, arXiv:2205.05198) and a pipeline's bubble (Narayanan et al. 2021,
@@ -147,12 +146,8 @@ class Engine:
 
 
 def decode_step(roof: Roofline, engine: Engine, running: float, context: float) -> dict[str, float]:
-    """Return the seconds of one decode step by cause.
-
-    Args:
-        running: responses in the batch.
-        context: tokens before the new one, mean over them.
-    """
+    """Return the seconds of one decode step by cause, of ``running`` responses with a mean
+    ``context`` of tokens."""
     arch, tensor = engine.arch, engine.tensor
     embedding = arch.vocab * arch.hidden / tensor
     weights: float = memory.engine_weights(arch, engine.scheme, tensor, BF16)
@@ -256,11 +251,8 @@ def deal_out(work: Workload, data: int, train: TrainConfig) -> Hand:
 def forward(
     roof: Roofline, arch: Arch, parallel: ParallelConfig, hand: Hand, *, head: bool = True
 ) -> dict[str, float]:
-    """Return the seconds of the fullest stage for all passes of an update, forward.
-
-    Args:
-        head: an output layer; a critic's has one row.
-    """
+    """Return the seconds of the fullest stage for all forward passes of an update, with an output
+    layer (``head``) or a critic's single row."""
     t, c, e = parallel.tensor, parallel.context, parallel.expert
     layers = arch.num_layers // parallel.pipeline
     weights = linear_parameters(arch) / parallel.pipeline
