@@ -174,12 +174,8 @@ SECTIONS: dict[str, dict[str, Picture]] = {
 
 
 def drawn_sections(history: History) -> dict[str, list[tuple[str, Picture, str, list]]]:
-    """Return the pictures that this run can fill, by section.
-
-    Returns:
-        Of each its key, the ``data:`` URL of an SVG file, which the page writes title, legend and
-        caption around, and its legend: the lines with the values at their ends.
-    """
+    """Return the pictures that this run can fill, by section: of each its key, the picture, the
+    ``data:`` URL of an SVG file, and its legend, the lines with the values at their ends."""
     sections: dict[str, list[tuple[str, Picture, str, list]]] = {}
     for title, pictures in SECTIONS.items():
         for key, picture in pictures.items():
@@ -203,11 +199,10 @@ def _svg(picture: Picture, history: History) -> tuple[str, list[tuple[Line, np.n
 
 
 def draw(axes: Axes, picture: Picture, history: History) -> list[tuple[Line, np.ndarray]]:
-    """Draw a picture: a smoothed line over the measured points, for each metric of the run.
+    """Draw a smoothed line over the measured points of each metric of a picture.
 
     Returns:
-        The lines that this run has something to show for, each with its values as drawn, so that
-        text can quote its end.
+        The lines that were drawn, each with its values, so that text can quote its end.
     """
     axes.set_facecolor("none")
     if picture.log:
@@ -265,11 +260,7 @@ def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
 
 
 def frame(axes: Axes, first: int, last: int, *, shares: bool) -> None:
-    """Grid, ticks and labels of a picture over the steps ``first`` to ``last``, once it is drawn.
-
-    Args:
-        shares: the values are shares of 1, labelled as percentages.
-    """
+    """Add grid, ticks and labels to a drawn picture of steps; ``shares`` become percentages."""
     pad = max(0.012 * (last - first), 0.6)
     axes.set_xlim(first - pad, last + pad)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))

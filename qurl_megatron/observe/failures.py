@@ -1,8 +1,7 @@
 """The reason for a rank's failure, kept for an operator's tools: ``failure-RANK.json``.
 
-A log has the words of the rank that was first to speak, if any: the others only saw that a peer was
-gone, and are silent. Each rank of a job therefore leaves its exception in the folder of its
-attempt, with its place in the run, so that the cause can be told from its consequences.
+Logs have only the message of the rank that spoke first. So each rank of a job leaves its exception
+in the folder of its attempt, with its place in the run, to tell the cause from its consequences.
 """
 
 import contextlib

@@ -185,11 +185,8 @@ class Timer:
         clock: Callable[[], float] = time.perf_counter,
         record: Callable[[str, float], None] | None = None,
     ) -> None:
-        """
-        Args:
-            announce: called with the name of each phase that begins.
-            record: called with name and seconds of each phase that ends.
-        """
+        """Call ``announce`` with the name of each phase that begins, and ``record`` with name and
+        seconds of each that ends."""
         self._announce = announce
         self._record = record
         self._clock = clock
@@ -211,7 +208,7 @@ class Timer:
             self.add(name, self._clock() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds that were measured elsewhere, ending now."""
+        """Add seconds of a phase that was measured elsewhere and ends now."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         if self._record is not None:
             self._record(name, seconds)

@@ -204,10 +204,7 @@ def what_acted(history: History, algo: Mapping[str, Any]) -> str:
     """Say in one sentence whether ``algo.objective`` corrected any token of the run.
 
     At 8 bits an importance weight above the cap C is rare: most runs under ACR train as they would
-    without it, and nobody should take their success for its merit.
-
-    Args:
-        algo: this section of the recipe, resolved.
+    without it.
 
     Returns:
         The sentence without its full stop; "" where nothing compared the policies, for an objective

@@ -60,15 +60,10 @@ def example_of(sample: "Sample", step: int, of: str, advantage: float | None = N
 
 
 def telling(rewards: Sequence[float], prompts: Sequence[int], count: int) -> list[int]:
-    """Choose ``count`` responses to keep: half with the lowest rewards, half with the highest.
+    """Return ascending indices of ``count`` responses to keep: half with the lowest rewards, half
+    with the highest.
 
     Among equal rewards those to different prompts come first, in the order of the batch.
-
-    Args:
-        rewards, prompts: of each response; one number, the same prompt.
-
-    Returns:
-        Indices, ascending.
     """
     nth: list[int] = []  # how many earlier responses share prompt and reward
     counts: Counter[tuple[int, float]] = Counter()
@@ -102,11 +97,7 @@ def facts(example: Example) -> str:
 
 
 def as_text(example: Example, *, longest: int = 2 * LONGEST) -> str:
-    """Return an example as several lines for a terminal.
-
-    Args:
-        longest: characters of the prompt, and of the response.
-    """
+    """Return an example as lines for a terminal, prompt and response clipped to ``longest``."""
     title = f"step {example.step}, {example.of} prompt {example.index}"
     lines = [f"{printable(title)}: {facts(example)}"]
     for name, text in (("prompt", example.prompt), ("response", example.response)):
@@ -137,11 +128,7 @@ class SampleFile(LineFile[Example]):
 
 
 def read_samples(run_dir: Path) -> list[Example]:
-    """Return the examples of a run, in the order of its steps; none where it keeps none.
-
-    Raises:
-        ConfigError: a line, other than a torn last one, is not an example.
-    """
+    """Return the examples of a run, in the order of its steps, as ``LineFile.read`` does."""
     return SampleFile.read(run_dir / SAMPLES_FILE)
 
 

@@ -45,11 +45,7 @@ class Growing:
         self._file = path.open("ab", buffering=0)
 
     def write(self, piece: bytes) -> None:
-        """Append ``piece``.
-
-        Raises:
-            OSError: the system refused; the file is as it was before.
-        """
+        """Append ``piece``; where that raises ``OSError``, the file is as it was before."""
         start = self._file.seek(0, os.SEEK_END)
         unwritten = memoryview(piece)
         try:
@@ -236,11 +232,7 @@ WANDB_ID = "wandb_id"  # file in a run's folder with the id of its W&B run
 
 
 def wandb_package() -> Any:
-    """Import the package of Weights & Biases, which is not among the requirements.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Import the optional package of Weights & Biases; raise ``ConfigError`` if it is missing."""
     try:
         import wandb
     except ImportError as error:

@@ -54,12 +54,8 @@ def number(value: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, words: Collection[str]) -> list[str]:
-    """Return the lines of a table: columns of words to the left, numbers to the right.
-
-    Args:
-        rows: the first one has the headings.
-        words: headings of the columns that hold words.
-    """
+    """Return the lines of a table whose first row has headings; ``words`` are those of columns
+    aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
