@@ -115,11 +115,8 @@ def _problems(file: DataFile) -> dict[str, Question]:
 def with_prompts(
     benchmark: Benchmark, tokenizer: Tokenizer, *, chat: bool, suffix: str
 ) -> Benchmark:
-    """Return the benchmark with its prompts, in the order of the file.
-
-    Args:
-        suffix: a line of its own at the end of each problem; of a chat, of its last turn.
-    """
+    """Return the benchmark with its prompts, in the order of the file, each with ``suffix`` as last
+    line."""
     end = f"\n{suffix}" if suffix else ""
     prompts = []
     for index, question in enumerate(benchmark.problems.values()):

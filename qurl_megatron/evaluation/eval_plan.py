@@ -159,11 +159,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def make_plans(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[EvaluationPlan]:
-    """Return one plan; with --before, first a plan for the model that the run began with.
-
-    Raises:
-        ConfigError: options or settings are impossible, or do not go together.
-    """
+    """Return one plan; with --before, first a plan for the model that the run began with."""
     _refuse(arguments)
     model, run_dir, top_p = arguments.model, arguments.run_dir, arguments.top_p
     folder = Path("runs/eval")
@@ -230,11 +226,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def _of_run(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
-    """Return a run's checkpoint, and the sections of its recipe.
-
-    Args:
-        step: the checkpoint's; None: the newest.
-    """
+    """Return a run's checkpoint of a step, or its newest, and the sections of its recipe."""
     from qurl_megatron.training.state import RECIPE, checkpoints
 
     by_step = {int(path.name.removeprefix("step_")): path for path in checkpoints(run_dir)}
@@ -262,11 +254,8 @@ def _of_run(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
 def _config(
     tables: dict[str, Any], k: int, keys: set[str], overrides: Sequence[str]
 ) -> EvaluationConfig:
-    """Return a recipe's settings without the ones for training alone, under the user's own.
-
-    Args:
-        keys: of the overrides.
-    """
+    """Return a recipe's settings without those for training alone, under the user's overrides of
+    these ``keys``."""
     if "model.path" in keys:
         raise ConfigError("model.path: name the model to evaluate with --model")
     adopted = {}

@@ -59,10 +59,8 @@ PROGRESS_S = 10.0  # between two lines of progress
 
 
 def evaluate(files: Sequence[Path], plans: Sequence[EvaluationPlan]) -> int:
-    """Answer the benchmarks, write the results and print the table.
-
-    Args:
-        plans: one, or two to compare, which differ by their model alone.
+    """Answer the benchmarks, write the results and print the table; two plans, which differ by
+    their model alone, are compared.
 
     Raises:
         ConfigError: a mistake in the input; an engine that cannot be reached or fails for good.
@@ -84,15 +82,8 @@ def evaluate(files: Sequence[Path], plans: Sequence[EvaluationPlan]) -> int:
 
 
 def _evaluate(plan: EvaluationPlan, benchmarks: Sequence[Benchmark]) -> list[results.Scores]:
-    """Have one plan's engines answer, write the results and print them.
-
-    Returns:
-        The scores of each benchmark.
-
-    Raises:
-        ConfigError: an engine cannot be reached or fails for good; no response has a score; there
-            are answers made with other settings.
-    """
+    """Have one plan's engines answer, write and print the results, and return the scores of each
+    benchmark."""
     config = plan.config
     if not config.rollout.urls and (checkpoint := find_torch_dist(plan.model)):
         print(f"comparing the checksums of {checkpoint}", flush=True)
@@ -251,11 +242,8 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 
 def describe_engines(fleet: Fleet, context: float) -> list[dict[str, Any]]:
-    """Return each engine's report of itself, as far as it bears on results.
-
-    Args:
-        context: tokens that the model takes, for engines that do not say.
-    """
+    """Return the facts of each engine that bear on results; ``context`` is the default for engines
+    that do not report how many tokens the model takes."""
     descriptions = []
     for engine in fleet.serving():
         if (client := engine.client) is None:  # it has died since
@@ -394,11 +382,8 @@ class _Round:
         )
 
     def _keep(self, samples: list[Sample], seconds: float) -> None:
-        """Grade and write all responses to some problems, and print a line now and then.
-
-        Args:
-            seconds: that the engines took for them.
-        """
+        """Grade and write all responses to some problems, for which engines took ``seconds``, and
+        print progress now and then."""
         evaluator = self.evaluator
         samples, scores = graded(samples, evaluator.rewards, evaluator.tokenizer)
         answers, ids = [], list(self.benchmark.problems)

@@ -1,7 +1,6 @@
-"""A study file becomes cells: one ``qurl train`` for each method, scheme, warm start and seed.
+"""Read a study file as cells: one ``qurl train`` for each method, scheme, warm start and seed.
 
-Everything is checked here, before the first run starts: a misspelt key of the last method must not
-come to light after hours.
+Everything is checked before the first run starts, so that no misspelt key shows up hours later.
 """
 
 import argparse
@@ -141,10 +140,7 @@ class Study:
 
 
 def read_study(file: Path | str, overrides: Sequence[str] = ()) -> Study:
-    """Read a study file and check every cell's recipe.
-
-    Args:
-        overrides: ``section.key=value`` for every run, after the file's own.
+    """Read a study file, add ``overrides`` to its own, and check every cell's recipe.
 
     Raises:
         ConfigError: no such file or recipe, an unknown key, or a cell whose recipe is not valid.

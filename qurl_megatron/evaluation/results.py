@@ -29,11 +29,7 @@ Answers = Mapping[Key, Sequence[GradedAnswer]]
 
 
 def resampled_means(mean_P: np.ndarray, seed: Sequence[int], draws: int = DRAWS) -> np.ndarray:
-    """Return [D] means over P problems drawn with replacement.
-
-    Args:
-        seed: whole numbers of 0 or more; another one gives independent draws.
-    """
+    """Return [D] means over P problems drawn with replacement; other seeds, independent draws."""
     indices = np.random.default_rng(seed).integers(len(mean_P), size=(draws, len(mean_P)))
     return mean_P[indices].mean(axis=1)
 
@@ -199,11 +195,7 @@ def rows(benchmark: Benchmark, answers: Answers) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[Line], *, right_or_wrong: bool = True) -> str:
-    """Return a Markdown table of scores that is readable as plain text.
-
-    Args:
-        right_or_wrong: each score is 1 or 0, and means are percentages.
-    """
+    """Return a Markdown table of scores, in percent if each is ``right_or_wrong``: 1 or 0."""
     unit = PERCENT if right_or_wrong else ""
     sampled = lines[0][2].get("sampled")
     header = ["benchmark", "problems", f"Avg@1{unit}"]
@@ -236,11 +228,8 @@ def pair_table(lines: Sequence[tuple[str, int, Pairs]], *, right_or_wrong: bool 
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return a Markdown table; the first row has its headings.
-
-    Args:
-        left: columns of words, which are aligned to the left; the others are numbers.
-    """
+    """Return a Markdown table with headings in the first row; the first ``left`` columns are words,
+    aligned to the left, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = []
     for column, width in enumerate(widths):

@@ -1,8 +1,8 @@
-"""``qurl study``: run the cells of a study file, several at once, or only look at them.
+"""``qurl study``: run the cells of a study file, several at once, or show how far they are.
 
-A cell is a ``qurl train`` of its own, which resumes, saves and refuses by itself, and then a ``qurl
-eval`` of the trained policy. A run's metrics are of its rollouts, at their precision; one trains
-for the last checkpoint, so that answers the held-out questions too, greedily and unquantized.
+A cell is a ``qurl train`` of its own, and then a ``qurl eval`` of the trained policy: the last
+checkpoint answers the held-out questions, greedily and unquantized, whereas a run's metrics are of
+its rollouts, at their precision.
 
     OUT/runs/naive-int4-seed-0/    train.run_dir of a cell, whoever started it
       trained/step_000080/         its held-out questions, and the results of ``qurl eval``;
@@ -170,10 +170,10 @@ class _Runner:
         return int(self.failed)
 
     def _work(self) -> None:
-        """Start cells and see them end, until none is left or a signal came.
+        """Start cells and wait for them, until none is left or a signal came.
 
-        Signals are passed on from here, not from their handler: each run must get each signal once,
-        since it takes the second one as "now, unsaved".
+        Signals are passed on from here, not from their handler, so that each run gets each signal
+        once: a second one would end it unsaved.
         """
         passed_on = 0
         while self.active or (self.waiting and not self.signals):
@@ -192,10 +192,7 @@ class _Runner:
                 job.popen.send_signal(stop)
 
     def _startable(self) -> Cell | None:
-        """The first cell that may start now.
-
-        A model that does not exist yet is made by one run while the others wait for it.
-        """
+        """Return the first cell that may start now; of those without their model, one makes it."""
         if len(self.active) >= self.jobs:
             return None
         in_the_making = {job.makes for job in self.active}

@@ -395,11 +395,10 @@ def _one_line(text: str) -> str:
 
 
 def write_report(study: Study, out: Path, environment: Mapping[str, Any] | None = None) -> Path:
-    """Write OUT/study.json, OUT/study.md and the pictures; returns the path of study.md.
+    """Write OUT/study.json, OUT/study.md and the pictures; return the path of study.md.
 
     Args:
-        environment: ``environment`` where runs have been made now; None keeps the one that
-            study.json has of earlier runs.
+        environment: of runs made now; None keeps the one in study.json.
     """
     from qurl_megatron.evaluation.pictures import pictures  # matplotlib
 
