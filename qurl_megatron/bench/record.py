@@ -92,11 +92,8 @@ class BenchRecord:
     schema: str = SCHEMA
 
     def keep(self, folder: Path | None) -> None:
-        """Print the table, and write BENCHMARK.json to ``folder``, if there is one.
-
-        Raises:
-            ConfigError: it cannot be written; an older file stays whole.
-        """
+        """Print the table, and write BENCHMARK.json to ``folder``, if there is one; raise
+        ``ConfigError`` if it cannot be written."""
         print(self.table(), end="")
         if folder is None:
             return
@@ -125,12 +122,8 @@ def recorded(
     measure: Callable[[], list[Case]],
     facts: Callable[[], dict[str, Any]] = dict,
 ) -> BenchRecord:
-    """Return the record of the cases that ``measure`` returns.
-
-    Args:
-        program: the words of the command before its options.
-        facts: called afterwards, for more facts of the machine.
-    """
+    """Return the record of the cases that ``measure`` returns, run by ``program`` with its options;
+    ``facts`` adds facts of the machine afterwards."""
     start = datetime.fromtimestamp(now(), UTC).isoformat(timespec="seconds")
     before = environment()
     cases = measure()

@@ -123,11 +123,7 @@ def _measured(subjects: Sequence[Subject], options: argparse.Namespace) -> list[
 
 
 def engine_config(subject: Subject, options: argparse.Namespace) -> RolloutConfig:
-    """Return how to start an engine.
-
-    Raises:
-        ConfigError: there are no such engines.
-    """
+    """Return an engine's settings; raise ``ConfigError`` if there are no such engines."""
     if subject.engine == "embedded" and subject.tensor > 1:
         raise ConfigError(
             f"--tensor {subject.tensor} is not for --engine embedded, which is one process; "
@@ -145,7 +141,7 @@ def engine_config(subject: Subject, options: argparse.Namespace) -> RolloutConfi
 def _loads(
     engine: StartedEngine, lengths: Sequence[int], vocab: int, options: argparse.Namespace
 ) -> Callable[[], LoadOutcome]:
-    """Return what puts the load on an engine, each time with other prompts."""
+    """Return a function that puts the load on an engine, each time with other prompts."""
     repeats = itertools.count()
 
     def load() -> LoadOutcome:
@@ -167,12 +163,7 @@ def case_of(
     outcomes: Sequence[LoadOutcome],
     identity: dict[str, object],
 ) -> Case:
-    """Return figures and reasons of all repeats.
-
-    Args:
-        settings: of the load, as keys of the case.
-        identity: what the engine says of itself.
-    """
+    """Return figures and reasons of all repeats, with the load's settings as keys."""
     reasons: dict[str, str] = {}
     for outcome in outcomes:
         reasons |= outcome.reasons()

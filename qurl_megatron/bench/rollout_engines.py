@@ -51,11 +51,7 @@ Weight = Tensor | QuantizedWeight
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Return the config.json of a folder, or of a shape that ships.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """Return the config.json of a folder or of a shape that ships; ``ConfigError`` if neither."""
     return read_config(described(model))
 
 
@@ -154,11 +150,8 @@ class Version:
         return weight.to(DTYPES[self.dtype])
 
     def publish(self, fleet: Fleet, number: int) -> float:
-        """Publish as the trainer does, under rising numbers; return for how long engines paused.
-
-        Raises:
-            EngineError: an engine did not take it.
-        """
+        """Publish as the trainer does, under rising numbers; return for how long engines paused, or
+        raise ``EngineError``."""
         self.sender.begin(number)
         with (
             fleet.publication() as engines,

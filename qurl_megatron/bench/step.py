@@ -85,11 +85,8 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def train(recipe: Path, overrides: Sequence[str], steps: int, run_dir: Path) -> None:
-    """Run the recipe in a process of its own.
-
-    Raises:
-        ConfigError: it failed; quotes its last line.
-    """
+    """Run the recipe in a process of its own; if it fails, raise ``ConfigError`` with its last
+    line."""
     command = [sys.executable, "-m", "qurl_megatron.cli", "train", str(recipe)]
     command += ["train.eval_prompts=0", "checkpoint.every=0", *overrides]
     command += [f"train.steps={steps}", f"train.run_dir={run_dir}"]
@@ -117,12 +114,7 @@ def read_run(run_dir: Path) -> UsualStep:
 
 
 def case_of(name: str, common: dict[str, str | int], runs: Sequence[UsualStep]) -> Case:
-    """Return the phases of all repeats, and their overlap, which follows and is not compared.
-
-    Args:
-        name: the case's own overrides.
-        common: keys of all cases.
-    """
+    """Return the phases of all repeats, and their overlap, which is not compared."""
     figures = []
     for phase in runs[0].seconds:
         values = [run.seconds[phase] for run in runs]
