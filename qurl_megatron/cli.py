@@ -40,11 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _allow_open_files() -> None:
-    """Raise the soft limit on open files; engines, workers and their pipes take some hundred.
-
-    Raises:
-        ConfigError: the hard limit is lower than that.
-    """
+    """Raise the soft limit on open files: engines, workers and their pipes take some hundred."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:

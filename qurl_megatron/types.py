@@ -20,11 +20,8 @@ Versions = tuple[tuple[int, int], ...]
 
 
 def routes_dtype(experts: int) -> str:
-    """Return NumPy's and torch's name of the smallest format for ``Sample.routes``.
-
-    Args:
-        experts: of a layer.
-    """
+    """Return NumPy's and torch's name of the smallest format for ``Sample.routes``, by the experts
+    of a layer."""
     return "uint8" if experts < 256 else "int16"  # numbers plus one
 
 
