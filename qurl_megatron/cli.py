@@ -45,11 +45,6 @@ def _allow_open_files() -> None:
     limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if limit < FEWEST_FILES:
-        raise ConfigError(
-            f"no more than {limit} files may be open here (ulimit -Hn); raise that to "
-            f"{FEWEST_FILES} or more"
-        )
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -216,7 +211,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[..., Non
 """Each command: its function, whose docstring is the help, and the function that adds its options.
 The modules that they stand in are light."""
 
-OPEN_FILES, FEWEST_FILES = 65536, 256
+OPEN_FILES = 65536
 LASTING = ("train", "study", "eval", "serve")
 """Commands that go on without a terminal: their work is more than their output."""
 
