@@ -139,7 +139,7 @@ class LineFile(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of metrics.jsonl. A value that was logged as null reads back as NaN."""
+    """One line of metrics.jsonl."""
 
     step: int
     time: float  # unix seconds
@@ -154,10 +154,7 @@ class JsonlSink(LineFile[Record]):
     @classmethod
     def parse(cls, line: str) -> Record:
         record = json.loads(line)
-        metrics = dict.fromkeys(record["metrics"], math.nan)
-        for name, value in record["metrics"].items():
-            if value is not None:
-                metrics[name] = float(value)
+        metrics = {name: float(value) for name, value in record["metrics"].items()}
         return Record(int(record["step"]), float(record["time"]), metrics)
 
     @staticmethod
