@@ -1,4 +1,4 @@
-"""A small recipe, and the config.json of a small model."""
+"""A small recipe, and the config.json of small models."""
 
 RECIPE_TEXT = """
 [model]
@@ -28,4 +28,10 @@ QWEN2 = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128,
     "qurl": {"uaq_scale": 1.5, "dtype": "bfloat16"},
+}
+
+QWEN3_MOE = {
+    **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128},
+    **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
 }

@@ -23,7 +23,7 @@ from qurl_megatron.tensors.arch import Experts, read_arch
 from qurl_megatron.training import start
 from qurl_megatron.training.shapes import check_division, engine_divides, find_models
 from qurl_megatron.training.warmstart import warmstart
-from tests.support.descriptions import QWEN2
+from tests.support.descriptions import QWEN2, QWEN3_MOE
 from tests.support.meta_ranks import built
 
 ROOT = Path(__file__).parents[2]
@@ -232,17 +232,9 @@ def test_the_command_prints_the_table(tmp_path, capsys, monkeypatch):
     assert "x.jsonl line 1 has no prompt or problem or question" in capsys.readouterr().err
 
 
-EXPERTS = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32},
-    **{"head_dim": 16},
-    **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
-}
-
-
 def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     recipe(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
     (tmp_path / "tokenizer.json").touch()
     mistaken = ["rollout.backend=sglang", "rollout.sglang_python=no", "reward.function=no.py:near"]
     mistaken.append("rollout.max_new_tokens=9999")
@@ -290,7 +282,7 @@ def test_a_layout_that_experts_forbid_is_one_sentence(
     engines = 'backend = "sglang"\nengine_tensor = 4\nengine_first_gpu = 16\n'
     recipe(tmp_path, text=f"prompts_per_step = 32\n[rollout]\nmax_new_tokens = 8\n{engines}")
     monkeypatch.setattr(start, "refuse_not_installed", lambda config: None)
-    (tmp_path / "config.json").write_text(json.dumps(EXPERTS | change))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE | change))
     (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     given = [
         f"model.path={tmp_path}",
@@ -368,7 +360,7 @@ def test_memory_from_shapes_is_that_of_built_models(case, tmp_path):
 def test_so_is_that_of_experts(sizes, tmp_path):
     shape = tmp_path / "config.json"
     wider = {"hidden_size": 256, "moe_intermediate_size": 128, "vocab_size": 101}
-    shape.write_text(json.dumps(EXPERTS | wider))
+    shape.write_text(json.dumps(QWEN3_MOE | wider))
     layout = [f"parallel.{key}={size}" for key, size in sizes.items()]
     assert_as_built(recipe(tmp_path, *layout), shape, padding=1e-3)
 
@@ -377,7 +369,7 @@ def test_what_megatron_does_not_compute_is_refused_from_shapes_alone(tmp_path):
     scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=4.0)
     scaling["original_max_position_embeddings"] = 8192
     shape = tmp_path / "config.json"
-    shape.write_text(json.dumps(EXPERTS | {"model_type": "llama", "rope_scaling": scaling}))
+    shape.write_text(json.dumps(QWEN3_MOE | {"model_type": "llama", "rope_scaling": scaling}))
     config = recipe(tmp_path)
     with pytest.raises(ConfigError, match="Megatron computes"):
         footprint(config, find_models(config, shape))

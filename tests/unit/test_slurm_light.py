@@ -11,14 +11,10 @@ from importlib import metadata
 from pathlib import Path
 
 from qurl_megatron.cluster import folder as records
+from tests.support.descriptions import QWEN3_MOE
 from tests.support.slurm_runs import QUICK
 from tests.support.slurm_scripts import ROOT
 
-SIZES = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-    **{"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
-}
 ASK = """
 import contextlib, io, json, sys
 sys.modules |= dict.fromkeys(sys.argv[2:])  # modules that cannot be imported
@@ -71,7 +67,7 @@ def test_a_login_node_needs_no_more_than_its_requirements(tmp_path):
         """The command for a model that is looked at, and not read."""
         model = tmp_path / family
         model.mkdir()
-        (model / "config.json").write_text(json.dumps({"model_type": family, **SIZES}))
+        (model / "config.json").write_text(json.dumps(QWEN3_MOE | {"model_type": family}))
         (model / "model.safetensors").touch()
         given = [QUICK, f"model.path={model}", f"train.run_dir=run-{family}", *words]
         return ["slurm", "submit", *given, "--cluster", "cluster.toml"]
