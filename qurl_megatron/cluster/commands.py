@@ -34,7 +34,7 @@ def test_only(script: str) -> str:
 
 
 def submit(script: str, *, after: int | None = None) -> int:
-    """Submit a job that starts once job ``after`` has ended, and return its id."""
+    """Submit from the working folder, if need be to start ``after`` a job; return the job's id."""
     argv = ["sbatch", "--parsable"]
     if after is not None:
         argv.append(f"--dependency=afterany:{after}")
@@ -67,7 +67,7 @@ def unix_seconds(time: str) -> float | None:
 
 
 def signal_supervisor(job: int, name: str) -> None:
-    """Send a signal to the supervisor, into which the job's script has turned, and to no rank."""
+    """Send a signal to the supervisor alone, which is the process of the job's script."""
     _run(["scancel", "--batch", f"--signal={name}", str(job)])
 
 

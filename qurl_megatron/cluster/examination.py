@@ -2,7 +2,7 @@
 
 Each node measures itself, as a task of ``srun``: its GPUs as NVIDIA's driver sees them, a matrix
 product on each, an all-reduce among them and with neighbouring nodes, and a kernel built by the
-engines' compiler. Times are compared with the job's other nodes, which have the same hardware.
+engines' compiler. Times are compared with the job's other nodes, which have the same GPUs.
 
 A job with a bad node goes back to the queue, and the node is excluded. If all nodes are bad, other
 nodes would be as well, and a person has to look.

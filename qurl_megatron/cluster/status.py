@@ -59,7 +59,7 @@ def status(run_dir: Path) -> int:
 
 
 def render(facts: Facts, at: float) -> str:
-    """Return the lines for an operator at a time, in Unix seconds."""
+    """Return the lines for an operator; ``at`` is the present, in Unix seconds."""
     sentence, what_next = _state(facts, at)
     running = facts.queued is not None and facts.queued.state != "PENDING"
     rows = []

@@ -14,7 +14,8 @@ import signal
 
 SERVER = os.getpid()
 OUTLIVED = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-"""Signals with their handlers in a forked process: under `nohup` SIGHUP is ignored."""
+"""Signals that the server outlives, with the handlers that a forked process gets back: under
+`nohup` SIGHUP is ignored."""
 
 
 def _outlive_signals() -> None:

@@ -119,7 +119,7 @@ def scaled(own: Choice, gpus: int) -> Choice | None:
 
 
 def applied(config: RunConfig, choice: Choice, *, node: int, static: float | None) -> RunConfig:
-    """Return the recipe in that layout; raise ``ConfigError`` if the recipe forbids it.
+    """Return the recipe in that layout, unchanged in its own; ``ConfigError`` if it forbids it.
 
     Versions go by memory on a single machine, by relay to engines on the trainer's GPUs, else point
     to point.
