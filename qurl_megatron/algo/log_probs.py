@@ -37,21 +37,18 @@ def token_log_probs(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    reuse_logits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``log softmax(logits / temperature)[t, targets[t]]`` and the entropy of each distribution.
 
     Args:
         logits: this rank's slice of the logits, [T, v]; rank r owns ids [r*v, (r+1)*v).
-            The backward pass consumes them, see ``reuse_logits``.
+            The backward pass writes the gradient over them, unless they are a leaf or a view of
+            one; pass a clone if they are read after it, or saved by the operation before.
         targets: global token ids, [T], equal on every rank. An id outside the vocabulary gives nan.
         group: tensor-parallel group, or None when the vocabulary is whole.
         temperature: the sampling temperature the rollout engine used.
         vocab_size: real size of a vocabulary that was padded to a multiple of the group; columns
             beyond it take no part and get zero gradient. None: nothing is padded.
-        reuse_logits: write the gradient over the logits, where they are neither a leaf nor a view
-            of one. Turn it off when the logits are read after the backward pass, or are the saved
-            output of the operation before (a bare ``tanh``): autograd refuses that.
 
     Returns:
         [T] float32 log-probs and [T] float32 entropies in nats, equal on every rank and
@@ -59,7 +56,7 @@ def token_log_probs(
     """
     assert logits.ndim == 2 and targets.shape == logits.shape[:1], (logits.shape, targets.shape)
     shard = _Shard.of(logits.shape[1], group, vocab_size)
-    return _TokenLogProbs.apply(logits, targets, shard, temperature, reuse_logits)
+    return _TokenLogProbs.apply(logits, targets, shard, temperature)
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class _Shard:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits_Tv, targets_T, shard, temperature, reuse_logits):
+    def forward(ctx, logits_Tv, targets_T, shard, temperature):
         max_T, sums_3T = _shard_sums(logits_Tv, targets_T, shard, temperature)
         if len(max_T):  # an empty batch is empty on every rank, so all of them skip
             # Each shard has summed relative to its own maximum: one pass over the logits is enough.
@@ -114,8 +111,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_Tv, targets_T, max_T, sum_T, entropy_T)
         ctx.shard, ctx.temperature = shard, temperature
-        ctx.reuse_logits = reuse_logits and _is_expendable(logits_Tv)
-        ctx.consumed = False
+        ctx.expendable, ctx.consumed = _is_expendable(logits_Tv), False
         return log_prob_T, entropy_T
 
     @staticmethod
@@ -124,13 +120,13 @@ class _TokenLogProbs(torch.autograd.Function):
         if ctx.consumed:
             raise RuntimeError(
                 "token_log_probs: second backward pass, but the first one wrote the gradient over "
-                "the logits; call it with reuse_logits=False to go through the graph twice"
+                "the logits; call it anew for each pass"
             )
-        nothing = (None,) * 4
+        nothing = (None,) * 3
         if not ctx.needs_input_grad[0] or (grad_log_prob_T is None and grad_entropy_T is None):
             return None, *nothing
         logits_Tv, *saved = ctx.saved_tensors
-        if ctx.reuse_logits:
+        if ctx.expendable:
             # detach() shares the version counter, so anything else that saved the logits for its
             # own backward pass raises instead of reading the gradient.
             grad_Tv = logits_Tv.detach()

@@ -18,11 +18,11 @@ def batch(dtype=torch.float32, tokens=7, vocab=11):
     return logits, torch.arange(tokens) % vocab
 
 
-def gradients(logits, targets, g, h, temperature, **options):
+def gradients(logits, targets, g, h, temperature):
     """(ours, dense float64) gradient of sum(g * log_prob + h * entropy); None leaves a term out."""
     results = []
     for x, compute in (
-        (logits.clone(), lambda x: token_log_probs(x, targets, temperature=temperature, **options)),
+        (logits.clone(), lambda x: token_log_probs(x, targets, temperature=temperature)),
         (logits.double(), lambda x: dense(x, targets, temperature)),
     ):
         leaf = x.requires_grad_()
@@ -42,13 +42,12 @@ def test_equals_dense_whatever_the_chunk(tokens_per_chunk, temperature):
     torch.testing.assert_close(entropy.double(), expected[1], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("reuse_logits", [True, False])
 @pytest.mark.parametrize("terms", ["log_prob", "entropy", "both"])
-def test_gradient_is_exact(tokens_per_chunk, terms, reuse_logits):
+def test_gradient_is_exact(tokens_per_chunk, terms):
     logits, targets = batch()
     g = torch.linspace(-2, 1, 7) if terms != "entropy" else None
     h = torch.linspace(1, -3, 7) if terms != "log_prob" else None
-    ours, expected = gradients(logits, targets, g, h, 0.6, reuse_logits=reuse_logits)
+    ours, expected = gradients(logits, targets, g, h, 0.6)
     torch.testing.assert_close(ours.double(), expected, atol=2e-6, rtol=1e-5)
 
 
@@ -65,9 +64,9 @@ def test_padding_columns_take_no_part_and_get_no_gradient():
     log_prob, entropy = token_log_probs(padded, targets, vocab_size=11)
     expected = token_log_probs(logits, targets)
     torch.testing.assert_close((log_prob, entropy), expected, rtol=0, atol=0)
-    for reuse in (True, False):
+    for given in (lambda leaf: leaf * 1, lambda leaf: leaf):
         leaf = padded.clone().requires_grad_()
-        sum(token_log_probs(leaf * 1, targets, vocab_size=11, reuse_logits=reuse)).sum().backward()
+        sum(token_log_probs(given(leaf), targets, vocab_size=11)).sum().backward()
         assert (leaf.grad[:, 11:] == 0).all() and (leaf.grad[:, :11] != 0).any()
 
 
@@ -115,16 +114,16 @@ def test_views_of_any_stride_are_read_and_written_rightly(view):
     torch.testing.assert_close(leaf.grad.double(), reference.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_second_backward_raises_unless_the_logits_were_kept():
+def test_second_backward_raises_where_the_first_wrote_over_the_logits():
     logits, targets = batch()
     leaf = logits.requires_grad_()
     log_prob, _ = token_log_probs(leaf * 1, targets)
     log_prob.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="reuse_logits=False"):
+    with pytest.raises(RuntimeError, match="second backward pass"):
         log_prob.sum().backward()
 
     leaf.grad = None
-    log_prob, _ = token_log_probs(leaf * 1, targets, reuse_logits=False)
+    log_prob, _ = token_log_probs(leaf, targets)
     log_prob.sum().backward(retain_graph=True)
     once = leaf.grad.clone()
     log_prob.sum().backward()
