@@ -7,6 +7,7 @@ Shapes: N = tokens, in responses of 16.
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
@@ -59,6 +60,25 @@ def times(weight, token):
     return Token(weight * token.value, weight * token.gradient, token.clipped)
 
 
+def dual_clipped(token, weight, A, limit):
+    """max(J, w limit A) where A < 0, without a gradient where that is the larger; 0 is off."""
+    floor = weight * limit * A
+    below = (limit > 0) & (A < 0) & (token.value < floor)
+    value, gradient = np.where(below, floor, token.value), np.where(below, 0, token.gradient)
+    return Token(value, gradient, token.clipped)
+
+
+def weight_of(kind, rho, C=2.0):
+    return {
+        "naive": np.ones_like(rho),
+        "proximal": np.ones_like(rho),
+        "decoupled": rho,
+        "tis": np.minimum(rho, C),
+        "acr": np.minimum(rho, C),
+        "icepop": np.where((rho >= 0.5) & (rho <= 5), rho, 0),
+    }[kind]
+
+
 def equation_1(current, proximal, behaviour, A, low, high, C):
     return clipped_term(current - proximal, A, 1 - low, 1 + high)
 
@@ -84,14 +104,22 @@ def equation_9(current, proximal, behaviour, A, low, high, C):
     return times(np.minimum(weight, C), token)
 
 
+def icepop(current, proximal, behaviour, A, low, high, C):
+    """arXiv:2510.18855, which the paper does not have."""
+    weight = weight_of("icepop", ratio(proximal - behaviour)[0])
+    return times(weight, clipped_term(current - proximal, A, 1 - low, 1 + high))
+
+
 EQUATIONS = {
     "proximal": equation_1,
     "naive": equation_3,
     "decoupled": equation_4,
     "tis": equation_5,
     "acr": equation_9,
+    "icepop": icepop,
 }
-SETTINGS = [(0.2, 0.2, 2.0), (0.2, 0.28, 5.0), (0.0, 4.0, 1.0)]  # clip low and high, C
+# Clip low and high, C, dual clip.
+SETTINGS = [(0.2, 0.2, 2.0, 0.0), (0.2, 0.28, 5.0, 1.6), (0.0, 4.0, 1.0, 0.0)]
 
 
 def computed(inputs, **options):
@@ -108,12 +136,13 @@ def assert_agree(found, expected):
     np.testing.assert_allclose(found.gradient, expected.gradient, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("low, high, cap", SETTINGS)
+@pytest.mark.parametrize("low, high, cap, dual", SETTINGS)
 @pytest.mark.parametrize("kind", EQUATIONS)
-def test_values_gradients_and_clips_are_the_papers(kind, low, high, cap):
-    inputs = log_probs()
-    expected = EQUATIONS[kind](*inputs, low, high, cap)
-    found = computed(inputs, kind=kind, clip_low=low, clip_high=high, cap=cap)
+def test_values_gradients_and_clips_are_the_papers(kind, low, high, cap, dual):
+    _, proximal, behaviour, A = inputs = log_probs()
+    weight = weight_of(kind, ratio(proximal - behaviour)[0], cap)
+    expected = dual_clipped(EQUATIONS[kind](*inputs, low, high, cap), weight, A, dual)
+    found = computed(inputs, kind=kind, clip_low=low, clip_high=high, cap=cap, dual_clip=dual)
     assert_agree(found, expected)
     assert 0.05 < expected.clipped.mean() < 0.6
 
@@ -130,17 +159,21 @@ LEVELS = {
 RESPONSES = dict(owners=torch.from_numpy(OWNERS), responses=N // LENGTH)
 
 
-@pytest.mark.parametrize("of", ["token", "sequence"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["decoupled", "tis", "acr"])
+SCALES = [
+    *product(["decoupled", "tis", "acr"], LEVELS, ["token", "sequence"]),
+    *product(["naive", "proximal", "icepop"], ["geometric"], ["sequence"]),
+]
+
+
+@pytest.mark.parametrize("kind, level, of", SCALES)
 def test_the_weight_has_its_level_and_the_bound_the_scale_of_the_ratio(kind, level, of):
     current, proximal, behaviour, A = log_probs()
     A = per_response(A, np.mean)
     scale = LEVELS["token" if of == "token" else "geometric"]
     rho, own = (ratio(at(proximal - behaviour))[0] for at in (LEVELS[level], scale))
     upper = 1.2 * np.maximum(1, own / 2.0) if kind == "acr" else 1.2
-    token = clipped_term(scale(current - proximal), A, 0.8, upper)
-    expected = times(rho if kind == "decoupled" else np.minimum(rho, 2.0), token)
+    other = behaviour if kind == "naive" else proximal
+    expected = times(weight_of(kind, rho), clipped_term(scale(current - other), A, 0.8, upper))
     inputs = (current, proximal, behaviour, A)
     found = computed(inputs, kind=kind, level=level, ratio=of, **RESPONSES)
     # A mean over a response rounds differently by the order of its sum.
@@ -149,18 +182,18 @@ def test_the_weight_has_its_level_and_the_bound_the_scale_of_the_ratio(kind, lev
     np.testing.assert_allclose(found.gradient, expected.gradient, rtol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["proximal", "tis", "acr"])
-def test_cispo_bounds_the_factor_and_raises_its_bound_for_good_tokens_alone(kind):
+@pytest.mark.parametrize("kind, dual", zip(EQUATIONS, [0.0, 1.6] * 3, strict=True))
+def test_cispo_bounds_the_factor_and_raises_its_bound_for_good_tokens_alone(kind, dual):
     current, proximal, behaviour, A = inputs = log_probs()
-    R, _ = ratio(current - proximal)
+    R, _ = ratio(current - (behaviour if kind == "naive" else proximal))
     rho, _ = ratio(proximal - behaviour)
     raised = (kind == "acr") & (A > 0)
     upper = np.where(raised, 1.2 * np.maximum(1, rho / 2.0), 1.2)
-    weight = np.ones(N) if kind == "proximal" else np.minimum(rho, 2.0)
+    weight = weight_of(kind, rho)
     gradient = weight * np.minimum(np.maximum(R, 0.8), upper) * A
     clipped = ((R < 0.8) | (upper < R)) & (A != 0)
-    found = computed(inputs, kind=kind, surrogate="cispo")
-    assert_agree(found, Token(gradient * current, gradient, clipped))
+    expected = dual_clipped(Token(gradient * current, gradient, clipped), weight, A, dual)
+    assert_agree(computed(inputs, kind=kind, surrogate="cispo", dual_clip=dual), expected)
 
 
 @pytest.mark.parametrize("highest", [0.0, 10.0])
