@@ -1,7 +1,7 @@
 """Prompts in an endless, reproducible order that a checkpoint can point into.
 
-The order follows from the questions, the seed and the epoch alone, so that a cursor of five small
-values is all the state there is.
+The order follows from the questions, the seed and the epoch alone, so a few small values are all
+the state there is.
 """
 
 import hashlib
@@ -59,7 +59,6 @@ class PromptStream:
         self.epoch = 0
         self.position = 0  # in the order of this epoch
         self.next_index = 0
-        self.dropped = 0  # prompts passed over so far, in every epoch again
         self._order = self._shuffled()
 
     def next_batch(self, count: int) -> list[Prompt]:
@@ -73,7 +72,6 @@ class PromptStream:
             number = self._order[self.position]
             self.position += 1
             if number in self.too_long:
-                self.dropped += 1
                 continue
             question = self.questions[number]
             # Ids of all prompts would take more memory than their texts.
@@ -126,7 +124,6 @@ class PromptStream:
             "epoch": self.epoch,
             "position": self.position,
             "next_index": self.next_index,
-            "dropped": self.dropped,
             "fingerprint": self.fingerprint,
             "files": {key: file.checksum for key, file in self.files.items()},
         }
@@ -137,7 +134,7 @@ class PromptStream:
         Raises:
             ConfigError: that was on other prompts, or in another order.
         """
-        if state.keys() != self.state_dict().keys():
+        if not state.keys() >= self.state_dict().keys():
             raise ConfigError(
                 f"the checkpoint does not say where the prompts go on ({state!r:.80}); start "
                 "from scratch in another train.run_dir"
@@ -157,7 +154,6 @@ class PromptStream:
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.next_index = state["next_index"]
-        self.dropped = state["dropped"]
         self._order = self._shuffled()
 
     @cached_property

@@ -66,7 +66,6 @@ def test_a_resumed_stream_goes_on_as_if_never_interrupted(make, before):
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert resumed.next_batch(9) == stream.next_batch(9)
-    assert resumed.dropped == stream.dropped
 
 
 @pytest.mark.parametrize(
@@ -97,11 +96,10 @@ def test_a_file_that_changed_under_a_run_is_named_with_both_ways_out(make, chang
     make(held_out_of=range(6)).load_state_dict(state)  # of a run that does not read it
 
 
-def test_long_prompts_are_passed_over_and_counted(make):
+def test_long_prompts_are_passed_over(make):
     stream = make(5, max_prompt_tokens=3)
     assert Counter(texts(stream.next_batch(6))) == {"a": 2, "bb": 2, "ccc": 2}
     stream.next_batch(3)
-    assert 4 <= stream.dropped <= 6
     assert [prompt.index for prompt in stream.next_batch(2)] == [9, 10]
 
 
