@@ -23,7 +23,7 @@ from qurl_megatron.checkpoints.uaq import folded
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import ALIGNED_EXPERTS, Arch, Experts
+from qurl_megatron.tensors.arch import Arch, Experts
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -36,9 +36,8 @@ def transformer_config(
     """Return Megatron's configuration of this model; only Transformer Engine brings fused kernels.
 
     Raises:
-        ConfigError: Megatron does not compute the model so.
+        ConfigError: ``parallel.expert_dispatcher`` needs what this machine lacks.
     """
-    arch.check_megatron()
     dtype = getattr(torch, model.dtype)
     gpu = use_transformer_engine()
     recompute: dict[str, Any] = {}
@@ -151,12 +150,7 @@ def build_model(
     Args:
         fp32_output: leave logits in FP32, whatever the format of weights and hidden states.
         align: how its linear layers follow the engines', once they are given codes.
-
-    Raises:
-        ConfigError: experts are asked to quantize their tokens as an engine's do.
     """
-    if arch.experts and align is not None and align.activations:
-        raise ConfigError(ALIGNED_EXPERTS)
     model = GPTModel(
         config,
         decoder_spec(config, qk_norm=arch.qk_norm, align=align),

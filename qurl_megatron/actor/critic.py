@@ -35,7 +35,7 @@ class Critic(Trained):
             optimizer: with the critic's own learning rate and warm-up.
 
         Raises:
-            ConfigError: the checkpoint is unusable, or does not divide over the ranks.
+            ConfigError: the checkpoint is unusable.
         """
         source = open_checkpoint(model.path)
         arch = replace(source.arch, tied=False)  # there is no output layer to tie
@@ -53,7 +53,6 @@ class Critic(Trained):
         return trained
 
     def apply(self) -> dict[str, float]:
-        """Make one optimizer step on the accumulated gradients."""
         return {
             name.replace("optimizer/", "critic/"): value for name, value in super().apply().items()
         }

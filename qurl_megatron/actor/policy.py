@@ -28,13 +28,10 @@ from qurl_megatron.checkpoints.source import Checkpoint, open_checkpoint
 from qurl_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.tensors.arch import read_aux_coef
+from qurl_megatron.tensors.arch import NOT_COMPUTED, read_aux_coef
 from qurl_megatron.tensors.slice import Shard
 
 Memory = Literal["device", "host"]
-
-# Fields of an Arch that do not change the function its weights compute here.
-_NAMES = ("family", "max_position")
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,9 @@ class Policy(Trained):
     ) -> "Policy":
         """Load ``model.path`` into the given layout, folding ``uaq_scale`` on the way.
 
+        The model must divide over the ranks, and be one that Megatron computes (``training.shapes``
+        checks both before ranks start).
+
         Args:
             uaq_scale: the factor the weights shall have; a checkpoint that was converted with it
                 has it already.
@@ -95,8 +95,8 @@ class Policy(Trained):
             align: how the linear layers follow the engines'; None: they do not.
 
         Raises:
-            ConfigError: a checkpoint is unusable; the actor's is folded by another factor, or does
-                not divide over the ranks; the reference's is of another shape.
+            ConfigError: a checkpoint is unusable; the actor's is folded by another factor; the
+                reference's is of another shape.
         """
         source = open_checkpoint(model.path)
         arch = source.arch
@@ -107,7 +107,6 @@ class Policy(Trained):
                 "checkpoint with `qurl export`"
             )
         fold = uaq_scale / source.uaq_scale
-        arch.check_parallel(parallel.tensor, parallel.pipeline, parallel.expert)
         megatron_config = transformer_config(arch, model, parallel)
         gpt = build_model(arch, megatron_config, ranks, fp32_output=model.fp32_output, align=align)
         waiting = None
@@ -285,7 +284,7 @@ def check_same_shape(reference: Checkpoint, actor: Checkpoint) -> None:
     """Raise ``ConfigError`` unless one model can hold the weights of both, and means the same."""
     for field in fields(actor.arch):
         theirs, ours = getattr(reference.arch, field.name), getattr(actor.arch, field.name)
-        if theirs != ours and field.name not in _NAMES:
+        if theirs != ours and field.name not in NOT_COMPUTED:
             raise ConfigError(
                 f"algo.reference={reference.folder} has {field.name}={theirs} where the actor, "
                 f"{actor.folder}, has {ours}; name a checkpoint of the actor's shape"

@@ -52,7 +52,7 @@ def to_megatron(
             a factor folded in already.
     """
     refuse_second_fold(source.config, uaq_scale)
-    source.arch.check_parallel(tensor, 1, keys=("--tensor", "--pipeline"))
+    source.arch.check_parallel(tensor, 1, tensor_key="--tensor")
     source.reader.check(source.arch)
 
     def stored(op: Op) -> torch.dtype:

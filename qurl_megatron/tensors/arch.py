@@ -57,11 +57,6 @@ class Llama3Rope:
     original_max_position_embeddings: int
 
 
-ALIGNED_EXPERTS = (
-    "train.align=full cannot compute experts as the engines do, which weigh an expert's output "
-    "where Megatron-Core weighs what its second product takes; set train.align=weights"
-)
-
 MEGATRON_LLAMA3_ROPE = Llama3Rope(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
@@ -123,16 +118,15 @@ class Arch:
         pipeline: int,
         expert: int = 1,
         *,
-        keys: tuple[str, str] = ("parallel.tensor", "parallel.pipeline"),
+        tensor_key: str = "parallel.tensor",
     ) -> None:
         """Raise ``ConfigError`` unless the sizes divide over the ranks.
 
         Args:
-            keys: the user's names for the first two numbers.
+            tensor_key: the user's name for the first number.
         """
-        for key, value in zip(keys, (tensor, pipeline), strict=True):
-            if value < 1:
-                raise ConfigError(f"{key} must be 1 or more, got {value}")
+        if tensor < 1:
+            raise ConfigError(f"{tensor_key} must be 1 or more, got {tensor}")
         sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
         if self.experts is None:
             sizes["intermediate_size"] = self.intermediate
@@ -143,12 +137,12 @@ class Arch:
         for size_name, size in sizes.items():
             if size % tensor:
                 raise ConfigError(
-                    f"{keys[0]}={tensor} does not divide the model's {size_name}={size}; "
+                    f"{tensor_key}={tensor} does not divide the model's {size_name}={size}; "
                     f"use one of {_divisors(*sizes.values())}"
                 )
         if self.num_layers % pipeline:
             raise ConfigError(
-                f"{keys[1]}={pipeline} does not divide the model's "
+                f"parallel.pipeline={pipeline} does not divide the model's "
                 f"num_hidden_layers={self.num_layers}; use one of {_divisors(self.num_layers)}"
             )
         if expert > 1 and self.experts is None:
@@ -170,6 +164,11 @@ class Arch:
                 f"config.json: Megatron computes {MEGATRON_LLAMA3_ROPE} with any factor, "
                 f"the model has {scaling}"
             )
+
+
+NOT_COMPUTED = ("family", "max_position")
+"""Fields of an ``Arch`` that do not change the function its weights compute: all that a family
+means is in the others, and the other is a limit."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -388,7 +387,7 @@ def facts_of(folder: str | Path) -> dict[str, Any]:
         ConfigError: as ``arch_of``.
     """
     sizes = asdict(arch_of(folder, quantized=True))
-    for name in ("family", "max_position"):  # all else follows from the one; the other is a limit
+    for name in NOT_COMPUTED:
         del sizes[name]
     return {**sizes, "eos_token_id": sorted(read_eos(folder))}
 

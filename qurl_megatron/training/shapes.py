@@ -10,7 +10,7 @@ from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.shipped import ROOT
 from qurl_megatron.schemes import SCALES, SCHEMES
-from qurl_megatron.tensors.arch import ALIGNED_EXPERTS, Arch, arch_of, read_arch
+from qurl_megatron.tensors.arch import Arch, arch_of, read_arch
 from qurl_megatron.tensors.table import hf_tensor, is_expert, is_quantized
 
 SHAPES = ROOT / "launch/models"
@@ -61,7 +61,11 @@ def check_computed(config: RunConfig, arch: Arch) -> None:
             f"{arch.family} model has none; leave it out"
         )
     if arch.experts and config.train.align == "full":
-        raise ConfigError(f"model.path={config.model.path}: {ALIGNED_EXPERTS}")
+        raise ConfigError(
+            f"model.path={config.model.path}: train.align=full cannot compute experts as the "
+            "engines do, which weigh an expert's output where Megatron-Core weighs what its second "
+            "product takes; set train.align=weights"
+        )
 
 
 def check_division(

@@ -419,16 +419,6 @@ def test_engines_other_than_those_aligned_to_are_refused(kind, size, refused):
         refuse_unlike(full, "sglang", engines)
 
 
-def test_experts_are_not_aligned_in_full(tmp_path):
-    from qurl_megatron.actor.aligned import Align
-    from qurl_megatron.actor.build import build_model
-    from qurl_megatron.checkpoints.source import open_checkpoint
-
-    arch = open_checkpoint(tiny_checkpoint(tmp_path / "model", "qwen3_moe")).arch
-    with pytest.raises(ConfigError, match="train.align=full cannot compute experts"):
-        build_model(arch, None, None, align=Align("int8", activations=True))
-
-
 def check_split(device) -> None:
     from qurl_megatron.actor.aligned import as_engines_split
 

@@ -1,6 +1,7 @@
 """What a run reads is checked before ranks start, and by a dry run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from qurl_megatron.config import RolloutConfig, load
 from qurl_megatron.data.rows import Question
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import simulation
-from qurl_megatron.tensors.arch import read_arch
+from qurl_megatron.tensors.arch import Experts, read_arch
 from qurl_megatron.training.inputs import check_files, describe_data, doubts, longest_prompt
+from qurl_megatron.training.shapes import check_computed
 from qurl_megatron.training.warmstart import build_tokenizer
 from tests.support.descriptions import QWEN2
 
@@ -151,6 +153,13 @@ def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
 
 
 ARCH = read_arch({**QWEN2, "max_position_embeddings": 1024})
+
+
+def test_experts_are_not_aligned_in_full(recipe):
+    experts = replace(ARCH, experts=Experts(count=4, top_k=2, intermediate=8, norm_topk_prob=True))
+    check_computed(load(recipe, ["train.align=weights"]), experts)
+    with pytest.raises(ConfigError, match="train.align=full cannot compute experts"):
+        check_computed(load(recipe, ["train.align=full"]), experts)
 
 
 def test_a_response_that_fills_the_context_is_refused():
