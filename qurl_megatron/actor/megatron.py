@@ -199,6 +199,14 @@ def share(value: Any, *, waiting_for: str) -> Any:
     return box[0]
 
 
+def _outcome(act: Callable[[], T]) -> tuple[T | None, Foreseen | None]:
+    """Return the result of ``act``, or the failure that the other ranks must hear of."""
+    try:
+        return act(), None
+    except Foreseen as error:
+        return None, error
+
+
 def on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T:
     """Return on every rank the result of ``act``, which the leading rank alone calls.
 
@@ -209,14 +217,7 @@ def on_lead(act: Callable[[], T], ranks: Ranks, *, waiting_for: str) -> T:
     Raises:
         Foreseen: ``act`` did, on every rank. Any other exception is raised there alone.
     """
-    result: T | None = None
-    failure: Foreseen | None = None
-    if ranks.leads:
-        try:
-            result = act()
-        except Foreseen as error:  # the others must not wait in vain
-            failure = error
-    result, failure = share((result, failure), waiting_for=waiting_for)
+    result, failure = share(_outcome(act) if ranks.leads else None, waiting_for=waiting_for)
     if failure is not None:
         raise failure
     return result
@@ -248,13 +249,7 @@ def together(act: Callable[[], T]) -> list[T]:
     Raises:
         Foreseen: ``act`` did on one of them; raised on every rank.
     """
-    result: Any = None
-    failure: Foreseen | None = None
-    try:
-        result = act()
-    except Foreseen as error:  # the others must not wait in vain
-        failure = error
-    outcomes = everywhere((result, failure))
+    outcomes = everywhere(_outcome(act))
     for _, failure in outcomes:
         if failure is not None:
             raise failure
