@@ -1,5 +1,6 @@
 """Find a checkpoint and the folder that describes its model, by names alone, without torch."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,14 @@ def find_torch_dist(folder: Path) -> Path | None:
         if not is_torch_dist(inner):
             raise ConfigError(f"{tracker} names {inner}, which is not a torch_dist checkpoint")
         return inner
-    newest_step, newest_folder = -1, None
-    for path in (folder / "checkpoints").glob("step_*"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal() and int(number) > newest_step and is_torch_dist(path):
-            newest_step, newest_folder = int(number), path
-    return newest_folder
+    return next(filter(is_torch_dist, reversed(folders(folder))), None)
+
+
+def folders(run_dir: Path) -> list[Path]:
+    """Return all checkpoints of a run, oldest first, damaged ones too."""
+    folders_of_steps = (run_dir / "checkpoints").glob("step_*")
+    steps = [path for path in folders_of_steps if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def is_torch_dist(folder: Path) -> bool:

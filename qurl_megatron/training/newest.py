@@ -15,10 +15,10 @@ from pathlib import Path
 
 from qurl_megatron.actor.megatron import Ranks, on_lead, together
 from qurl_megatron.checkpoints.integrity import FIX, FileSum, damaged, read_record, wrong_size
-from qurl_megatron.checkpoints.places import find_torch_dist
+from qurl_megatron.checkpoints.places import find_torch_dist, folders
 from qurl_megatron.kit.errors import ConfigError, Unreadable
 from qurl_megatron.kit.filesystem import wait_until_seen
-from qurl_megatron.training.state import STATE, TrainState, folders, set_aside
+from qurl_megatron.training.state import STATE, TrainState, set_aside
 
 
 def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:

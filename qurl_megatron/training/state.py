@@ -9,7 +9,6 @@ On disk:
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any, TextIO
 
 import msgspec
 
+from qurl_megatron.checkpoints.places import folders
 from qurl_megatron.config import Change, RunConfig, changes, load, refused, to_toml
 from qurl_megatron.data.rows import changed_files
 from qurl_megatron.kit.disk import lock, write_whole
@@ -137,13 +137,6 @@ def stopped(by: str, step: int, steps: int) -> str:
     if not step:
         return f"stopped by {by} before its first step was done: nothing is saved"
     return f"stopped by {by}: step {step} of {steps} is saved; the same command goes on from there"
-
-
-def folders(run_dir: Path) -> list[Path]:
-    """Return all checkpoints of a run, oldest first, damaged ones too."""
-    folders_of_steps = (run_dir / "checkpoints").glob("step_*")
-    steps = [path for path in folders_of_steps if re.fullmatch(r"step_\d{6,}", path.name)]
-    return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

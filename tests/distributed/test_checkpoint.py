@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.checkpoints.integrity import RECORD, all_damage, write_record
+from qurl_megatron.checkpoints.places import folders
 from qurl_megatron.config import OptimizerConfig, ParallelConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.filesystem import free
-from qurl_megatron.training.state import STATE, TrainState, folders, latest, set_aside
+from qurl_megatron.training.state import STATE, TrainState, latest, set_aside
 from tests.support import critics
 from tests.support.disks import contents, fill, flip, small_disk
 from tests.support.models import tiny_checkpoint

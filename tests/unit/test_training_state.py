@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron.checkpoints.places import folders
 from qurl_megatron.config import DataConfig, load
 from qurl_megatron.data.rows import checksum_of
 from qurl_megatron.fleet.client import EngineError
@@ -19,7 +20,6 @@ from qurl_megatron.training.state import (
     STATE,
     TrainState,
     claim,
-    folders,
     latest,
     recipe_of,
     refuse_other_run,
