@@ -71,7 +71,7 @@ class DataFile:
         return f"{self.name}: {prompts}, {answers}"
 
 
-def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile:
+def read_file(path: Path, name: str, columns: Columns = Columns()) -> DataFile:
     """Read all rows of a JSONL or parquet file; JSON lines may end in .json, too.
 
     Args:
@@ -80,7 +80,6 @@ def read_file(path: Path, name: str, columns: Columns | None = None) -> DataFile
     Raises:
         ConfigError: it is missing, empty, unreadable or malformed; says which line.
     """
-    columns = columns or Columns()
     if path.suffix not in READERS:
         raise ConfigError(f"{name} must end in {' or '.join(READERS)}{_way_out(path)}")
     if not path.is_file():

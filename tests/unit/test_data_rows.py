@@ -23,10 +23,10 @@ TURN = {"role": "user", "content": "1 + 1 ="}
 def read(tmp_path):
     """Reads rows that were written as JSONL."""
 
-    def read(*rows, columns=None):
+    def read(*rows, **named):
         path = tmp_path / "a.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return read_file(path, "FILE", columns)
+        return read_file(path, "FILE", **named)
 
     return read
 
