@@ -101,25 +101,16 @@ def _is_everywhere(parameter: nn.Parameter) -> bool:
 def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks]:
     """Initialise torch.distributed and Megatron's groups from the environment torchrun or srun set.
 
+    Args:
+        config: its sizes multiply to the number of processes.
+
     Yields:
         This process' place. On leaving, groups are destroyed and the process can start afresh.
 
     Raises:
-        ConfigError: the number of processes is not the product of the parallel sizes, or they
-            cannot meet.
+        ConfigError: the processes cannot meet, or two of them have one GPU.
     """
     started_here = not dist.is_initialized()
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if started_here else dist.get_world_size()
-    if world_size != config.world_size:
-        raise ConfigError(
-            "parallel.tensor * parallel.pipeline * parallel.context * parallel.data = "
-            f"{config.world_size}, but {world_size} processes were started; make them equal"
-        )
-    if started_here:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
-        os.environ.setdefault("RANK", "0")
-        os.environ.setdefault("WORLD_SIZE", "1")
     device = _device()
     if device.type == "cpu":
         cpu.install()
@@ -162,6 +153,7 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
 
 def _meet(device: torch.device) -> None:
     """Join the other ranks; raises ``ConfigError`` where rank 0 cannot listen for them."""
+    os.environ.setdefault("MASTER_PORT", "29500")  # for who starts ranks by hand
     try:
         dist.init_process_group(_backend(device), timeout=WAIT)
     except dist.DistNetworkError as error:
