@@ -57,21 +57,13 @@ def warmstart(
         questions, held_out = _questions(data)
         tokenizer = build_tokenizer(questions)
         model = build_model(tokenizer, config)
-        pairs = [encode(tokenizer, question) for question in questions]
         parameters = sum(p.numel() for p in model.parameters())
         log(
             f"warm start: {parameters / 1e6:.1f} M parameters, vocabulary "
             f"{model.config.vocab_size}, {len(questions)} questions, "
             f"at most {config.steps} steps of {config.batch}"
         )
-        stop = tokenizer.convert_tokens_to_ids(STOP)
-        assert isinstance(stop, int), "of one token"
-
-        def measure() -> float:
-            # Training questions decide when to stop: the held-out ones must stay unseen.
-            return accuracy(model, tokenizer, questions[:256])
-
-        fit(model, pairs, stop, config, log, measure)
+        fit(model, tokenizer, questions, config, log)
         model.bfloat16()
         model.save_pretrained(scratch)
         save_tokenizer(tokenizer, scratch)
@@ -210,16 +202,17 @@ def encode(tokenizer: "PreTrainedTokenizerFast", question: Question) -> tuple[li
 
 def fit(
     model: "PreTrainedModel",
-    pairs: Sequence[tuple[list[int], list[int]]],
-    stop_id: int,
+    tokenizer: "PreTrainedTokenizerFast",
+    questions: Sequence[Question],
     config: WarmstartConfig,
     log: Callable[[str], None],
-    measure: Callable[[], float],
 ) -> None:
-    """Fit answers to prompts until ``measure`` reaches the target, or for all steps.
+    """Fit answers to prompts until the accuracy reaches the target, or for all steps.
 
     The learning rate rises over a tenth of the steps, then falls to 0.
     """
+    pairs = [encode(tokenizer, question) for question in questions]
+    stop_id = tokenizer.get_vocab()[STOP]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -249,7 +242,8 @@ def fit(
         optimizer.step()
         shape.step()
         if step % CHECK_EVERY == 0 or step == config.steps:
-            reached = measure()
+            # Training questions decide when to stop: the held-out ones must stay unseen.
+            reached = accuracy(model, tokenizer, questions[:256])
             log(
                 f"warm start: step {step}/{config.steps}, loss {loss.item():.3f}, "
                 f"accuracy {reached:.1%}, {time.monotonic() - start:.0f} s"
