@@ -39,7 +39,7 @@ class TrainState:
     cursor: dict[str, Any] | None = None  # where the prompts go on
     accuracy_before: float | None = None  # held-out score of the model of step ``begun``
     accuracy: float | None = None  # the newest held-out score
-    accuracy_step: int | None = None  # of that score; None: written before it was kept, or no score
+    accuracy_step: int | None = None  # of that score
     guard: dict[str, int] = field(default_factory=dict)  # steps in a row, by crossed threshold
     unevaluated: bool = False  # stopped while it evaluated this step, or a fork that is to do so
     own_code: dict[str, str] = field(default_factory=dict)  # checksums, by the key that names it
@@ -62,9 +62,7 @@ class TrainState:
             raise ConfigError(f"{path} is missing") from None
         except (ValueError, RecursionError, msgspec.ValidationError) as error:
             raise ConfigError(f"{path} is damaged ({error!s:.200})") from None
-        field_names = {field.name for field in fields(TrainState)}
-        # Earlier versions wrote empty values for fields that are gone: these say nothing.
-        if unknown := sorted(key for key in values.keys() - field_names if values[key]):
+        if unknown := sorted(values.keys() - {field.name for field in fields(TrainState)}):
             raise Unreadable(
                 f"{path} has the keys {', '.join(unknown):.200}, which this version does not know; "
                 "go on with the version that wrote them, or set train.run_dir to a new folder"

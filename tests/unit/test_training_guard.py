@@ -7,7 +7,7 @@ import pytest
 
 from qurl_megatron.config import GuardConfig
 from qurl_megatron.training.guard import Guard
-from qurl_megatron.training.state import STATE, TrainState
+from qurl_megatron.training.state import TrainState
 
 
 def follow(guard: Guard, name: str, series, *, first: int = 1):
@@ -113,11 +113,7 @@ def test_a_run_that_was_only_warned_halts_when_it_is_started_again_to_halt():
     assert verdict.halt and verdict.reason.endswith("4 steps in a row up to step 4")
 
 
-def test_the_states_of_earlier_runs_are_read_and_new_ones_come_back(tmp_path):
-    old = {"step": 3, "cursor": {"epoch": 0}, "accuracy_before": 0.1, "notice": ""}
-    (tmp_path / STATE).write_text(json.dumps(old))
-    state = TrainState.read(tmp_path)
-    assert (state.step, state.guard) == (3, {})
+def test_the_counts_come_back_with_the_state(tmp_path):
     state = TrainState(step=3, guard={"kl": 2}, unevaluated=True)
     state.write(tmp_path)
     assert TrainState.read(tmp_path) == state
