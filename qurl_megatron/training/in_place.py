@@ -6,7 +6,7 @@ so that any layout can load them. For that Megatron gathers whole buffers, two o
 on the GPU and five to eight in host memory. But a run of elements *is* a few boxes of its tensor:
 part of a row, whole rows, part of a row. With ``in_place`` each rank writes its own boxes and reads
 them where they lie, under the keys of Megatron's format "fully_reshardable". Nothing is gathered or
-copied, and older checkpoints load.
+copied.
 """
 
 import math
