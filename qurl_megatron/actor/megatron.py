@@ -153,7 +153,7 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
 
 def _meet(device: torch.device) -> None:
     """Join the other ranks; raises ``ConfigError`` where rank 0 cannot listen for them."""
-    os.environ.setdefault("MASTER_PORT", "29500")  # for who starts ranks by hand
+    os.environ.setdefault("MASTER_PORT", "29500")  # for ranks started by hand
     try:
         dist.init_process_group(_backend(device), timeout=WAIT)
     except dist.DistNetworkError as error:

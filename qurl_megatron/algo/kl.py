@@ -12,8 +12,8 @@ As a loss, differentiated with ``sampler`` the current policy, it is the gradien
     k3   (1 - other / sampler) g        unbiased for that of KL(other || sampler), the other way
                                         round; the two agree while the policies are close
 
-So k1 belongs into the reward, where log(sampler / other) multiplies g by way of the advantage, and
-k2 or k3 into the loss. (Each speaks of one token given those before it; only the reward also
+So k1 belongs in the reward, where log(sampler / other) multiplies g by way of the advantage, and
+k2 or k3 in the loss. (Each speaks of one token given those before it; only the reward also
 charges a token with the divergence that follows from it.)
 """
 

@@ -15,7 +15,7 @@ def shuffled(count: int, minibatches: int, seed: int, group: int = 1) -> list[li
     """Return the responses of each minibatch, the same ones in every layout.
 
     Args:
-        group: so many responses in a row stay in one minibatch.
+        group: number of consecutive responses that stay in one minibatch.
     """
     import torch  # here, because plans are made on machines without it
 

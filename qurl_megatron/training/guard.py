@@ -1,4 +1,4 @@
-"""Notice a collapse, before it travels: numbers that are not finite, and crossed thresholds.
+"""Detect a collapse before it spreads: numbers that are not finite, and crossed thresholds.
 
 Every rank looks at its own masters after a step: one pass and one word to the host, which goes to
 the other ranks with the step's metrics. So nothing is published or saved that no forward pass can
