@@ -55,8 +55,26 @@ class FolderSender(Sender):
         return {"kind": self.kind, "receipts": str(self.folder / RECEIPTS)}
 
     def take_receipt(self, name: str) -> bytes | None:
-        with refusing(self.folder / RECEIPTS / name):
-            return take(self.folder / RECEIPTS / name)
+        """Return a receipt's content and delete it; None: it is not there.
+
+        Names are never used twice, so the first look for one asks the server of a network
+        filesystem. The client may remember for a minute that a name was absent, unless the folder
+        is opened again before the next look.
+        """
+        path = self.folder / RECEIPTS / name
+        with refusing(path):
+            for look in range(2):
+                if look:
+                    _refresh(path.parent)
+                with contextlib.suppress(FileNotFoundError):
+                    content = path.read_bytes()
+                    path.unlink()
+                    return content
+            # An engine that had no room for its receipt cannot say so: try in its place.
+            room = path.with_suffix(".room")
+            write_whole(room, b"1")
+            room.unlink()
+        return None
 
     def close(self) -> None:
         if self.leads:
@@ -146,7 +164,14 @@ class FolderReceiver:
         return transport == self._transport
 
     def report(self, receipt: Receipt) -> None:
-        leave(self._receipts, receipt)
+        path = self._receipts / receipt_name(receipt.session, receipt.rank)
+        try:
+            write_whole(path, msgspec.json.encode(receipt))
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}); trainer and engines must share that "
+                "folder"
+            ) from None
 
     def close(self) -> None:
         pass
@@ -182,46 +207,6 @@ def mapped(descriptor: int, size: int, *, writable: bool = False) -> Tensor:
     with warnings.catch_warnings():  # torch has no read-only tensors; nobody writes to this one
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def leave(folder: Path, receipt: Receipt) -> None:
-    """Write a receipt whole.
-
-    Raises:
-        ConfigError: it cannot be written there.
-    """
-    path = folder / receipt_name(receipt.session, receipt.rank)
-    try:
-        write_whole(path, msgspec.json.encode(receipt))
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}); trainer and engines must share that "
-            "folder"
-        ) from None
-
-
-def take(path: Path) -> bytes | None:
-    """Return a receipt's content and delete it; None: it is not there.
-
-    Names are never used twice, so the first look for one asks the server of a network filesystem.
-    Its answer that a name is absent may be remembered for a minute, unless the folder is opened
-    again before the next look.
-
-    Raises:
-        OSError: no receipt can be left there, for want of room, say.
-    """
-    for look in range(2):
-        if look:
-            _refresh(path.parent)
-        with contextlib.suppress(FileNotFoundError):
-            content = path.read_bytes()
-            path.unlink()
-            return content
-    # An engine that had no room for its receipt cannot say so: try in its place.
-    room = path.with_suffix(".room")
-    write_whole(room, b"1")
-    room.unlink()
-    return None
 
 
 def _refresh(folder: Path) -> None:

@@ -696,11 +696,7 @@ class Link:
         Raises:
             RuntimeError: the link is broken.
         """
-        if not messages:
-            return []
-        if self.device.type == "cpu":
-            return [self.group.send([memory], rank, tag) for rank, memory in messages]
-        return self._at_once(self.group.send, messages, tag)
+        return self._move(self.group.send, messages, tag) if messages else []
 
     def receive(self, messages: Sequence[tuple[int, Tensor]], tag: int) -> list[dist.Work]:
         """Begin to receive from the given ranks of the group, from all of them at once.
@@ -708,14 +704,14 @@ class Link:
         Raises:
             RuntimeError: the link is broken.
         """
-        if self.device.type == "cpu":
-            return [self.group.recv([memory], rank, tag) for rank, memory in messages]
-        return self._at_once(self.group.recv, messages, tag)
+        return self._move(self.group.recv, messages, tag)
 
-    def _at_once(
+    def _move(
         self, move: Callable, messages: Sequence[tuple[int, Tensor]], tag: int
     ) -> list[dist.Work]:
-        """Begin all moves together: one after another they would wait for each other."""
+        if self.device.type == "cpu":
+            return [move([memory], rank, tag) for rank, memory in messages]
+        # All at once: over NCCL one after another would wait for each other.
         self.group._start_coalescing()
         try:
             for rank, memory in messages:

@@ -46,15 +46,14 @@ EQUAL = {
     "protocol": f"their messages are incompatible; {SAME_PACKAGE}",
     "nccl": "NCCL only connects equal versions; install one NCCL (nvidia-nccl) in both "
     "environments, or set sync.transport=files",
+    **{
+        name: "all ends of a communicator need the same value; start both with the same "
+        f"{name}, or set sync.transport=files"
+        for name in NCCL_SETTINGS
+    },
 }
-"""Facts that are the same at both ends, all but the protocol where NCCL carries the bytes, and
-why, with the fix. Files need none: every message names its format."""
-
-for _name in NCCL_SETTINGS:
-    EQUAL[_name] = (
-        "all ends of a communicator need the same value; start both with the same "
-        f"{_name}, or set sync.transport=files"
-    )
+"""Facts that must agree at both ends, and why, with the fix: the protocol for every carrier, the
+others where NCCL carries the bytes. Files need none: every message names its format."""
 
 POLL_S = 0.001
 SLOWEST_POLL_S = 1.0

@@ -12,7 +12,7 @@ import torch
 from qurl_megatron.kit import undertaker
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.wire import transport
-from qurl_megatron.wire.files import FilesSender, leave
+from qurl_megatron.wire.files import FilesSender
 from qurl_megatron.wire.message import Receipt, Room, checksum, piece_of, word_sum
 from qurl_megatron.wire.session import open_receiver
 from qurl_megatron.wire.shared_memory import MemorySender
@@ -216,12 +216,13 @@ class Nfs:
 
 def test_a_receipt_is_found_where_listings_and_absences_are_remembered(tmp_path, monkeypatch):
     sender = make_sender("files", tmp_path)
+    receiver = open_receiver(sender.describe("a", 1), 0)
     Nfs(monkeypatch)
     left = []
 
     def late():
         if not left:
-            left.append(leave(sender.folder / "receipts", Receipt("v2", 0, None, 1, 0.0)))
+            left.append(receiver.report(Receipt("v2", 0, None, 1, 0.0)))
 
     Clock(monkeypatch, late)
     (receipt,) = sender.receipts("v2", 1)
