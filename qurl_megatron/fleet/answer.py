@@ -398,7 +398,7 @@ class Info:
 class _ServerInfo(msgspec.Struct, frozen=True):
     engine: Any = None
     tp_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    custom_weight_loader: list[str] | str | UnsetType | None = UNSET
+    custom_weight_loader: list[str] | UnsetType | None = UNSET
     scheme: str | None = None
     preferred_sampling_params: dict[str, Any] | str | None = None
     speculative_algorithm: Any = None
@@ -433,27 +433,25 @@ def read_info(info: dict) -> Info:
         Malformed: it says nonsense.
     """
     server = convert(_ServerInfo, info)
-    loaders: tuple[str, ...] | None
-    match server.custom_weight_loader:
-        case UnsetType():
-            loaders = None
-        case str(loader):
-            loaders = (loader,)
-        case names:
-            loaders = tuple(names or ())
+    loaders = None
+    if server.custom_weight_loader is not UNSET:
+        loaders = tuple(server.custom_weight_loader or ())
     limits = []
     for limit in (server.max_total_num_tokens, server.context_length, server.max_req_input_len):
         if limit is not None:
             limits.append(limit - 1)
-    longest_input = min(limits, default=None)
-    resamples = ", ".join(_resampling(server))
     misplacing = []
     for name, harmless in EXPERTS_IN_PLACE.items():
         if (value := getattr(server, name)) not in (None, *harmless):
             misplacing.append(f"{name} = {shortened(value)}")
-    kind, tp, ep = kind_of(server.engine), server.tp_size or 1, server.ep_size or 1
     return Info(
-        *(kind, tp, loaders, server.scheme, longest_input, resamples, ep),
+        kind=kind_of(server.engine),
+        tp=server.tp_size or 1,
+        loaders=loaders,
+        scheme=server.scheme,
+        longest_input=min(limits, default=None),
+        resamples=", ".join(_resampling(server)),
+        ep=server.ep_size or 1,
         records_experts=server.enable_return_routed_experts,
         moves_experts=", ".join(misplacing),
     )

@@ -151,7 +151,7 @@ class Publisher:
         self._loaded: dict[str, Metric] = {}  # there: how the engines took the version
         self._drift = Drift(quant)
         limit = int(sync.bucket_mb * MIB) // sender.machines
-        self._shards = RankShards(policy, quant, quant.scheme, limit, seed)
+        self._shards = RankShards(policy, quant, limit, seed)
 
     def __enter__(self) -> "Publisher":
         return self

@@ -47,17 +47,14 @@ class _Portion:
 class RankShards:
     """All ranks make one and call it together."""
 
-    def __init__(
-        self, policy: Policy, quant: QuantConfig, scheme: str, limit: int, seed: int
-    ) -> None:
+    def __init__(self, policy: Policy, quant: QuantConfig, limit: int, seed: int) -> None:
         """
         Args:
-            scheme: the number format; ``quant.scheme``, or the run's present one.
             limit: bytes of a bucket.
             seed: the run's, for the draws of ``quant.rounding``.
         """
         self._policy, self._ranks = policy, policy.ranks
-        self._rounding, self._scheme, self._seed = quant.rounding, scheme, seed
+        self._rounding, self._scheme, self._seed = quant.rounding, quant.scheme, seed
         self._dtype = next(policy.gpt.parameters()).dtype
         # By the number of ranks that take turns: all have equally many rounds of each kind.
         ranks = policy.ranks

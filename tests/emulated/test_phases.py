@@ -207,7 +207,7 @@ def count_waits(device, config, out: Path) -> None:
             emulated_cuda.reset_synchronizations()
             improve(policy, Responses.of(random_samples(16)), cut, step=1, timer=Timer())
             waits[count] = sum(emulated_cuda.synchronizations().values())
-        shards = RankShards(policy, config.quant, "int8", 1 << 30, 0)
+        shards = RankShards(policy, replace(config.quant, scheme="int8"), 1 << 30, 0)
         emulated_cuda.reset_synchronizations()
         made = shards.quantized(0, 1, None, Drift(QuantConfig(diagnostics_every=0)))
         pieces, size = lay_out(made)

@@ -305,7 +305,6 @@ ROOM = {"max_total_num_tokens": 99, "context_length": None}
         ({"tp_size": 4}, ("sglang", 4, None, None, None)),
         ({"tp_size": None, "custom_weight_loader": None}, ("sglang", 1, (), None, None)),
         ({"custom_weight_loader": ["a.b"]}, ("sglang", 1, ("a.b",), None, None)),
-        ({"custom_weight_loader": "a.b"}, ("sglang", 1, ("a.b",), None, None)),
         (ROOM, ("sglang", 1, None, None, 98)),  # there must be room for one more token
         (ROOM | {"context_length": 64, "max_req_input_len": 58}, ("sglang", 1, None, None, 57)),
     ],
@@ -345,7 +344,7 @@ def test_settings_that_move_experts_are_named():
         *({"tp_size": value} for value in (-1, 2.0, "2", True, [1], 10**9)),
         *({"ep_size": value} for value in (0, "2")),
         *({"moe_runner_backend": value} for value in (1, ["triton"])),
-        *({"custom_weight_loader": value} for value in (1, [1], {"a": 1}, ["a", None])),
+        *({"custom_weight_loader": value} for value in (1, "a.b", [1], {"a": 1}, ["a", None])),
         *({"scheme": value} for value in (1, ["int8"])),
         {"max_req_input_len": "many"},
     ],
