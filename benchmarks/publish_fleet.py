@@ -62,7 +62,7 @@ class TrainingRank:
     def __init__(self, rank: int, port: int, *, direct: bool, bucket: int) -> None:
         group.CHUNK = CHUNK
         if direct:
-            group.fed_directly = lambda senders, ranks: 10**6
+            group.chains_of = lambda engines, *_: [[name] for name in engines]
         if rank == 0:
             store = group.host_store(ADDRESS, PATIENCE_S)
         else:

@@ -188,14 +188,9 @@ def chains_of(
         alike.setdefault(engines[engine], []).append(engine)
     chains: list[list[str]] = []
     for ranks, names in alike.items():
-        count = fed_directly(senders, ranks * len(alike))
+        count = max(1, senders // (ranks * len(alike)))  # fed by training ranks themselves
         chains += [names[first::count] for first in range(min(count, len(names)))]
     return chains
-
-
-def fed_directly(senders: int, ranks: int) -> int:
-    """Return how many engines of ``ranks`` the training ranks feed themselves."""
-    return max(1, senders // ranks)
 
 
 class GroupSender(Sender):

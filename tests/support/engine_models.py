@@ -92,11 +92,10 @@ def engine_for(
     *,
     scheme: str = "none",
     dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
     cache_gb: float = 0.01,
     **options,
 ) -> Engine:
-    decoder = Decoder(read_arch(read_config(folder)), scheme, dtype, device)
+    decoder = Decoder(read_arch(read_config(folder)), scheme, dtype, CPU)
     decoder.load(read_weights(folder, decoder))
     return Engine(decoder, cache_gb, **options)
 
@@ -157,9 +156,9 @@ class LiveServer:
     request is under way.
     """
 
-    def __init__(self, folder, *, scheme="int8", api_key=None) -> None:
+    def __init__(self, folder, *, api_key=None) -> None:
         self.folder = folder
-        engine, self.token_s = engine_for(folder, scheme=scheme), 0.0
+        engine, self.token_s = engine_for(folder, scheme="int8"), 0.0
         step = engine.step
 
         def slowed() -> None:

@@ -48,25 +48,20 @@ class QuietHandler(BaseHTTPRequestHandler):
 class Served:
     """Answers in a thread until closed."""
 
-    def __init__(
-        self,
-        handler: type[BaseHTTPRequestHandler],
-        host: str = "127.0.0.1",
-        tls: Path | None = None,
-    ) -> None:
+    def __init__(self, handler: type[BaseHTTPRequestHandler], *, tls: Path | None = None) -> None:
         """
         Args:
             tls: folder of cert.pem and key.pem; None speaks plain HTTP.
         """
         self.closing = threading.Event()
-        self._server = QuietServer((host, 0), handler)
+        self._server = QuietServer(("127.0.0.1", 0), handler)
         self._server.engine = self
         if tls:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]
-        self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         serve = {"target": self._server.serve_forever, "kwargs": {"poll_interval": 0.02}}
         threading.Thread(**serve, daemon=True).start()
 
@@ -96,15 +91,12 @@ class FakeEngine(Served):
         self,
         *,
         embedded: bool = False,
-        version: str = "default",
         token_s: float = 0.0,
         tp: int = 1,
         api_key: str | None = None,
-        host: str = "127.0.0.1",
     ) -> None:
-        self.embedded, self.version, self.token_s, self.tp = embedded, version, token_s, tp
-        self.api_key = api_key
-        self.loaders = ("qurl_megatron.engines.sglang.loader.load",)  # as an embedded engine says
+        self.embedded, self.token_s, self.tp, self.api_key = embedded, token_s, tp, api_key
+        self.version = "default"
         self.stop_every = 0  # positions: where a sequence ends by itself
         self.room = 0  # tokens of prompt and response, which SGLang cuts there; 0: any number
         self.packs = False  # its answers, as our SGLang server does
@@ -122,7 +114,7 @@ class FakeEngine(Served):
         self._under_way: list[str] = []  # rids
         self._aborted: list[str] = []  # and what begins like one of these
         self._lock = threading.Lock()
-        super().__init__(_EngineHandler, host)
+        super().__init__(_EngineHandler)
 
     def bodies(self, endpoint: str) -> list[dict]:
         return [body for called, body in self.calls if called == endpoint]
@@ -145,20 +137,12 @@ class FakeEngine(Served):
         if self.embedded:
             return {
                 "engine": "qurl-embedded",
-                "custom_weight_loader": list(self.loaders),
-                "model_path": "fake",
-                "weight_version": self.version,
-                "num_running_reqs": self.running,
-                "num_waiting_reqs": 0,
-                "num_generated_tokens": self.generated,
-                "is_paused": self.paused.is_set(),
+                "custom_weight_loader": ["qurl_megatron.engines.sglang.loader.load"],
             }
-        states = [{"last_gen_throughput": 123.0}]
         return {
             "tp_size": self.tp,
             "model_path": "fake",
             "weight_version": "default",
-            "internal_states": states,
             **({"max_req_input_len": self.room - 4} if self.room else {}),
         }
 

@@ -142,18 +142,6 @@ def test_the_same_requests_on_an_idle_engine_give_the_same_bits(folder, scheme, 
     assert runs[0] == runs[1]
 
 
-def test_a_stop_id_ends_a_response_and_belongs_to_it(folder):
-    free = sequence([7, 8, 9], 20, seed=4)
-    finish(engine_for(folder), free)
-    token = free.output_ids[5]
-    stopped = sequence([7, 8, 9], 20, seed=4, stop_ids=frozenset({token, 95}))
-    finish(engine_for(folder), stopped)
-    end = free.output_ids.index(token) + 1
-    assert stopped.output_ids == free.output_ids[:end]
-    assert stopped.finish_reason == {"type": "stop", "matched": token}
-    assert free.finish_reason == {"type": "length", "length": 20}
-
-
 def test_abort_ends_running_and_waiting_requests_with_what_they_have(folder):
     engine = engine_for(folder, max_rows=2)
     work = requests(*[50] * 4)

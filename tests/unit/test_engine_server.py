@@ -118,12 +118,13 @@ def test_a_bad_request_is_refused_with_a_sentence(live, body, message):
     assert re.search(message, response.json()["error"]["message"])
 
 
-def test_stop_ids_end_a_response_unless_ignored(live):
-    answer = live.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": GREEDY}).json()
-    token = answer["output_ids"][2]
-    params = {**GREEDY, "stop_token_ids": [token]}
-    answer = live.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": params}).json()
-    assert answer["output_ids"][-1] == token and len(answer["output_ids"]) <= 3
+def test_a_stop_id_ends_a_response_and_belongs_to_it(live):
+    body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY}
+    free = live.post("/generate", body).json()["output_ids"]
+    token = free[2]
+    body["sampling_params"] = {**GREEDY, "stop_token_ids": [token, 95]}
+    answer = live.post("/generate", body).json()
+    assert answer["output_ids"] == free[: free.index(token) + 1]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
 
 

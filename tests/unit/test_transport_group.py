@@ -349,19 +349,22 @@ def test_an_engine_lost_in_a_chain_takes_those_behind_it_along_for_one_version(c
     assert engines["c"].call("links") == ["c/rank0/2", None]
 
 
-class Idle:
-    """A link on which everything is done at once."""
+class Way:
+    """A link on which bytes go only when they are waited for, and are there at once."""
+
+    ranks = 1
 
     def __init__(self) -> None:
-        self.sending, self.deadline = {}, {}
+        self.sending, self.deadline, self.gone = {}, {}, []
 
     def send(self, messages, tag):
-        return []
-
-    receive = send
+        return [memory for _, memory in messages]
 
     def sent(self, index):
-        self.sending.pop(index, None)
+        self.gone += [memory.clone() for memory in self.sending.pop(index, ())]
+
+    def receive(self, messages, tag):
+        return []
 
     def abort(self):
         pass
@@ -373,7 +376,7 @@ def test_the_next_engine_has_its_time_for_the_only_bucket_of_every_version():
     receiver = open_receiver(sender.describe("b", 1), 0)
     for _ in range(2):
         assert receiver.follow(sender.describe("b", 1))
-        receiver._link, receiver._onward = Idle(), Idle()
+        receiver._link, receiver._onward = Way(), Way()
         now = time.monotonic()
         receiver.fetch(Blob({"source": 0, "index": 0}, 64, ()))
         assert min(receiver._onward.deadline.values()) > now + sender.timeout_s / 4
@@ -526,21 +529,6 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_dropped_and_the_other_served(
     for blob in blobs:
         well.call("fetch", blob[0])
     assert together(trainers, "settle")[0] == {}
-
-
-class Way:
-    """A link on which bytes go only when they are waited for."""
-
-    ranks = 1
-
-    def __init__(self) -> None:
-        self.sending, self.deadline, self.gone = {}, {}, []
-
-    def send(self, messages, tag):
-        return [memory for _, memory in messages]
-
-    def sent(self, index):
-        self.gone += [memory.clone() for memory in self.sending.pop(index, ())]
 
 
 def test_a_bucket_that_is_still_on_its_way_is_not_overwritten():
