@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qurl_megatron.quant.rounding import Rounding
+
 # Elements of the longest row that one program keeps in its registers. It could keep four times as
 # many, but then an H100 has too few programs under way to wait for its memory in.
 HELD = 1 << 13
@@ -32,16 +34,13 @@ _TO_STEPS_BITS = tl.constexpr((127 + 14) << 23)
 # Of MurmurHash3's finalizer.
 _FIRST, _SECOND = tl.constexpr(0x85EBCA6B), tl.constexpr(0xC2B2AE35)
 
-Counter = tuple[int, int, int, int]
-"""Source of the draws, ``quant.rounding.Rounding.counter``; without one, nothing is drawn and
-weights become the nearest codes."""
-
-COUNTER = ["start", "second", "row_words", "first_column"]
-"""Its names as arguments of the kernels."""
+COUNTER = list(Rounding._fields)
+"""Arguments of the kernels; without a rounding, nothing is drawn and weights become the nearest
+codes."""
 
 
 def quantize_rows(
-    weight_OI: Tensor, dtype: torch.dtype, largest: float, counter: Counter | None = None
+    weight_OI: Tensor, dtype: torch.dtype, largest: float, rounding: Rounding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return codes of a weight and its scales, both in one pass.
 
@@ -62,9 +61,9 @@ def quantize_rows(
     with torch.cuda.device_of(weight_OI):
         quantize_row[O,](
             *(weight_OI, _storable(values_OI), scale_O1, I, weight_OI.stride(0), largest),
-            *(counter or (0, 0, 0, 0)),
+            *(rounding or (0, 0, 0, 0)),
             E4M3=dtype is torch.float8_e4m3fn,
-            DRAWN=counter is not None,
+            DRAWN=rounding is not None,
             BLOCK=block,
             num_warps=warps(block),
         )
@@ -86,7 +85,7 @@ def round_rows(
     scale_O1: Tensor,
     dtype: torch.dtype,
     largest: float,
-    counter: Counter | None = None,
+    rounding: Rounding | None = None,
 ) -> Tensor:
     """Return codes [O, I] of a weight under known scales; arguments as of ``quantize_rows``."""
     weight_OI = _by_rows(weight_OI)
@@ -95,9 +94,9 @@ def round_rows(
     with torch.cuda.device_of(weight_OI):
         round_row[O, triton.cdiv(I, STRIDE)](
             *(weight_OI, _storable(values_OI), scale_O1, I, weight_OI.stride(0), largest),
-            *(counter or (0, 0, 0, 0)),
+            *(rounding or (0, 0, 0, 0)),
             E4M3=dtype is torch.float8_e4m3fn,
-            DRAWN=counter is not None,
+            DRAWN=rounding is not None,
             BLOCK=STRIDE,
             num_warps=8,
         )

@@ -20,7 +20,7 @@ serves two neighbours in a row, with 16 bits each.
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,29 +69,13 @@ def round_to_grid_(x: Tensor, scheme: Scheme) -> Tensor:
     return x if scheme.dtype.is_floating_point else x.round_()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """Which draws round a weight, and where in the whole tensor it lies."""
+class Rounding(NamedTuple):
+    """The source of the draws that round one shard of a weight, all as int32."""
 
-    seed: int
-    version: int | None  # None: the same draws for every version
-    name: str  # the tensor's name in a Hugging Face checkpoint
-    columns: int  # of the whole tensor
-    row: int = 0  # of the whole tensor, with which this shard begins
-    column: int = 0
-
-    @property
-    def counter(self) -> tuple[int, int, int, int]:
-        """Return the source of the draws, as int32.
-
-        Returns:
-            Where the first row of the shard counts from, the other half of the key, words that a
-            row of the whole tensor takes from the counter, and the shard's first column.
-        """
-        text = f"{self.seed} {self.version} {self.name}"
-        first, second = struct.unpack("<ii", hashlib.blake2b(text.encode(), digest_size=8).digest())
-        words = (self.columns + 1) // 2
-        return _int32(first + self.row * words), second, words, self.column
+    start: int  # where the shard's first row counts from, one half of the key added
+    second: int  # the other half of the key
+    row_words: int  # that a row of the whole tensor takes from the counter
+    first_column: int  # of the shard in the whole tensor
 
 
 def rounding_of(
@@ -109,20 +93,17 @@ def rounding_of(
     Args:
         kind: "nearest"; "stochastic", with draws of its own for each version; or "dithered", with
             one draw for each weight, in all versions of the run.
+        name: the tensor's name in a Hugging Face checkpoint.
         shape: of the whole tensor, [O, I].
         split_dim: along which it is split, with the shard beginning at ``offset``; None: not split.
     """
     if kind == "nearest":
         return None
     row, column = (offset if split_dim == dim else 0 for dim in (0, 1))
-    return Rounding(
-        seed=seed,
-        version=version if kind == "stochastic" else None,
-        name=name,
-        columns=shape[1],
-        row=row,
-        column=column,
-    )
+    text = f"{seed} {version if kind == 'stochastic' else None} {name}"
+    first, second = struct.unpack("<ii", hashlib.blake2b(text.encode(), digest_size=8).digest())
+    words = (shape[1] + 1) // 2
+    return Rounding(_int32(first + row * words), second, words, column)
 
 
 class Draws:
@@ -137,7 +118,7 @@ class Draws:
             columns: of the shard.
         """
         self._scheme = scheme
-        self._start, second, self._step, column = rounding.counter
+        self._start, second, self._step, column = rounding
         first, self._skip = divmod(column, 2)
         words = (self._skip + columns + 1) // 2
         self._rows = torch.arange(rows, device=device)[:, None] * self._step

@@ -127,16 +127,15 @@ def _quantize_fused(
     """Return codes and scales by the kernels for GPUs; scales are inf or nan where weights are."""
     from qurl_megatron.quant import fused_channels as channels  # imports triton
 
-    counter = None if rounding is None else rounding.counter
     alone = input_group is None or dist.get_world_size(input_group) == 1
     if alone and weight_OI.shape[1] <= channels.HELD:
-        return channels.quantize_rows(weight_OI, rules.dtype, rules.largest, counter)
+        return channels.quantize_rows(weight_OI, rules.dtype, rules.largest, rounding)
     amax_O1 = channels.amax_rows(weight_OI)
     if not alone:
         amax_O1 = torch.where(amax_O1.isfinite(), amax_O1, torch.inf)
         dist.all_reduce(amax_O1, op=dist.ReduceOp.MAX, group=input_group)
     scale_O1 = scale_of(amax_O1, rules)
-    codes_OI = channels.round_rows(weight_OI, scale_O1, rules.dtype, rules.largest, counter)
+    codes_OI = channels.round_rows(weight_OI, scale_O1, rules.dtype, rules.largest, rounding)
     return codes_OI, scale_O1
 
 
