@@ -1,3 +1,4 @@
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -112,35 +113,18 @@ def test_an_unknown_model_is_refused():
         targets(GptOssForCausalLM())
 
 
-def _compressed(**fields) -> object:
+def compressed(**fields) -> Qwen2ForCausalLM:
     scheme = lookalikes.CompressedTensorsW8A8Fp8()
     vars(scheme).update({"strategy": "channel", "is_static_input_scheme": False, **fields})
-    return scheme
+    return Qwen2ForCausalLM(method=lookalikes.CompressedTensorsLinearMethod, scheme=scheme)
 
 
-@pytest.mark.parametrize(
-    ("method", "scheme", "said"),
-    [
-        (
-            lookalikes.CompressedTensorsLinearMethod,
-            _compressed(strategy="tensor"),
-            "weight scales per tensor",
-        ),
-        (
-            lookalikes.CompressedTensorsLinearMethod,
-            _compressed(is_static_input_scheme=True),
-            "static activation scales",
-        ),
-    ],
-)
-def test_other_ways_of_quantizing_are_refused(method, scheme, said):
-    with pytest.raises(ConfigError, match=said):
-        targets(Qwen2ForCausalLM(method=method, scheme=scheme))
-
-
-def test_compressed_tensors_with_a_scale_per_channel_is_known():
-    model = Qwen2ForCausalLM(method=lookalikes.CompressedTensorsLinearMethod, scheme=_compressed())
-    assert targets(model).keys() == whole_tensors().keys()
+def test_compressed_tensors_are_known_with_a_scale_per_channel_and_dynamic_activations():
+    assert targets(compressed()).keys() == whole_tensors().keys()
+    with pytest.raises(ConfigError, match="weight scales per tensor"):
+        targets(compressed(strategy="tensor"))
+    with pytest.raises(ConfigError, match="static activation scales"):
+        targets(compressed(is_static_input_scheme=True))
 
 
 @pytest.mark.parametrize("ep", [0, 2])
@@ -153,112 +137,95 @@ def test_an_engine_with_attention_split_otherwise_is_refused(ep):
         SGLangWeights(model).tensor_rank()
 
 
-def unreached(layers) -> None:
-    layers[1].mlp.extra = nn.Linear(2, 2, bias=False)
-
-
-def static_scale(layers) -> None:
-    layers[0].mlp.down_proj.input_scale = nn.Parameter(torch.ones(1))
-
-
-def by_another_runner(layers) -> None:
-    layers[0].mlp.experts.runner_backend.value = "flashinfer_trtllm"
-
-
-def of_a_subclass(layers) -> None:
-    layers[0].mlp.experts.__class__ = lookalikes.DeepEPMoE
-
-
-def interleaved(layers) -> None:
-    layers[0].mlp.experts.quant_method.w13_swiglu_interleaved = True
-
-
-def by_an_unknown_method(layers) -> None:
-    layers[0].mlp.experts.quant_method = SimpleNamespace()
-
-
-def with_bias(layers) -> None:
-    layers[0].mlp.experts.w13_weight_bias = nn.Parameter(torch.zeros(4, 16))
-
-
-def quantized_router(layers) -> None:
-    layers[0].mlp.gate.quant_method = lookalikes.W8A8Int8LinearMethod()
+def change(model: nn.Module, path: str, value: object) -> None:
+    """Set an attribute of the model's layers."""
+    owner, _, name = path.rpartition(".")
+    setattr(functools.reduce(getattr, owner.split("."), model.model.layers), name, value)
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "path, value, said",
     [
-        (by_another_runner, r"mlp\.experts .* of flashinfer_trtllm; .*--moe-runner-backend triton"),
-        (of_a_subclass, r"mlp\.experts .* of DeepEPMoE; .*no --moe-a2a-backend"),
-        (interleaved, r"without SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
-        (by_an_unknown_method, r"mlp\.experts is quantized as SimpleNamespace; .*w8a8_fp8"),
-        (with_bias, r"mlp\.experts\.w13_weight_bias"),
-        (quantized_router, r"mlp\.gate is quantized"),
+        (
+            "0.mlp.experts.runner_backend.value",
+            "flashinfer_trtllm",
+            r"mlp\.experts .* of flashinfer_trtllm; .*--moe-runner-backend triton",
+        ),
+        (
+            "0.mlp.experts.__class__",
+            lookalikes.DeepEPMoE,
+            r"mlp\.experts .* of DeepEPMoE; .*no --moe-a2a-backend",
+        ),
+        (
+            "0.mlp.experts.quant_method.w13_swiglu_interleaved",
+            True,
+            r"without SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED",
+        ),
+        (
+            "0.mlp.experts.quant_method",
+            SimpleNamespace(),
+            r"mlp\.experts is quantized as SimpleNamespace; .*w8a8_fp8",
+        ),
+        (
+            "0.mlp.experts.w13_weight_bias",
+            nn.Parameter(torch.zeros(4, 16)),
+            r"mlp\.experts\.w13_weight_bias",
+        ),
+        ("0.mlp.gate.quant_method", W8A8(), r"mlp\.gate is quantized"),
     ],
 )
-def test_experts_that_lie_otherwise_are_refused_by_name(change, said):
+def test_experts_that_lie_otherwise_are_refused_by_name(path, value, said):
     model = Qwen2ForCausalLM(ep=1)
-    change(model.model.layers)
+    change(model, path, value)
     with pytest.raises(ConfigError, match=said):
         targets(model)
 
 
-def for_deep_gemm(layers) -> None:
-    layers[1].self_attn.o_proj.weight_scale_inv.format_ue8m0 = True
-
-
-def experts_for_deep_gemm(layers) -> None:
-    layers[1].mlp.experts.w2_weight_scale_inv.format_ue8m0 = True
-
-
-def in_other_squares(layers) -> None:
-    layers[0].self_attn.qkv_proj.quant_method.quant_config.weight_block_size = [1, 32]
-
-
-def per_tensor(layers) -> None:
-    layers[0].self_attn.qkv_proj.quant_method.quant_config.weight_block_size = None
-
-
-def of_an_fp8_cache(layers) -> None:
-    layers[1].self_attn.attn.v_scale_float = 0.5
+SQUARE = "0.self_attn.qkv_proj.quant_method.quant_config.weight_block_size"
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "path, value, said",
     [
-        (for_deep_gemm, r"1\.self_attn\.o_proj .*powers of two .*SGLANG_ENABLE_JIT_DEEPGEMM=0"),
-        (experts_for_deep_gemm, r"1\.mlp\.experts .*powers of two"),
-        (in_other_squares, r"qkv_proj has FP8 scales per \[1, 32\]"),
-        (per_tensor, r"qkv_proj has FP8 scales per tensor"),
-        (of_an_fp8_cache, r"1\.self_attn\.attn\.v_scale is 0\.5"),
+        (
+            "1.self_attn.o_proj.weight_scale_inv.format_ue8m0",
+            True,
+            r"1\.self_attn\.o_proj .*powers of two .*SGLANG_ENABLE_JIT_DEEPGEMM=0",
+        ),
+        (
+            "1.mlp.experts.w2_weight_scale_inv.format_ue8m0",
+            True,
+            r"1\.mlp\.experts .*powers of two",
+        ),
+        (SQUARE, [1, 32], r"qkv_proj has FP8 scales per \[1, 32\]"),
+        (SQUARE, None, r"qkv_proj has FP8 scales per tensor"),
+        ("1.self_attn.attn.v_scale_float", 0.5, r"1\.self_attn\.attn\.v_scale is 0\.5"),
     ],
 )
 def test_block_fp8_that_an_update_would_not_reach_or_would_spoil_is_refused_by_name(
-    change, said, monkeypatch
+    path, value, said, monkeypatch
 ):
     in_squares(monkeypatch)
     model = Qwen2ForCausalLM(ep=1, method=BLOCKS)
     targets(model)
-    change(model.model.layers)
+    change(model, path, value)
     with pytest.raises(ConfigError, match=said):
         targets(model)
 
 
-def repacked(layers) -> None:
-    weight = torch.zeros(24, 8, 2, dtype=torch.int8)[..., 0]
-    layers[0].mlp.down_proj.weight = nn.Parameter(weight, requires_grad=False)
+REPACKED = nn.Parameter(torch.zeros(24, 8, 2, dtype=torch.int8)[..., 0], requires_grad=False)
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "path, value, said",
     [
-        (unreached, r"model\.layers\.1\.mlp\.extra\.weight"),
-        (static_scale, r"down_proj\.input_scale"),
-        (repacked, r"down_proj\.weight .* repacked"),
+        ("1.mlp.extra", nn.Linear(2, 2, bias=False), r"model\.layers\.1\.mlp\.extra\.weight"),
+        ("0.mlp.down_proj.input_scale", nn.Parameter(torch.ones(1)), r"down_proj\.input_scale"),
+        ("0.mlp.down_proj.weight", REPACKED, r"down_proj\.weight .* repacked"),
     ],
 )
-def test_a_parameter_that_no_update_would_reach_is_refused_by_name(change, said):
+def test_a_parameter_that_no_update_would_reach_is_refused_by_name(path, value, said):
     model = Qwen2ForCausalLM()
-    change(model.model.layers)
+    change(model, path, value)
     with pytest.raises(ConfigError, match=said):
         targets(model)
