@@ -122,7 +122,7 @@ def test_a_stop_id_ends_a_response_and_belongs_to_it(live):
     body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY}
     free = live.post("/generate", body).json()["output_ids"]
     token = free[2]
-    body["sampling_params"] = {**GREEDY, "stop_token_ids": [token, 95]}
+    body["sampling_params"] = {**GREEDY, "stop_token_ids": [token, 96]}
     answer = live.post("/generate", body).json()
     assert answer["output_ids"] == free[: free.index(token) + 1]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
