@@ -165,13 +165,19 @@ def connect(trainers, engines):
             rank.result()
 
 
+def send(trainers, index, tp, size):
+    """Begin to send a bucket from every training rank; return each one's blobs."""
+    blobs = together(trainers, "put", index, tp, size)
+    together(trainers, "deliver", index)
+    return blobs
+
+
 def test_every_engine_rank_gets_the_bytes_that_are_its_own(cast):
     trainers, engine = cast.trainers(), [cast(Engine, rank) for rank in range(2)]
     connect(trainers, {"http://a:1": engine})
     for index in range(4):
         size = 64 * (10 + 5 * (index % 3))
-        blobs = together(trainers, "put", index, 2, size)
-        together(trainers, "deliver", index)
+        blobs = send(trainers, index, 2, size)
         for source, theirs in enumerate(blobs):
             arrived = [e.start("fetch", blob) for e, blob in zip(engine, theirs, strict=True)]
             for rank, (e, blob) in enumerate(zip(arrived, theirs, strict=True)):
@@ -300,17 +306,14 @@ def test_engines_behind_others_get_what_training_ranks_send_once_and_keep_their_
             engines["c"] = cast(Engine, 0)
         connect(trainers, {name: [engine] for name, engine in engines.items()})
         for index in range(4):
-            blobs = together(trainers, "put", index, 1, 64 * (10 + 5 * (index % 3)))
-            together(trainers, "deliver", index)
+            size = 64 * (10 + 5 * (index % 3))
+            blobs = send(trainers, index, 1, size)
             got = fetch_all(engines, blobs)
             assert all(answers == got["a"] for answers in got.values())
             for source, ((blob,), data) in enumerate(zip(blobs, got["a"], strict=True)):
                 memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                (sent, _), piece = (
-                    codes(source, index, 1, 0, 64 * (10 + 5 * (index % 3))),
-                    blob.pieces[0],
-                )
-                assert torch.equal(piece_of(memory, piece), sent.value)
+                sent, _ = codes(source, index, 1, 0, size)
+                assert torch.equal(piece_of(memory, blob.pieces[0]), sent.value)
         assert together(trainers, "settle") == [{}, {}]
         together(trainers, "finish")
         assert together(trainers, "links") == [{"a": "a/1", "b": "b/1"}] * 2
@@ -330,8 +333,7 @@ def test_an_engine_lost_in_a_chain_takes_those_behind_it_along_for_one_version(c
     begun = time.monotonic()
     engines.pop("b").signal(number)
     for index in range(4):  # more than are passed on at a time
-        blobs = together(trainers, "put", index, 1, LARGE)
-        together(trainers, "deliver", index)
+        blobs = send(trainers, index, 1, LARGE)
         got = fetch_all(engines, blobs)
         assert re.fullmatch("[0-9a-f]{32}", *got["a"])
         if index == 0:
@@ -387,8 +389,7 @@ def test_bytes_that_an_engine_did_not_fetch_are_not_the_next_versions(cast):
     trainers = [cast(Trainer, 0, cast.port, 1, PATIENCE_S)]
     engines = {name: cast(Engine, 0) for name in "ab"}
     connect(trainers, {name: [engine] for name, engine in engines.items()})
-    blobs = together(trainers, "put", 0, 1, 640)
-    together(trainers, "deliver", 0)
+    blobs = send(trainers, 0, 1, 640)
     engines["a"].call("fetch", blobs[0][0])  # and passes it on to b, which is not asked for it
     trainers[0].call("drop", "b")
     together(trainers, "finish")
@@ -406,8 +407,7 @@ def test_an_engine_that_the_one_before_never_meets_says_so_when_it_fetches():
 
 
 def carry_side_by_side(trainers, engines):
-    blobs = together(trainers, "put", 0, 1, 1280)
-    together(trainers, "deliver", 0)
+    blobs = send(trainers, 0, 1, 1280)
     got = fetch_all(engines, blobs)
     assert all(answers == got["a"] and len(answers[0]) > 1280 for answers in got.values())
     assert together(trainers, "settle") == [{}] * len(trainers)
@@ -511,8 +511,7 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_dropped_and_the_other_served(
     trainers = cast.trainers()
     lost, well = cast(Engine, 0), cast(Engine, 0)
     connect(trainers, {"lost": [lost], "well": [well]})
-    blobs = together(trainers, "put", 0, 1, LARGE)
-    together(trainers, "deliver", 0)
+    blobs = send(trainers, 0, 1, LARGE)
     lost.call("fetch", blobs[0][0])  # the first rank's is through, the second's is on its way
     lost.signal(number)
     begun = time.monotonic()
@@ -524,8 +523,7 @@ def test_an_engine_that_is_lost_in_mid_transfer_is_dropped_and_the_other_served(
     assert "training rank 1 within 3 s" in failures[1]["lost"]
 
     trainers[0].call("drop", "lost")  # as the lead tells all
-    blobs = together(trainers, "put", 1, 1, LARGE)
-    together(trainers, "deliver", 1)
+    blobs = send(trainers, 1, 1, LARGE)
     for blob in blobs:
         well.call("fetch", blob[0])
     assert together(trainers, "settle")[0] == {}
@@ -548,8 +546,7 @@ def test_a_bucket_that_is_still_on_its_way_is_not_overwritten():
 def test_a_training_rank_that_is_lost_ends_the_wait_of_the_engine(cast, number):
     trainers, engine = cast.trainers(), cast(Engine, 0)
     connect(trainers, {"a": [engine]})
-    blobs = together(trainers, "put", 0, 1, LARGE)
-    together(trainers, "deliver", 0)
+    blobs = send(trainers, 0, 1, LARGE)
     trainers[1].signal(number)
     engine.call("fetch", blobs[0][0])
     begun = time.monotonic()
