@@ -8,7 +8,6 @@ their environment.
 
 import contextlib
 import json
-import os
 import secrets
 import threading
 import time
@@ -42,10 +41,7 @@ def prepare(rendezvous: Path) -> str:
             entry.unlink()
         key = rendezvous / KEY
         if not key.exists():
-            # Never readable for others, not even for the moment until its mode is set.
-            file = os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(file, "w") as out:
-                out.write(secrets.token_urlsafe(32))
+            write_whole(key, secrets.token_urlsafe(32), private=True)
         return key.read_text(encoding="utf-8").strip()
 
 

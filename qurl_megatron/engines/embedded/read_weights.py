@@ -14,9 +14,8 @@ from qurl_megatron.checkpoints.places import description_of, find_torch_dist
 from qurl_megatron.checkpoints.source import open_checkpoint
 from qurl_megatron.engines.embedded.decoder import FLOATS, Decoder
 from qurl_megatron.kit.errors import ConfigError
-from qurl_megatron.quant import quantize
-from qurl_megatron.quant.export import read_quantization
-from qurl_megatron.schemes import SCALES, SCHEMES
+from qurl_megatron.quant import export, quantize
+from qurl_megatron.schemes import SCALES
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.tensors.table import is_quantized
 
@@ -46,7 +45,7 @@ def stored_scheme(folder: Path) -> str | None:
         ConfigError: they are quantized in a way that no embedded engine computes.
     """
     try:
-        return read_quantization(read_config(description_of(folder)))
+        return export.read_quantization(read_config(description_of(folder)))
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
 
@@ -74,21 +73,19 @@ def _from_hugging_face(stored: dict[str, Tensor], decoder: Decoder) -> dict[str,
             f"{floats[0]} is {stored[floats[0]].dtype} where other layers are quantized; the "
             "engine computes all layers of a block alike, so quantize all of them or none"
         )
-    rules, tensors = SCHEMES[decoder.scheme], {}
+    scheme, tensors = decoder.scheme, {}
+    scales = {name + end for name in of_block for end in SCALES if scheme != "none"}
     for name, tensor in stored.items():
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.arch.tied):
+        unneeded = name.endswith("rotary_emb.inv_freq")
+        unneeded |= name == "lm_head.weight" and decoder.arch.tied
+        if unneeded or name in scales:  # scales come with their weights
             continue
         if tensor.dtype is torch.float16:
             tensor = tensor.float()
-        for end in SCALES:  # others write it in BF16, as a vector, or under the other name
-            if name.endswith(f".weight{end}"):
-                name = name.removesuffix(end) + rules.scale
-                tensor = tensor.float() if rules.block else tensor.float().reshape(-1, 1)
-                break
-        if decoder.scheme != "none" and is_quantized(name) and tensor.dtype in FLOATS:
-            quantized = quantize(tensor, decoder.scheme)
-            tensors[name] = quantized.values
-            tensors[name + rules.scale] = quantized.scale
-        else:
+        if scheme == "none" or not is_quantized(name):
             tensors[name] = tensor
+        elif tensor.dtype in FLOATS:
+            tensors |= export.stored(name, quantize(tensor, scheme), scheme)
+        else:
+            tensors |= export.stored(name, export.loaded(name, stored, scheme), scheme)
     return tensors
