@@ -306,33 +306,28 @@ def test_an_engine_with_a_loader_scheme_or_settings_of_its_own_is_refused(embedd
             assert [one.url for one in fleet.serving()] == [engine.url]
 
 
-@pytest.mark.parametrize("experts", [None, {"count": 8}])
-def test_an_engine_that_moves_experts_is_refused_where_the_model_has_some(experts):
+def test_an_engine_that_moves_experts_is_refused_where_the_model_has_some():
+    with FakeEngine() as engine:
+        info = engine.server_info() | {"enable_eplb": True}
+        engine.server_info = lambda: info
+        with adopting(engine, facts={"experts": None}) as fleet:
+            assert fleet.serving()
+        message = f"{engine.url} keeps experts .* its own enable_eplb = True; .*-backend triton"
+        with pytest.raises(ConfigError, match=message):
+            adopting(engine, facts={"experts": {"count": 8}}).__enter__()
+
+
+def test_an_engine_that_does_not_record_its_experts_is_refused_where_they_are_replayed():
     with FakeEngine() as engine:
         info = engine.server_info()
-        engine.server_info = lambda: info | {"enable_eplb": True}
-        if experts is None:
-            with adopting(engine, facts={"experts": None}) as fleet:
+        for records in (None, True):
+            engine.server_info = lambda says=records: info | {"enable_return_routed_experts": says}
+            with adopting(engine, routed=Routed(2, 2, 8)) as fleet:
                 assert fleet.serving()
-        else:
-            message = f"{engine.url} keeps experts .* its own enable_eplb = True; .*-backend triton"
-            with pytest.raises(ConfigError, match=message):
-                adopting(engine, facts={"experts": experts}).__enter__()
-
-
-@pytest.mark.parametrize("records", [None, False, True])
-def test_an_engine_that_does_not_record_its_experts_is_refused_where_they_are_replayed(records):
-    with FakeEngine() as engine:
-        info = engine.server_info() | {"enable_return_routed_experts": records}
-        engine.server_info = lambda: info
-        fleet = adopting(engine, routed=Routed(2, 2, 8))
-        if records is False:
-            message = f"{engine.url} does not record .* with --enable-return-routed-experts"
-            with pytest.raises(ConfigError, match=message):
-                fleet.__enter__()
-        else:
-            with fleet:
-                assert fleet.serving()
+        engine.server_info = lambda: info | {"enable_return_routed_experts": False}
+        message = f"{engine.url} does not record .* with --enable-return-routed-experts"
+        with pytest.raises(ConfigError, match=message):
+            adopting(engine, routed=Routed(2, 2, 8)).__enter__()
 
 
 def test_engines_come_and_go_with_the_rendezvous(tmp_path):
