@@ -39,37 +39,6 @@ COUNTER = list(Rounding._fields)
 codes."""
 
 
-def quantize_rows(
-    weight_OI: Tensor, dtype: torch.dtype, largest: float, rounding: Rounding | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return codes of a weight and its scales, both in one pass.
-
-    Args:
-        weight_OI: [O, I] in one of ``FORMATS``, not empty; rows of at most ``HELD``.
-        dtype: int8 or float8_e4m3fn.
-        largest: the code of each row's largest magnitude.
-
-    Returns:
-        [O, I] codes, and [O, 1] float32 scales: inf or nan where the row has either, and then its
-        codes mean nothing.
-    """
-    weight_OI = _by_rows(weight_OI)
-    O, I = weight_OI.shape  # noqa: E741
-    values_OI = torch.empty(O, I, dtype=dtype, device=weight_OI.device)
-    scale_O1 = torch.empty(O, 1, device=weight_OI.device)
-    block = triton.next_power_of_2(I)
-    with torch.cuda.device_of(weight_OI):
-        quantize_row[O,](
-            *(weight_OI, _storable(values_OI), scale_O1, I, weight_OI.stride(0), largest),
-            *(rounding or (0, 0, 0, 0)),
-            E4M3=dtype is torch.float8_e4m3fn,
-            DRAWN=rounding is not None,
-            BLOCK=block,
-            num_warps=warps(block),
-        )
-    return values_OI, scale_O1
-
-
 def amax_rows(weight_OI: Tensor) -> Tensor:
     """Return the largest magnitude of each row, [O, 1] float32; nan where the row has one."""
     weight_OI = _by_rows(weight_OI)
@@ -82,25 +51,42 @@ def amax_rows(weight_OI: Tensor) -> Tensor:
 
 def round_rows(
     weight_OI: Tensor,
-    scale_O1: Tensor,
+    scale_O1: Tensor | None,
     dtype: torch.dtype,
     largest: float,
     rounding: Rounding | None = None,
-) -> Tensor:
-    """Return codes [O, I] of a weight under known scales; arguments as of ``quantize_rows``."""
+) -> tuple[Tensor, Tensor]:
+    """Return codes of a weight and its scales.
+
+    Args:
+        weight_OI: [O, I] in one of ``FORMATS``, not empty.
+        scale_O1: [O, 1] float32; None: found in the same pass, for rows of at most ``HELD``.
+        dtype: int8 or float8_e4m3fn.
+        largest: the code of each row's largest magnitude.
+
+    Returns:
+        [O, I] codes, and [O, 1] float32 scales: inf or nan where the row has either, and then its
+        codes mean nothing.
+    """
     weight_OI = _by_rows(weight_OI)
     O, I = weight_OI.shape  # noqa: E741
     values_OI = torch.empty(O, I, dtype=dtype, device=weight_OI.device)
+    finds_scale, block, number_of_warps = False, STRIDE, 8
+    if scale_O1 is None:
+        scale_O1 = torch.empty(O, 1, device=weight_OI.device)
+        finds_scale, block = True, triton.next_power_of_2(I)
+        number_of_warps = warps(block)
     with torch.cuda.device_of(weight_OI):
-        round_row[O, triton.cdiv(I, STRIDE)](
+        round_row[O, triton.cdiv(I, block)](
             *(weight_OI, _storable(values_OI), scale_O1, I, weight_OI.stride(0), largest),
             *(rounding or (0, 0, 0, 0)),
+            FINDS_SCALE=finds_scale,
             E4M3=dtype is torch.float8_e4m3fn,
             DRAWN=rounding is not None,
-            BLOCK=STRIDE,
-            num_warps=8,
+            BLOCK=block,
+            num_warps=number_of_warps,
         )
-    return values_OI
+    return values_OI, scale_O1
 
 
 def warps(block: int) -> int:
@@ -115,33 +101,6 @@ def _by_rows(weight_OI: Tensor) -> Tensor:
 def _storable(values: Tensor) -> Tensor:
     """Return E4M3 as plain bytes: older GPUs have no such format."""
     return values.view(torch.uint8) if values.dtype is torch.float8_e4m3fn else values
-
-
-@triton.jit(do_not_specialize=COUNTER)
-def quantize_row(
-    weight,
-    values,
-    scale,
-    columns,
-    row_step,
-    largest,
-    start,
-    second,
-    row_words,
-    first_column,
-    E4M3: tl.constexpr,
-    DRAWN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    in_range = column < columns
-    x = tl.load(weight + row * row_step + column, mask=in_range, other=0.0).to(tl.float32)
-    own_scale = _scale(_largest_magnitude(x), largest)
-    tl.store(scale + row, own_scale)
-    x = tl.div_rn(x, own_scale)
-    codes = _coded(x, largest, start + row * row_words, first_column + column, second, E4M3, DRAWN)
-    tl.store(values + row * columns + column, codes, mask=in_range)
 
 
 @triton.jit
@@ -167,6 +126,7 @@ def round_row(
     second,
     row_words,
     first_column,
+    FINDS_SCALE: tl.constexpr,
     E4M3: tl.constexpr,
     DRAWN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -175,7 +135,12 @@ def round_row(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_range = column < columns
     x = tl.load(weight + row * row_step + column, mask=in_range, other=0.0).to(tl.float32)
-    x = tl.div_rn(x, tl.load(scale + row))
+    if FINDS_SCALE:  # the block holds the whole row
+        row_scale = _scale(tl.max(_magnitude_bits(x), axis=0).to(tl.float32, bitcast=True), largest)
+        tl.store(scale + row, row_scale)
+    else:
+        row_scale = tl.load(scale + row)
+    x = tl.div_rn(x, row_scale)
     codes = _coded(x, largest, start + row * row_words, first_column + column, second, E4M3, DRAWN)
     tl.store(values + row * columns + column, codes, mask=in_range)
 
@@ -192,11 +157,6 @@ def _coded(x, largest, start, column, second, E4M3: tl.constexpr, DRAWN: tl.cons
 @triton.jit
 def _magnitude_bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _largest_magnitude(x):
-    return tl.max(_magnitude_bits(x), axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -129,14 +129,13 @@ def _quantize_fused(
 
     alone = input_group is None or dist.get_world_size(input_group) == 1
     if alone and weight_OI.shape[1] <= channels.HELD:
-        return channels.quantize_rows(weight_OI, rules.dtype, rules.largest, rounding)
+        return channels.round_rows(weight_OI, None, rules.dtype, rules.largest, rounding)
     amax_O1 = channels.amax_rows(weight_OI)
     if not alone:
         amax_O1 = torch.where(amax_O1.isfinite(), amax_O1, torch.inf)
         dist.all_reduce(amax_O1, op=dist.ReduceOp.MAX, group=input_group)
     scale_O1 = scale_of(amax_O1, rules)
-    codes_OI = channels.round_rows(weight_OI, scale_O1, rules.dtype, rules.largest, rounding)
-    return codes_OI, scale_O1
+    return channels.round_rows(weight_OI, scale_O1, rules.dtype, rules.largest, rounding)
 
 
 def _without_inf_and_nan(quantized: QuantizedWeight) -> QuantizedWeight:

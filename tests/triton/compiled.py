@@ -46,15 +46,14 @@ def variants() -> dict[str, tuple]:
             }
             for way in ("", " drawn"):
                 constants = {"E4M3": scheme == "fp8", "DRAWN": way == " drawn"}
-                for block in (4096, channels.HELD):
-                    found[f"quantize_row {weight} {scheme} {block}{way}"] = (
-                        *(channels.quantize_row, arguments, constants | {"BLOCK": block}),
-                        channels.warps(block),
-                    )
-                found[f"round_row {weight} {scheme}{way}"] = (
-                    *(channels.round_row, arguments, constants | {"BLOCK": channels.STRIDE}),
-                    8,
-                )
+                for finds_scale, block, warps in (
+                    (True, 4096, channels.warps(4096)),
+                    (True, channels.HELD, channels.warps(channels.HELD)),
+                    (False, channels.STRIDE, 8),
+                ):
+                    constants |= {"FINDS_SCALE": finds_scale, "BLOCK": block}
+                    name = f"round_row {weight} {scheme} {block} {finds_scale}{way}"
+                    found[name] = channels.round_row, arguments, dict(constants), warps
         found[f"sum_token {weight}"] = _loss(
             vocabulary.sum_token,
             {"logits": pointer, "targets": "*i64", "highest": "*fp32", "sums": "*fp32"},

@@ -140,10 +140,8 @@ def test_the_kernels_are_what_runs_unless_they_are_switched_off(device, monkeypa
     from qurl_megatron.quant import fused_channels as channels
 
     calls = []
-    kernel = channels.quantize_rows
-    monkeypatch.setattr(
-        channels, "quantize_rows", lambda *args: calls.append(args) or kernel(*args)
-    )
+    kernel = channels.round_rows
+    monkeypatch.setattr(channels, "round_rows", lambda *args: calls.append(args) or kernel(*args))
     weight = torch.ones(2, 4, device=device)
     quantize(weight, "int8")
     assert len(calls) == 1
