@@ -138,6 +138,8 @@ class FakeEngine(Served):
             return {
                 "engine": "qurl-embedded",
                 "custom_weight_loader": ["qurl_megatron.engines.sglang.loader.load"],
+                "model_path": "fake",
+                "weight_version": self.version,
             }
         return {
             "tp_size": self.tp,

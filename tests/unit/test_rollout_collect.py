@@ -119,7 +119,8 @@ def test_what_an_engine_that_fails_leaves_undone_another_does(fault, embedded):
         asked = [
             tuple(ids) for e in (bad, good) for b in e.bodies("/generate") for ids in b["input_ids"]
         ]
-        assert len(asked) - len(samples) == metrics["fleet/retries"]
+        # (A request that is given up before the engine reads it is retried, too, but not counted.)
+        assert len(samples) < len(asked) <= len(samples) + metrics["fleet/retries"]
 
 
 @pytest.mark.parametrize("embedded", [True, False])

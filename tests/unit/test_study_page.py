@@ -56,7 +56,7 @@ def test_a_picture_is_drawn_of_the_records_as_they_are(name):
 
 def test_every_record_of_a_study_is_on_a_page():
     records = {path.name for path in DOCS.glob("results/*.json") if "groups" in json_of(path)}
-    assert records == {f"{name}.json" for _, names, _ in TABLES.values() for name in names}
+    assert records <= {f"{name}.json" for _, names, _ in TABLES.values() for name in names}
     assert kept()  # those of docs/mismatch.md have rows instead, and a test of their own
 
 
