@@ -49,7 +49,8 @@ def picture(ratios: Sequence[Speedup]) -> bytes:
     schemes = list(dict.fromkeys(s.scheme for s in ratios))
     width = 0.8 / len(schemes)
     with matplotlib.rc_context(STYLE):
-        size = (max(5.0, 1.7 * len(settings) + 1), 4)
+        longest = max(len(line) for name in settings for line in name.splitlines())
+        size = (max(5.0, max(1.7, 0.1 * longest) * len(settings) + 1), 4)
         figure = Figure(size, facecolor=COLORS["paper"], layout="constrained")
         axes = figure.add_subplot()
         axes.set_facecolor("none")
