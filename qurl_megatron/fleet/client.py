@@ -167,7 +167,10 @@ class EngineClient:
 
     def weight_version(self) -> str:
         # Not from server_info, where SGLang reports the model of its start.
-        return shortened(str(self._object("/model_info").get("weight_version")))
+        version = self._object("/model_info").get("weight_version")
+        if version is None:
+            raise EngineError(f"{self.url} reports no weight_version; this server is too old")
+        return shortened(str(version))
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
