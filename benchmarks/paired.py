@@ -219,15 +219,36 @@ def gate(record: Mapping[str, Any]) -> list[str]:
     return [f"The gate asks for 15 points. The unquantized runs gained {', '.join(gains)}."]
 
 
+def uncorrected(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the mean ``rollout/kl_k3`` of each arm by Eq. 1 on quantized rollouts."""
+    return {
+        arm: group["kl_mean"]["mean"]
+        for arm, group in record["groups"].items()
+        if arm.startswith("proximal,")
+    }
+
+
+def against_kl(record: Mapping[str, Any]) -> list[str]:
+    """The table of the uncorrected arms by their KL, and their slope."""
+    lines = ["| rollouts | KL | pairs | to unquantized, 95 % interval |", "|---|---:|---:|---:|"]
+    for arm, kl in uncorrected(record).items():
+        pairs = differences(record, (arm, UNQUANTIZED))
+        values = np.array(list(pairs.values()))
+        scheme = arm.split(",")[1].upper()
+        lines.append(f"| {scheme} | {kl:.2g} | {len(pairs)} | {_interval(values)} |")
+    slope = _interval(slope_on_kl(record))
+    return [*lines, "", f"Slope: {slope} points for each factor of ten in KL."]
+
+
 def slope_on_kl(record: Mapping[str, Any]) -> np.ndarray:
     """Return each pair's slope of the uncorrected arms, in points per factor of ten in KL; [N].
 
     The difference to unquantized over log10 of the arm's mean ``rollout/kl_k3``, by least squares
     over those arms; a pair counts where all have a run.
     """
-    arms = [arm for arm in record["groups"] if arm.startswith("proximal,")]
-    log_kl = np.log10([record["groups"][arm]["kl_mean"]["mean"] for arm in arms])
+    arms = uncorrected(record)
     of_arms = [differences(record, (arm, UNQUANTIZED)) for arm in arms]
+    log_kl = np.log10(list(arms.values()))
     places = sorted(set.intersection(*map(set, of_arms)))
     values = np.array([[of_arm[place] for place in places] for of_arm in of_arms])
     return np.polyfit(log_kl, values, 1)[0]
@@ -333,9 +354,7 @@ def main() -> None:
     args = parser.parse_args()
     record = json.loads(args.record.read_text(encoding="utf-8"))
     if record["name"] == "one_block":
-        mean, half = mean_interval(slope_on_kl(record))
-        lines = [*comparisons(record), "", *to_unquantized(record), ""]
-        lines += [f"Uncorrected: {mean:+.2f} ± {half:.2f} points for each factor of ten in KL."]
+        lines = [*comparisons(record), "", *to_unquantized(record), "", *against_kl(record)]
     elif record["name"] == "hard":
         lines = [
             *gate(record),

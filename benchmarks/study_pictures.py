@@ -20,10 +20,13 @@ from matplotlib.figure import Figure
 from benchmarks.paired import (
     MARGIN,
     NOTHING_ADDED,
+    UNQUANTIZED,
     WORTH_A_STUDY,
     by_warm_start,
+    differences,
     gaps,
     mean_interval,
+    uncorrected,
     upper_bound,
 )
 from qurl_megatron.kit.disk import read_json
@@ -85,6 +88,24 @@ def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
     axes.axvspan(-MARGIN, MARGIN, color=COLORS["rule"], zorder=0)
     axes.set_xlabel("points to unquantized; line: 95 % interval of the pairs; bars: models")
     _rows(axes, labels)
+
+
+def against_kl(axes: Axes, records: Sequence[Record]) -> None:
+    """The difference of each uncorrected arm to the unquantized one, over its KL."""
+    (record,) = records
+    for arm, kl in uncorrected(record).items():
+        pairs = differences(record, (arm, UNQUANTIZED))
+        mean, half = mean_interval(np.array(list(pairs.values())))
+        axes.errorbar(kl, mean, half, fmt="o", ms=7, capsize=4, color=COLORS["blue"])
+        place = {"xytext": (9, 5), "textcoords": "offset points"}
+        axes.annotate(arm.split(",")[1].upper(), (kl, mean), **place)
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.set_xlabel("mean KL of rollouts and trainer (rollout/kl_k3), uncorrected")
+    axes.set_ylabel("points to unquantized", color=COLORS["muted"])
+    axes.axhline(0, color=COLORS["ink"], lw=1)
+    axes.axhspan(-MARGIN, MARGIN, color=COLORS["rule"], zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def weights(axes: Axes, records: Sequence[Record]) -> None:

@@ -18,6 +18,7 @@ from benchmarks.paired import (
     PRIMARY_HARD,
     UNQUANTIZED,
     Contrast,
+    against_kl,
     at_equal_seconds,
     by_warm_start,
     collapses,
@@ -182,6 +183,9 @@ def test_what_is_not_corrected_falls_with_the_logarithm_of_its_kl():
         kl={"proximal,int8": 1e-3, "proximal,int4": 1e-1},
     )
     assert slope_on_kl(study) == pytest.approx([-5, -3])
+    intervals = against_kl(study)[2:]
+    assert intervals[0] == "| INT8 | 0.001 | 2 | -0.5 ± 6.4 |"  # 12.706 / 2
+    assert intervals[-1] == "Slope: -4.0 ± 12.7 points for each factor of ten in KL."
     table = to_unquantized(study)
     assert len(table) == 4 and "| proximal | INT4 | 2 | -8.5 ±" in table[3]
 
