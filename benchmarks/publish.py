@@ -18,9 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,22 +49,6 @@ from qurl_megatron.kit.launch import launch
 from qurl_megatron.tensors.arch import read_arch
 
 TRANSPORTS = ("memory", "files", "group")
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class PublishPlan:
-    """The plan that all ranks follow in step."""
-
-    shape: str  # --model
-    model: Path
-    trainers: int
-    rollout: RolloutConfig  # but for the tensor size
-    work: Path
-    memory: Path  # a folder in memory, for transports that write files
-    subjects: tuple[tuple[str, int], ...]  # (quant.scheme, TP of the engine)
-    transports: tuple[str, ...]
-    repeats: int
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,38 +81,31 @@ def run(options: argparse.Namespace) -> list[Case]:
         work = Path(folder)
         memory = Path("/dev/shm") / f"qurl-{work.name}"
         memory.mkdir()
-        plan = PublishPlan(
-            shape=options.model,
-            model=model_folder(options.model, work, empty=rollout.kind.starts_empty),
-            trainers=options.trainers,
-            rollout=rollout,
-            work=work,
-            memory=memory,
-            subjects=tuple((s, tp) for s in options.schemes for tp in options.engine_tp),
-            transports=tuple(options.transports),
-            repeats=options.repeats,
-        )
+        model = model_folder(options.model, work, empty=rollout.kind.starts_empty)
         try:
-            status = launch(measure, (plan,), options.trainers)
+            arguments = (options, rollout, model, work, memory)
+            status = launch(measure, arguments, options.trainers)
         finally:
             shutil.rmtree(memory)
         if status:
             raise ConfigError(f"bench publish: a rank left with code {status}; it says why above")
         subjects = json.loads((work / "measured.json").read_text(encoding="utf-8"))
-    return [
-        case_of(
-            scheme,
-            engine_tp,
-            transport,
-            Repeats(**repeats),
-            options,
-        )
-        for scheme, engine_tp, transport, repeats in subjects
-    ]
+    cases = []
+    for scheme, engine_tp, transport, repeats in subjects:
+        cases.append(case_of(scheme, engine_tp, transport, Repeats(**repeats), options))
+    return cases
 
 
-def measure(plan: PublishPlan) -> int:
-    """One training rank; the leading one writes the measurements."""
+def measure(
+    options: argparse.Namespace, rollout: RolloutConfig, model: Path, work: Path, memory: Path
+) -> int:
+    """Be one training rank; the leading one writes the measurements.
+
+    Args:
+        rollout: all but the engine's tensor size.
+        model: folder from which engines start.
+        memory: a folder in memory, for transports that write files.
+    """
     import torch
     import torch.distributed as dist
 
@@ -137,30 +115,29 @@ def measure(plan: PublishPlan) -> int:
 
     torch.set_num_threads(1)
     settle_nccl()  # for the group transport
-    parallel = ParallelConfig(tensor=plan.trainers)
+    parallel = ParallelConfig(tensor=options.trainers)
     with megatron_runtime(parallel) as ranks:
-        policy = random_policy(plan.shape, parallel, ranks)
+        policy = random_policy(options.model, parallel, ranks)
         subjects = []
-        for scheme, tp in plan.subjects:
-            rollout = replace(plan.rollout, engine_tensor=tp)
-            started = (
-                Fleet(
-                    rollout,
-                    plan.model,
-                    scheme=scheme,
-                    log_dir=plan.work / f"logs-{scheme}-tp{tp}",
-                    vocabulary=policy.arch.vocab,
-                )
-                if ranks.leads
-                else nullcontext()
-            )
-            with started as fleet:
+        for scheme, tp in product(options.schemes, options.engine_tp):
+            rollout = replace(rollout, engine_tensor=tp)
+            with ExitStack() as stack:
+                fleet = show = None
+                if ranks.leads:
+                    fleet = Fleet(
+                        rollout,
+                        model,
+                        scheme=scheme,
+                        log_dir=work / f"logs-{scheme}-tp{tp}",
+                        vocabulary=policy.arch.vocab,
+                    )
+                    stack.enter_context(fleet)
+                    show = partial(_show, f"{scheme} tp{tp}")
                 dist.barrier()
-                turns = PublishTurns(plan, policy, rollout, fleet, scheme)
-                show = partial(_show, f"{scheme} tp{tp}") if ranks.leads else None
+                turns = PublishTurns(policy, rollout, fleet, scheme, work, memory)
                 measured = interleaved(
-                    {transport: partial(turns.turn, transport) for transport in plan.transports},
-                    repeats=plan.repeats,
+                    {name: partial(turns.turn, name) for name in options.transports},
+                    repeats=options.repeats,
                     # Of the leading rank alone: on both at once it would measure the other.
                     measure=yardstick if ranks.leads else lambda: 0.0,
                     seen=show,
@@ -168,7 +145,7 @@ def measure(plan: PublishPlan) -> int:
                 subjects += [(scheme, tp, name, vars(each)) for name, each in measured.items()]
         if ranks.leads:
             text = json.dumps(subjects)
-            (plan.work / "measured.json").write_text(text, encoding="utf-8")
+            (work / "measured.json").write_text(text, encoding="utf-8")
     return 0
 
 
@@ -184,9 +161,10 @@ def random_policy(shape: str, parallel: ParallelConfig, ranks):
     for parameter in gpt.parameters():
         parameter.data.normal_(0, 0.02)
         parameter.main_param = parameter.detach().float()  # as Megatron's optimizer does
+    source: Any = SimpleNamespace(arch=arch)
+    wrapped: Any = SimpleNamespace(module=gpt)
     absent: Any = None
-    holds = SimpleNamespace(arch=arch), SimpleNamespace(module=gpt)
-    return Policy(holds[0], 1.0, ranks, holds[1], absent, absent)  # type: ignore[arg-type]
+    return Policy(source, 1.0, ranks, wrapped, absent, absent)
 
 
 def _show(engine: str, transport: str, turn: dict[str, float]) -> None:
@@ -196,8 +174,11 @@ def _show(engine: str, transport: str, turn: dict[str, float]) -> None:
 class PublishTurns:
     """One engine, to which transports publish in turns."""
 
-    def __init__(self, plan: PublishPlan, policy, rollout: RolloutConfig, fleet, scheme: str):
-        self._plan, self._policy, self._rollout, self._fleet = plan, policy, rollout, fleet
+    def __init__(
+        self, policy, rollout: RolloutConfig, fleet, scheme: str, work: Path, memory: Path
+    ) -> None:
+        self._policy, self._rollout, self._fleet = policy, rollout, fleet
+        self._work, self._memory = work, memory
         self._quant = QuantConfig(scheme=scheme, uaq_scale=1.0, diagnostics_every=0)
         self._version = 0
 
@@ -209,13 +190,10 @@ class PublishTurns:
         from qurl_megatron.publish.publisher import Publisher, make_sender
 
         self._version += 2
-        folder = self._plan.work / f"turn-{self._version}"
+        folder = self._work / f"turn-{self._version}"
         folder.mkdir(exist_ok=True)
-        copy, device = _copy_gb_s(16 * MIB), self._policy.ranks.device.type
-        sync = SyncConfig(
-            transport=transport,  # type: ignore[arg-type]
-            dir=str(self._plan.memory),
-        )
+        copy, device = _copy_gb_s(), self._policy.ranks.device.type
+        sync = SyncConfig(transport=transport, dir=str(self._memory))  # type: ignore[arg-type]
         with high_water(device) as mark:
             sender = make_sender(sync, self._rollout, self._policy, folder)
             with Publisher(self._policy, self._fleet, self._quant, sync, sender) as publisher:
@@ -227,7 +205,7 @@ class PublishTurns:
                 dist.barrier()
                 seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
                 engine_cpu_s = self._engine_s() - engine_cpu_s
-        of_ranks: list[Any] = [None] * self._plan.trainers
+        of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (metrics, cpu_s, copy, mark[0]))
         every_metric, cpu_seconds, copies, marks = zip(*of_ranks, strict=True)
         published = values(merge(every_metric))
@@ -250,12 +228,12 @@ class PublishTurns:
         return sum(each.user + each.system for each in times)
 
 
-def _copy_gb_s(size: int) -> float:
-    """GB/s at which plain copies in memory bring bytes over, in the fastest of some."""
+def _copy_gb_s() -> float:
+    """Return the GB/s of the fastest of some plain copies in memory."""
     import torch
 
-    source, target = (torch.ones(8, size, dtype=torch.uint8) for _ in range(2))
-    return 8 * size / 1e9 / fastest(lambda: target.copy_(source))
+    source, target = (torch.ones(128 << 20, dtype=torch.uint8) for _ in range(2))
+    return source.nbytes / 1e9 / fastest(lambda: target.copy_(source))
 
 
 def case_of(
