@@ -61,7 +61,7 @@ class Hour:
             until: on ``time.monotonic``.
         """
         records = {part.name: self.record(part.name) for part in parts}
-        busy = memory_in_use()
+        used_before = memory_in_use()
         # Stable: by worth among those that were never tried, and among those that failed.
         for part in sorted(parts, key=lambda part: "state" in records[part.name]):
             record = records[part.name]
@@ -71,7 +71,7 @@ class Hour:
                 say(f"{part.name}: may take {part.seconds} s; start again for it")
             else:
                 records[part.name] = self.run(part)
-                settle(busy)
+                settle(used_before)
         return {name: record for name, record in records.items() if record}
 
     def allowed(self, part: Part) -> int:
@@ -122,10 +122,10 @@ class Hour:
         """Return why a part cannot be run here, or ""."""
         if self.rehearsal:
             return part.unrehearsed
-        there = {need: bool(importlib.util.find_spec(need)) for need in part.needs}
-        if "sglang" in there:
-            there["sglang"] = bool(self.sglang)
-        missing = [need for need, found in there.items() if not found]
+        missing = []
+        for need in part.needs:
+            if not (self.sglang if need == "sglang" else importlib.util.find_spec(need)):
+                missing.append(need)
         return f"{' and '.join(missing)}: not installed" if missing else ""
 
     def outcome(self, commands: list[list[str]], seconds: int, log: TextIO) -> tuple[str, str]:
@@ -210,11 +210,15 @@ def ratios(records: dict[str, dict[str, Any]]) -> list[str]:
 
 def publish(hour: Hour, records: dict[str, dict[str, Any]]) -> None:
     """Copy what was measured on a GPU to docs/results, and make docs/performance.md of it."""
-    for name in (name for name, record in records.items() if record["state"] in DONE):
-        for path in sorted((hour.out / name).glob("*.json")):
-            place = f"{path.stem}_gpu" + f"_{name}" * (name != path.stem)
+    for part, record in records.items():
+        if record["state"] not in DONE:
+            continue
+        for path in sorted((hour.out / part).glob("*.json")):
+            name = f"{path.stem}_gpu"
+            if part != path.stem:
+                name += f"_{part}"
             if cases_in(path):
-                shutil.copyfile(path, RESULTS / f"{place}.json")
+                shutil.copyfile(path, RESULTS / f"{name}.json")
     text = json.dumps({"parts": list(records.values())}, indent=1) + "\n"
     (RESULTS / "gpu_hour.json").write_text(text, encoding="utf-8")
     subprocess.run([sys.executable, "-m", "benchmarks.performance"], cwd=ROOT, check=True)
@@ -233,17 +237,16 @@ def main() -> int:
     sglang = options.sglang_python
     if not sglang and importlib.util.find_spec("sglang"):
         sglang = sys.executable
-    found = versions(sglang)
     facts: dict[str, Any] = {
         "rehearsal": rehearsal,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(ROOT),
         "gpus": gpus(),
         "python": platform.python_version(),
-        "versions": found,
+        "versions": versions(sglang),
     }
     say("No GPU is here: a rehearsal on an emulated one." if rehearsal else f"On {facts['gpus']}.")
-    for line in found["differ"]:
+    for line in facts["versions"]["differ"]:
         say(f"not as pinned: {line}")
     out = options.out or ROOT / "runs" / ("gpu-hour-rehearsal" if rehearsal else "gpu-hour")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **env}

@@ -15,21 +15,24 @@ from qurl_megatron.kit.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 EMULATOR = ROOT / "tests" / "emulated_cuda"
+PATIENCE_S = 60.0
 
 
 def pins(path: Path) -> dict[str, str]:
     """Return the version of each package that a requirements file pins for this Python."""
     lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-    wanted = [Requirement(line) for line in lines if line]
-    here = [each for each in wanted if not each.marker or each.marker.evaluate()]
-    exact = {each.name: str(each.specifier) for each in here}
-    return {name: text[2:] for name, text in exact.items() if text.startswith("==")}
+    versions = {}
+    for requirement in map(Requirement, filter(None, lines)):
+        pin = str(requirement.specifier)
+        if pin.startswith("==") and (not requirement.marker or requirement.marker.evaluate()):
+            versions[requirement.name] = pin.removeprefix("==")
+    return versions
 
 
 LOOK = """
 import importlib.metadata, json, sys
-there = importlib.metadata.distributions()
-print(json.dumps({each.name: each.version for each in there if each.name in sys.argv[1:]}))
+packages = importlib.metadata.distributions()
+print(json.dumps({each.name: each.version for each in packages if each.name in sys.argv[1:]}))
 """
 
 
@@ -39,19 +42,18 @@ def versions(sglang: str) -> dict[str, Any]:
     Args:
         sglang: the Python that has it; "": none.
     """
-    found: dict[str, Any] = {"differ": []}
+    facts: dict[str, Any] = {"differ": []}
     for role, python in (("trainer", sys.executable), ("sglang", sglang)):
         if not python:
             continue
         pinned = pins(ROOT / f"requirements/gpu-{role}.txt")
-        there = json.loads(subprocess.check_output([python, "-c", LOOK, *pinned]))
-        found[role] = there
-        found["differ"] += [
-            f"{role}: {name} {there.get(name, 'not installed')}, pinned {version}"
-            for name, version in pinned.items()
-            if there.get(name, "").partition("+")[0] != version
-        ]
-    return found
+        installed = json.loads(subprocess.check_output([python, "-c", LOOK, *pinned]))
+        facts[role] = installed
+        for name, version in pinned.items():
+            if installed.get(name, "").partition("+")[0] != version:
+                own = installed.get(name, "not installed")
+                facts["differ"].append(f"{role}: {name} {own}, pinned {version}")
+    return facts
 
 
 def memory_in_use() -> int:
@@ -64,10 +66,10 @@ def memory_in_use() -> int:
     return sum(int(line) for line in done.stdout.split())
 
 
-def settle(busy: int, patience_s: float = 60) -> None:
+def settle(used_before: int) -> None:
     """Wait until the GPU's memory is as free as before: the next engine takes what it finds."""
-    until = time.monotonic() + patience_s
-    while memory_in_use() > busy + 500 and time.monotonic() < until:
+    until = time.monotonic() + PATIENCE_S
+    while memory_in_use() > used_before + 500 and time.monotonic() < until:
         time.sleep(1)
 
 

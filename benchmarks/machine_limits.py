@@ -15,14 +15,9 @@ TIMES = 5  # the fastest counts
 
 
 @cache
-def limits(device: str = "cpu") -> dict[str, float]:
-    """``measured_limits`` with the threads that torch has at the first call, measured once."""
-    return measured_limits(device)
-
-
-def measured_limits(device: str) -> dict[str, float]:
-    """The most that the machine does with the threads that torch has now: GB/s read from memory,
-    and GFLOP/s (for INT8 10^9 operations per second) of products. A second on two cores.
+def limits(device: str) -> dict[str, float]:
+    """Return the most that the machine does with the threads that torch has at the first call: GB/s
+    read from memory, and GFLOP/s (for INT8 10^9 operations per second) of products.
 
     Returns:
         ``read_gb_s``, ``int8_gop_s``, ``bf16_gflop_s``, ``fp32_gflop_s``; also ``fp8_gflop_s`` on
@@ -45,14 +40,14 @@ def measured_limits(device: str) -> dict[str, float]:
                 torch._scaled_mm, scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16
             )
             kinds["fp8_gflop_s"] = torch.float8_e4m3fn, product
-        limits = {"read_gb_s": _read_gb_s(torch.device(device))}
+        rates = {"read_gb_s": _read_gb_s(torch.device(device))}
         for name, (kind, multiply) in kinds.items():
             # Not of ones or zeros, with which chips draw less power and run faster.
             a, b = (torch.randint(-100, 100, (size, size), device=device).to(kind) for _ in "ab")
             # The second as weights lie: [out, in].
             seconds = fastest(partial(multiply, a, b.t()), device)
-            limits[name] = _digits(2 * size**3 / 1e9 / seconds)
-    return limits
+            rates[name] = _digits(2 * size**3 / 1e9 / seconds)
+    return rates
 
 
 def _read_gb_s(device) -> float:
@@ -68,12 +63,12 @@ def _read_gb_s(device) -> float:
 
 
 def _digits(rate: float) -> float:
-    """Four digits of it; a place after the point would make a small rate 0, which none is."""
+    """Round to four digits, not to decimals, which would turn a small rate into 0."""
     return float(f"{rate:.4g}")
 
 
 def fastest(act: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds of the fastest of some calls, after one that does not count."""
+    """Return the seconds of the fastest of some calls, after one that does not count."""
     import torch
 
     def wait() -> None:

@@ -12,7 +12,7 @@ import argparse
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -59,7 +59,10 @@ def run(options: argparse.Namespace) -> list[Case]:
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as work:
         if "trainer" in options.rows:
             for recompute in (True, False):
-                rows |= _in_process(trainer_rows, options, recompute, Path(work))
+                # In a process of its own, which leaves nothing on the GPU.
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                    measured = process.submit(trainer_rows, options, recompute, Path(work))
+                    rows |= measured.result()
         if "engine" in options.rows:
             rows |= engine_rows(options, Path(work))
     return [case_of(name, *pair, options) for name, pair in rows.items()]
@@ -116,26 +119,6 @@ def _grow(pipe: Connection) -> None:
         dist.destroy_process_group()
 
 
-def _in_process(body: Callable[..., Rows], *arguments) -> Rows:
-    """Call it in a process that leaves nothing on the GPU."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_answer, args=(theirs, body, *arguments))
-    child.start()
-    theirs.close()
-    try:
-        rows = ours.recv()
-    except EOFError:
-        raise ConfigError("bench memory: the training process failed; it says why above") from None
-    finally:
-        child.join()
-    return rows
-
-
-def _answer(pipe: Connection, body: Callable[..., Rows], *arguments) -> None:
-    pipe.send(body(*arguments))
-
-
 def trainer_rows(options: argparse.Namespace, recompute: bool, work: Path) -> Rows:
     """Two steps, a checkpoint, and loading it, by the peaks of torch's allocator."""
     import torch
@@ -159,9 +142,9 @@ def trainer_rows(options: argparse.Namespace, recompute: bool, work: Path) -> Ro
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         yield
-        found = torch.cuda.memory_stats()
-        rows[f"{row}, {kind}"] = (found["allocated_bytes.all.peak"] - before, predicted)
-        gaps.append(found["reserved_bytes.all.peak"] - found["allocated_bytes.all.peak"])
+        stats = torch.cuda.memory_stats()
+        rows[f"{row}, {kind}"] = (stats["allocated_bytes.all.peak"] - before, predicted)
+        gaps.append(stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"])
 
     rows: Rows = {}
     gaps: list[int] = []

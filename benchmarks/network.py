@@ -24,7 +24,7 @@ class CannotMake(Exception):
 class Node:
     """A host of its own name and address, on the files of this machine."""
 
-    def __init__(self, name: str, address: str = "") -> None:
+    def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
         self._sleeper = subprocess.Popen(
             ["unshare", "--net", "--uts", "--mount", "cat"],
@@ -42,9 +42,9 @@ class Node:
             raise CannotMake(self._sleeper.communicate()[1].strip())
 
     def command(self, *command: object, cwd: Path | str = "/") -> list[str]:
-        """``command`` as a process of this node runs it."""
-        there = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *map(str, command)]
-        return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--mount", *there]
+        """Return the command that runs ``command`` in this node."""
+        enter = ["nsenter", "-t", str(self.pid), "--net", "--uts", "--mount"]
+        return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *map(str, command)]
 
     def do(self, *command: object) -> None:
         done = subprocess.run(self.command(*command), capture_output=True, text=True)
@@ -62,7 +62,7 @@ class Node:
 
 @contextlib.contextmanager
 def network(folder: Path, *names: str) -> Iterator[list[Node]]:
-    """Nodes that reach each other by name, and are 127.0.1.1 to themselves, as Debian has it.
+    """Yield nodes that reach each other by name, and are 127.0.1.1 to themselves, as on Debian.
 
     Raises:
         CannotMake: this machine does not let us.

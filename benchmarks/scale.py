@@ -179,7 +179,10 @@ def measured(
                 engine.api.packs = answers == "packed"
             parts = {
                 "health": lambda: [engine.api.info() for engine in fleet.engines()],
-                "leases": lambda: [_renew(engine, owner) for engine in fleet.engines()],
+                "leases": lambda: [
+                    engine.api.lease(owner, LEASE_S, timeout_s=ANSWER_S)
+                    for engine in fleet.engines()
+                ],
                 "publish": lambda: publish(fleet, version, sender),
                 "collect": lambda: collect(fleet, prompts, config, seed=0, step=1),
             }
@@ -188,10 +191,6 @@ def measured(
             seconds["leases"] *= step_s / RENEW_S
         sender.close()
     return {**seconds, "step": sum(seconds.values())}
-
-
-def _renew(engine: EngineRecord, owner: Owner) -> object:
-    return engine.api.lease(owner, LEASE_S, timeout_s=ANSWER_S)
 
 
 def cpu(act: Callable[[], object]) -> float:

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def train(spec: str, folder: Path, options: argparse.Namespace) -> None:
-    """One process, the only rank; writes its measurements."""
+    """Be one process, the only rank, and write its measurements."""
     if spec == "local":
         for name in FUSED:
             sys.modules[name] = None  # type: ignore[assignment]  # imports of it fail
@@ -77,7 +77,7 @@ def train(spec: str, folder: Path, options: argparse.Namespace) -> None:
 
     config = recipe(folder / "model", options.tokens)
     samples = made_up(config, config_of(options.model)["vocab_size"])
-    run_dir, seen = folder / spec, []
+    run_dir, steps = folder / spec, []
     with alone(folder / f"meet-{spec}") as ranks:
         policy = Policy.build(config.model, config.parallel, config.optimizer, ranks)
         torch.cuda.reset_peak_memory_stats()
@@ -92,44 +92,41 @@ def train(spec: str, folder: Path, options: argparse.Namespace) -> None:
         for step in range(1, options.steps + 1):
             if step == options.steps:
                 saved = checkpoint.save(run_dir, policy, TrainState(step=step - 1), keep=1)
-            seen.append(learn(step))
+            steps.append(learn(step))
         peak = torch.cuda.max_memory_allocated() - at_rest
         final = [parameter.detach().cpu() for parameter in policy.gpt.parameters()]
         checkpoint.load(saved, policy)
-        again = learn(options.steps)
+        learn(options.steps)
         pairs = list(zip(policy.gpt.parameters(), final, strict=True))
         off = max((now.detach().cpu() - then).abs().max().item() for now, then in pairs)
         layers = {type(module).__name__ for module in policy.gpt.modules()}
         optimizer = type(policy.optimizer.chained_optimizers[0].optimizer)
-    found = {
-        "steps": seen,
-        "again": again,
+    measured = {
+        "steps": steps,
         "off": off,
         "peak": peak,
         "layers": sorted(name for name in layers if "Linear" in name or "Attention" in name),
         "optimizer": f"{optimizer.__module__}.{optimizer.__name__}",
     }
-    (folder / f"{spec}.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / f"{spec}.json").write_text(json.dumps(measured), encoding="utf-8")
 
 
 def case_of(
-    spec: str, found: dict[str, Any], local: dict[str, Any], options: argparse.Namespace
+    spec: str, measured: dict[str, Any], local: dict[str, Any], options: argparse.Namespace
 ) -> Case:
-    """Seconds and memory, and how far losses lie from those of the local spec."""
-
-    def apart(key: str) -> list[float]:
-        pairs = zip(found["steps"], local["steps"], strict=True)
-        return [abs(a[key] - b[key]) / max(abs(b[key]), 1e-9) for a, b in pairs]
-
-    norms = apart("optimizer/grad_norm")
+    """Return seconds and memory, and how far gradient norms lie from those of the local spec."""
+    differences = []
+    for step, beside in zip(measured["steps"], local["steps"], strict=True):
+        norm, local_norm = step["optimizer/grad_norm"], beside["optimizer/grad_norm"]
+        differences.append(abs(norm - local_norm) / max(abs(local_norm), 1e-9))
     figures = {
-        "a step": ("s", [step["seconds"] for step in found["steps"][1:]]),
-        "peak above rest": ("GiB", [found["peak"] / (1 << 30)]),
-        "gradient norm beside local": ("relative", norms),
-        "weights after resuming": ("largest difference", [found["off"]]),
+        "a step": ("s", [step["seconds"] for step in measured["steps"][1:]]),
+        "peak above rest": ("GiB", [measured["peak"] / (1 << 30)]),
+        "gradient norm beside local": ("relative", differences),
+        "weights after resuming": ("largest difference", [measured["off"]]),
     }
     keys = ("policy/entropy", "policy/loss", "optimizer/grad_norm")
-    steps = [{key: step.get(key) for key in keys} for step in found["steps"]]
+    steps = [{key: step.get(key) for key in keys} for step in measured["steps"]]
     return Case(
         name=spec + (" (stand-in)" if options.stand_in and spec != "local" else ""),
         keys={"model": options.model, "tokens": options.tokens, "spec": spec},
@@ -137,12 +134,12 @@ def case_of(
             Figure(name=name, unit=unit, better="lower", repeats=repeats)
             for name, (unit, repeats) in figures.items()
         ],
-        reasons=["far from local"] if max(norms) > APART else [],
+        reasons=["far from local"] if max(differences) > APART else [],
         notes={
-            "layers": found["layers"],
-            "optimizer": found["optimizer"],
+            "layers": measured["layers"],
+            "optimizer": measured["optimizer"],
             "steps": steps,
-            "resumes bit for bit": found["off"] == 0,
+            "resumes bit for bit": measured["off"] == 0,
         },
     )
 
