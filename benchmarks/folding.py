@@ -34,12 +34,13 @@ RECORD = Path(__file__).parents[1] / "docs/results/folding.json"
 
 VOCABULARY, HIDDEN, INTERMEDIATE, HEADS, LAYERS = 64, 32, 64, 4, 2
 SEQUENCES, LENGTH = 8, 16
+LR = 2e-5
 Weights = dict[str, Tensor]
 
 
-def initial_weights(seed: int = 0) -> Weights:
-    """A Qwen2-shaped model of ``LAYERS`` layers, float64, named as Hugging Face names it."""
-    draw = torch.Generator().manual_seed(seed)
+def initial_weights() -> Weights:
+    """Return a Qwen2-shaped model of ``LAYERS`` layers, float64, named as Hugging Face names it."""
+    draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return 0.05 * torch.randn(*shape, generator=draw, dtype=torch.float64)
@@ -63,7 +64,8 @@ def initial_weights(seed: int = 0) -> Weights:
 
 
 def log_probs(weights: Mapping[str, Tensor], tokens_BT: Tensor) -> Tensor:
-    """Of every next token, [B, T, V]."""
+    """Return the log-probs of every next token, computed in float64, [B, T, V]."""
+    weights = {name: weight.double() for name, weight in weights.items()}
     x = weights["model.embed_tokens.weight"][tokens_BT]
     for layer in range(LAYERS):
         name = f"model.layers.{layer}."
@@ -95,13 +97,12 @@ def _attention(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def layerwise(name: str, s: float) -> float:
-    """By what the learning rate of a tensor is multiplied in place of folding ``s``.
+    """Return the factor on a tensor's learning rate that takes the place of folding ``s``.
 
-    It is the reverse of what folding multiplies the tensor by: s for q, k, v, gate and up, 1 / s
-    for their norms, 1 for all others.
+    It is the reverse of folding's factor on the tensor: s for q, k, v, gate and up, 1 / s for their
+    norms, 1 for all others.
     """
-    one = torch.ones((), dtype=torch.float64)
-    return 1.0 / folded(name, one, s).item()
+    return 1.0 / folded(name, torch.ones((), dtype=torch.float64), s).item()
 
 
 @dataclass(frozen=True)
@@ -152,17 +153,22 @@ def train(
     for step in range(steps):
         tokens = _batch(step)
         used = {n: _rounded(leaf) if setting.bf16 else leaf for n, leaf in leaves.items()}
-        found = log_probs({n: w.double() for n, w in used.items()}, tokens[:, :-1])
         optimizer.zero_grad()
-        (F.nll_loss(found.flatten(0, 1), tokens[:, 1:].flatten()) * scale).backward()
+        (_loss(used, tokens) * scale).backward()
         if setting.clip:
             torch.nn.utils.clip_grad_norm_(leaves.values(), setting.clip * unit * scale)
         optimizer.step()
     return {name: leaf.detach() for name, leaf in leaves.items()}
 
 
+def _loss(weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """Return the mean negative log-prob of all tokens but each sequence's first."""
+    predicted = log_probs(weights, tokens[:, :-1])
+    return F.nll_loss(predicted.flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def _batch(step: int) -> Tensor:
-    """Sequences in which a token follows from the one before, but for a third that is random."""
+    """Return sequences in which a token follows from the one before, but a third is random."""
     draw = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=draw)
     random = torch.rand(SEQUENCES, LENGTH + 1, generator=draw) < 1 / 3
@@ -173,16 +179,14 @@ def _batch(step: int) -> Tensor:
 
 
 def _rounded(leaf: Tensor) -> Tensor:
-    """To BF16; the gradient goes to the master as it is."""
+    """Round a master weight to BF16; its gradient passes unchanged."""
     return leaf + (leaf.detach().bfloat16().to(leaf.dtype) - leaf.detach())
 
 
 def _first_norm(weights: Weights) -> float:
-    leaves = [w.clone().requires_grad_() for w in weights.values()]
-    tokens = _batch(0)
-    found = log_probs(dict(zip(weights, leaves, strict=True)), tokens[:, :-1])
-    loss = F.nll_loss(found.flatten(0, 1), tokens[:, 1:].flatten())
-    return torch.stack([g.norm() for g in torch.autograd.grad(loss, leaves)]).norm().item()
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    gradients = torch.autograd.grad(_loss(leaves, _batch(0)), list(leaves.values()))
+    return torch.stack([gradient.norm() for gradient in gradients]).norm().item()
 
 
 @dataclass(frozen=True)
@@ -202,9 +206,7 @@ class Parted:
     """Share of INT8 codes that differ, of all linear layers."""
 
 
-def compare(
-    setting: Setting, s: float, *, instead: float | None = None, lr: float = 2e-5, steps: int = 60
-) -> Parted:
+def compare(setting: Setting, s: float, *, instead: float | None = None, steps: int = 60) -> Parted:
     """Train the model with ``s`` folded in, and unfolded with other learning rates in its place.
 
     Args:
@@ -214,36 +216,32 @@ def compare(
     start, config = initial_weights(), {"model_type": "qwen2"}
     unit = _first_norm(start)
     power = 2 if setting.sgd else 1
-    rates = {n: lr * (layerwise(n, s) ** power if instead is None else instead) for n in start}
+    rates = {n: LR * (layerwise(n, s) ** power if instead is None else instead) for n in start}
     unfolded = train(start, setting, rates, steps, unit=unit)
-    raw = train(fold_uaq(start, config, s), setting, dict.fromkeys(start, lr), steps, unit=unit)
+    raw = train(fold_uaq(start, config, s), setting, dict.fromkeys(start, LR), steps, unit=unit)
     folded_in = unfold_uaq(raw, config)
 
     tokens = _batch(steps)  # none of those trained on
-    first, one, two = (log_probs(_double(w), tokens) for w in (start, unfolded, folded_in))
+    before, by_rates, by_fold = (log_probs(w, tokens) for w in (start, unfolded, folded_in))
     changed = [name for name in start if uaq_role(name)]
     return Parted(
         weights=_distance(folded_in, unfolded, changed) / _distance(unfolded, start, changed),
-        function=((two - one).norm() / (one - first).norm()).item(),
-        largest=(two - one).abs().max().item(),
+        function=((by_fold - by_rates).norm() / (by_rates - before).norm()).item(),
+        largest=(by_fold - by_rates).abs().max().item(),
         codes=codes_that_differ(raw, unfolded),
     )
 
 
-def _double(weights: Weights) -> Weights:
-    return {name: weight.double() for name, weight in weights.items()}
-
-
-def _distance(one: Weights, two: Weights, names: list[str]) -> float:
-    squares = sum((one[n].double() - two[n].double()).square().sum().item() for n in names)
+def _distance(a: Weights, b: Weights, names: list[str]) -> float:
+    squares = sum((a[n].double() - b[n].double()).square().sum().item() for n in names)
     return squares**0.5
 
 
-def codes_that_differ(one: Weights, two: Weights) -> float:
-    """Share of the INT8 codes of all linear layers."""
+def codes_that_differ(a: Weights, b: Weights) -> float:
+    """Return the share of the INT8 codes of all linear layers that differ."""
     differ = total = 0
-    for name in filter(is_quantized, one):
-        codes = [quantize(weights[name], "int8").values for weights in (one, two)]
+    for name in filter(is_quantized, a):
+        codes = [quantize(weights[name], "int8").values for weights in (a, b)]
         differ += int((codes[0] != codes[1]).sum())
         total += codes[0].numel()
     return differ / total
@@ -264,23 +262,23 @@ SETTINGS = (
     Setting("all of it", eps=1e-8, gradient=1e-5, decay=0.1, clip=1.0, bf16=True),
 )
 PLAIN = {"1 x": 1.0, "1.33 x": 1.33, "1.5 x": 1.5}
-"""Of the learning rate of all layers: what a user would try instead, with Adam alone."""
+"""Factors on the learning rate of all layers, which a user would try instead, with Adam alone."""
 
 
 def measured() -> dict[str, Any]:
-    """What docs/results/folding.json holds."""
+    """Return the contents of docs/results/folding.json."""
     rows = {setting.label: compare(setting, S) for setting in SETTINGS}
     plain = {label: compare(SETTINGS[0], S, instead=rate) for label, rate in PLAIN.items()}
     return {
         "command": "python -m benchmarks.folding",
         "s": S,
-        "layerwise": {label: asdict(found) for label, found in rows.items()},
-        "plain": {label: asdict(found) for label, found in plain.items()},
+        "layerwise": {label: asdict(parted) for label, parted in rows.items()},
+        "plain": {label: asdict(parted) for label, parted in plain.items()},
     }
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Markdown, as docs/algorithms.md has it."""
+    """Return the Markdown table of docs/algorithms.md."""
     lines = [
         f"| in place of s = {record['s']:g} | with | weights | log-probs | codes |",
         "|---|---|---:|---:|---:|",

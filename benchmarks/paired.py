@@ -43,7 +43,7 @@ class Contrast:
 SIGNS = (1, -1, -1, 1)
 
 Place = tuple[int, Any, int]
-"""What a pair shares: the part of the study (0 where it has none), warm start and seed."""
+"""A pair's part of the study (0 where it has none), warm start and seed."""
 
 PRIMARY = (
     Contrast("ACR - TIS", ("acr,int4", "tis,int4"), "equivalent"),
@@ -60,6 +60,8 @@ PRIMARY = (
 
 
 UNQUANTIZED, EQ1 = "unquantized,none", "proximal,int4"
+STEPS = 40
+"""Steps of a run of S2."""
 
 ANSWERS = {
     "TIS": "tis,int4",
@@ -68,7 +70,7 @@ ANSWERS = {
     "align=weights, TIS": "align_weights_tis,int4",
     "dithered, TIS": "tis_dithered,int4",
 }
-"""S2's, to rounding that Eq. 1 does not correct."""
+"""The arms of S2 that answer to rounding which Eq. 1 does not correct."""
 
 PRIMARY_HARD = (
     *(Contrast(f"{name} - Eq. 1", (arm, EQ1), "different") for name, arm in ANSWERS.items()),
@@ -113,12 +115,12 @@ def upper_bound(values_N: np.ndarray, level: float = 0.95) -> float:
     return mean + half
 
 
-def p_value(values_N: np.ndarray, test: str, margin: float = MARGIN) -> float:
+def p_value(values_N: np.ndarray, test: str) -> float:
     """Return the p of a paired t-test.
 
     Args:
-        test: "equivalent": the mean is within the margin, the larger p of two one-sided tests;
-            "not inferior": it is above minus the margin; "different": it is not 0.
+        test: "equivalent": the mean is within ``MARGIN``, the larger p of two one-sided tests;
+            "not inferior": it is above minus ``MARGIN``; "different": it is not 0.
     """
 
     def p(center: float, alternative: str) -> float:
@@ -126,8 +128,8 @@ def p_value(values_N: np.ndarray, test: str, margin: float = MARGIN) -> float:
 
     if test == "different":
         return p(0.0, "two-sided")
-    above = p(-margin, "greater")
-    return above if test == "not inferior" else max(above, p(margin, "less"))
+    above = p(-MARGIN, "greater")
+    return above if test == "not inferior" else max(above, p(MARGIN, "less"))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -155,7 +157,8 @@ def log_rank(collapses: Sequence[int | None], others: Sequence[int | None], step
 
 
 def comparisons(record: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMARY) -> list[str]:
-    """The table of those contrasts whose arms have two pairs or more; Holm's is over all given.
+    """Return the table of the contrasts whose arms have two pairs or more, with Holm's correction
+    over all contrasts.
 
     An arm of which a run failed is not called equivalent, nor not inferior. Such runs are listed.
     """
@@ -182,7 +185,9 @@ def comparisons(record: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMA
             f"| {_interval(by_warm_start(pairs))} | {contrast.test}{within} | {p:.3f} "
             f"| {p_holm:.3f} |"
         )
-    return [*lines, *(["", f"Failed: {', '.join(failed)}."] if failed else [])]
+    if failed:
+        lines += ["", f"Failed: {', '.join(failed)}."]
+    return lines
 
 
 def gaps(record: Mapping[str, Any]) -> list[tuple[str, str, dict[Place, float]]]:
@@ -197,7 +202,7 @@ def gaps(record: Mapping[str, Any]) -> list[tuple[str, str, dict[Place, float]]]
 
 
 def to_unquantized(record: Mapping[str, Any]) -> list[str]:
-    """The table of ``gaps``."""
+    """Return the table of ``gaps``."""
     lines = [
         "| arm | rollouts | pairs | to unquantized, 95 % interval | by warm start |",
         "|---|---|---:|---:|---:|",
@@ -211,7 +216,8 @@ def to_unquantized(record: Mapping[str, Any]) -> list[str]:
 
 
 def gate(record: Mapping[str, Any]) -> list[str]:
-    """The sentence of S2's gate: what the unquantized runs of seed 0 gained, as rolled out."""
+    """Return the sentence of S2's gate: the gains of the unquantized runs of seed 0, as rolled
+    out."""
     gains = []
     for run in record["runs"].values():
         if _arm(run) == UNQUANTIZED and run["seed"] == 0:
@@ -254,28 +260,24 @@ def slope_on_kl(record: Mapping[str, Any]) -> np.ndarray:
     return np.polyfit(log_kl, values, 1)[0]
 
 
-def collapses(record: Mapping[str, Any], steps: int = 40) -> list[str]:
-    """The table of the runs that collapse: the log-rank test of each answer against Eq. 1."""
-
-    def of(arm: str) -> list[int | None]:
-        runs = record["runs"].values()
-        return [r["collapse_step"] for r in runs if _arm(r) == arm and r["state"] == "done"]
-
-    p_values = [log_rank(of(arm), of(EQ1), steps) for arm in ANSWERS.values()]
-    rows = zip([*ANSWERS, "Eq. 1"], [*ANSWERS.values(), EQ1], [*holm(p_values), None], strict=True)
+def collapses(record: Mapping[str, Any]) -> list[str]:
+    """Return the table of S2's collapses: the log-rank test of each answer against Eq. 1."""
+    arms = {**ANSWERS, "Eq. 1": EQ1}
+    steps: dict[str, list[int | None]] = {arm: [] for arm in arms.values()}
+    for run in record["runs"].values():
+        if _arm(run) in steps and run["state"] == "done":
+            steps[_arm(run)].append(run["collapse_step"])
+    adjusted = holm([log_rank(steps[arm], steps[EQ1], STEPS) for arm in ANSWERS.values()])
+    p_texts = [*(f"{p:.3f}" for p in adjusted), NOTHING]
     lines = ["| arm | collapsed | runs | p, Holm |", "|---|---:|---:|---:|"]
-    for name, arm, p in rows:
-        steps_of_arm = of(arm)
-        collapsed = sum(step is not None for step in steps_of_arm)
-        p_text = NOTHING if p is None else f"{p:.3f}"
-        lines.append(f"| {name} | {collapsed} | {len(steps_of_arm)} | {p_text} |")
+    for (name, arm), p_text in zip(arms.items(), p_texts, strict=True):
+        collapsed = sum(step is not None for step in steps[arm])
+        lines.append(f"| {name} | {collapsed} | {len(steps[arm])} | {p_text} |")
     return lines
 
 
-def at_equal_seconds(
-    record: Mapping[str, Any], alone: Mapping[str, Any], steps: int = 40
-) -> list[str]:
-    """The table of accuracies, as rolled out, when the fastest arm has done its steps.
+def at_equal_seconds(record: Mapping[str, Any], alone: Mapping[str, Any]) -> list[str]:
+    """Return the table of accuracies, as rolled out, when the fastest arm has done its steps.
 
     Args:
         alone: study.json of one run of each arm, made one after another.
@@ -285,7 +287,7 @@ def at_equal_seconds(
         for arm, group in alone["groups"].items()
         if group["step_seconds"]
     }
-    time = steps * min(step_seconds.values())
+    time = STEPS * min(step_seconds.values())
     lines = [
         f"| arm | seconds of a step | steps in {time:.0f} s | accuracy, % | to Eq. 1, points |",
         "|---|---:|---:|---:|---:|",
@@ -325,7 +327,7 @@ def _interval(values: np.ndarray) -> str:
 
 
 def doses(record: Mapping[str, Any]) -> list[str]:
-    """The table of S0: what share of the gradient ACR adds, and what follows."""
+    """Return the table of S0: the share of the gradient that ACR adds, and what follows."""
     lines = [
         "| setting | rollouts | runs | gradient share | upper 95 % bound | so |",
         "|---|---|---:|---:|---:|---|",

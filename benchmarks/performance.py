@@ -3,7 +3,6 @@
 ``python -m benchmarks.performance`` rewrites it; a test holds it equal to ``rendered``.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from benchmarks.against import most_figures
 from benchmarks.harness import read
 from benchmarks.repeats import ANOTHER_LOAD
 from qurl_megatron.bench.record import SCHEMA, BenchRecord, Case, Figure, percent
+from qurl_megatron.kit.disk import read_json
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import how_many, number
 
@@ -36,7 +36,7 @@ TITLES = {
     "convert": "the checkpoint converters, beside a plain copy and peers",
     "versions": "whether the engines of a run served what its checkpoints hold",
 }
-"""What a benchmark's records are of; the last three are measured no more."""
+"""Titles by benchmark; the last three are measured no more."""
 
 HEAD = f"""\
 # Measured
@@ -75,46 +75,42 @@ def rendered(folder: Path = RESULTS) -> str:
         ConfigError: a record cannot be read.
     """
     order = list(TITLES)
-    files = [path for path in sorted(folder.glob("*.json")) if _is_record(path)]
+    files = [
+        path for path in sorted(folder.glob("*.json")) if read_json(path).get("schema") == SCHEMA
+    ]
     records = sorted(
         ((path, read(path)) for path in files), key=lambda item: order.index(item[1].benchmark)
     )
     count = Counter(record.benchmark for _, record in records)
-    sections = [
-        _section(path, record, alone=count[record.benchmark] == 1) for path, record in records
-    ]
+    sections = []
+    for path, record in records:
+        title = TITLES[record.benchmark]
+        if count[record.benchmark] > 1:
+            title += f": {path.stem}"
+        sections.append(_section(title, path, record))
     return "\n".join([HEAD, *sections])
 
 
-def _is_record(path: Path) -> bool:
-    return json.loads(path.read_text(encoding="utf-8")).get("schema") == SCHEMA
-
-
-def _beside(environment: Mapping[str, Any]) -> list[str]:
-    """Return what else a record's machine did, in a few words; nothing where it is not known."""
+def _other_work(environment: Mapping[str, Any]) -> str:
+    """Return what else a record's machine did, in a few words; "" where it is not known."""
     if "others" in environment:
-        return [f"others used {environment['others']:.0%} of the cores"]
+        return f"others used {environment['others']:.0%} of the cores"
     loads = [environment[key] for key in ("load_before", "load_after") if key in environment]
-    return [f"load {' to '.join(f'{load:.2g}' for load in loads)}"] if loads else []
+    return f"load {' to '.join(f'{load:.2g}' for load in loads)}" if loads else ""
 
 
-def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
-    """
-    Args:
-        alone: no other section is of this benchmark.
-    """
+def _section(title: str, path: Path, record: BenchRecord) -> str:
     environment = record.environment
-    title = TITLES[record.benchmark] + ("" if alone else f": {path.stem}")
     facts = [
         f"`{record.command}`",
-        *(gpu["name"] for gpu in environment.get("gpus", [])),
+        *(gpu["name"] for gpu in environment["gpus"]),
         f"{environment['cpu']}, {environment['cores']} cores",
-        *([", ".join(names)] if (names := environment.get("instructions")) else []),
-        *_beside(environment),
+        ", ".join(environment["instructions"]),
+        _other_work(environment),
         record.started[:10],
         f"[{path.name}](results/{path.name})",
     ]
-    lines = [f"## {title[0].upper()}{title[1:]}", "", "; ".join(facts) + ".", ""]
+    lines = [f"## {title[0].upper()}{title[1:]}", "", "; ".join(filter(None, facts)) + ".", ""]
     shown = [case for case in record.cases if case.figures]
     for setting, cases in _by_setting(shown).items():
         if setting:
@@ -125,7 +121,7 @@ def _section(path: Path, record: BenchRecord, *, alone: bool) -> str:
 
 
 def _by_setting(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """In one table stand cases of one model under one load."""
+    """Return the cases of each table: those of one model under one load."""
     settings: dict[str, list[Case]] = {}
     for case in cases:
         model = case.keys.get("model")
@@ -135,15 +131,11 @@ def _by_setting(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def _load(keys: Mapping[str, Any]) -> list[str]:
-    """What `qurl bench rollout` asked engines for; nothing of other benchmarks."""
+    """Return the load of a case of `qurl bench rollout`; nothing for other benchmarks."""
     if "samples" not in keys:
         return []
     responses = how_many(keys["prompts"] * keys["samples"], "response")
-    clients = keys.get("clients", "closed")
-    asked = [
-        f"{responses} to {how_many(keys['prompts'], 'prompt')}",
-        "all at once" if clients == "closed" else clients,
-    ]
+    asked = [f"{responses} to {how_many(keys['prompts'], 'prompt')}", "all at once"]
     if keys["publish"] == "half":
         asked.append("new weights at half")
     elif keys["publish"]:
@@ -195,7 +187,7 @@ def _remarks(cases: list[Case]) -> list[str]:
 
 
 def _engine(case: Case) -> str:
-    """What the engine of a load says that it is, for a URL does not say it; or ""."""
+    """Return an engine's name and version by its own account, for a URL says neither; or ""."""
     identity = case.notes.get("identity", {})
     if "version" not in identity:
         return ""
