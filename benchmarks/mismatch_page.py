@@ -24,7 +24,7 @@ from typing import Any
 
 from qurl_megatron.bench.record import environment
 from qurl_megatron.evaluation.study_results import NOTHING
-from qurl_megatron.kit.disk import write_whole
+from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.observe.text import MINUS, number, percent
 
@@ -62,40 +62,39 @@ SECONDS = "step_seconds"
 
 
 def record(
-    told: Mapping[str, Any], here: Mapping[str, Any], times: Mapping[str, Any] | None = None
+    study: Mapping[str, Any],
+    this_machine: Mapping[str, Any],
+    times: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What is kept of a study.json: rows without curves, and where they were measured.
+    """Return the record of a study.json: rows without curves, and where they were measured.
 
     Args:
-        here: ``environment`` of this machine, in place of that of a study that names none;
-            ``measured_there`` is false then, and nobody knows the commit.
-        times: the study.json that the seconds of a step are of; None for ``told`` itself.
+        this_machine: its ``environment``, for a study that names none; ``measured_there`` is false
+            then, and nobody knows the commit.
+        times: study.json with the seconds of a step; None takes those of ``study`` itself.
 
     Raises:
         ConfigError: a setting has not been timed.
     """
-    recipe = told["recipe"]
-    there = told.get("environment")
-    machine = there or {**here, "commit": None}
-    groups = {
-        tuple(name.rsplit(",", 1)): group | _seconds(name, group, times)
-        for name, group in told["groups"].items()
-    }
-    rows = [
-        {
+    recipe = study["recipe"]
+    machine = study.get("environment") or {**this_machine, "commit": None}
+    rows = []
+    for name, measured in study["groups"].items():
+        method, scheme = name.rsplit(",", 1)
+        group = measured | _seconds(name, measured, times)
+        row = {
             "scheme": scheme,
             "family": next((f for f, members in FAMILIES.items() if method in members), ""),
-            "label": told["methods"][method]["label"],
+            "label": study["methods"][method]["label"],
             "runs": group["done"],
-            **{key: _taken(group[key], what) for key, what, _ in COLUMNS.values()},
-            PASSED_STD: _taken(group[PASSED_STD], "mean"),
         }
-        for (method, scheme), group in groups.items()
-    ]
+        for key, part, _ in COLUMNS.values():
+            row[key] = _rounded(group[key], part)
+        rows.append({**row, PASSED_STD: _rounded(group[PASSED_STD], "mean")})
     return {
-        "title": told["study"],
-        "version": told["version"],
-        "measured_there": there is not None,
+        "title": study["study"],
+        "version": study["version"],
+        "measured_there": study.get("environment") is not None,
         **{key: machine[key] for key in ("cpu", "cores", "commit")},
         "steps": recipe["train"]["steps"],
         "prompts": recipe["data"]["prompts_per_step"],
@@ -107,17 +106,16 @@ def record(
 
 
 def rendered(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """What stands between the marks of the page.
+    """Return the text between the marks of the page.
 
     Args:
         records: by name of their file.
     """
-    sections = [_section(name, one) for name, one in records.items()]
-    return "\n".join(sections) or "No study has been kept yet.\n"
+    return "\n".join(_section(name, record) for name, record in records.items())
 
 
 def page(text: str, tables: str) -> str:
-    """``text`` with other tables between its marks.
+    """Return ``text`` with other tables between its marks.
 
     Raises:
         ConfigError: it lacks them.
@@ -130,58 +128,54 @@ def page(text: str, tables: str) -> str:
 
 
 def kept() -> dict[str, dict[str, Any]]:
-    """The records in docs/results, by name of their file."""
-    return {
-        path.name: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(RESULTS.glob(NAMES))
-    }
+    """Return the records in docs/results, by name of their file."""
+    return {path.name: read_json(path) for path in sorted(RESULTS.glob(NAMES))}
 
 
 def _seconds(
     name: str, group: Mapping[str, Any], times: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Of a step, where other runs were timed; a setting that was not run needs none."""
+    """Return the seconds of a step where other runs were timed, unless the setting was not run."""
     if times is None or not group["done"]:
         return {}
-    found = times["groups"].get(name, {}).get(SECONDS)
-    if found is None:
+    seconds = times["groups"].get(name, {}).get(SECONDS)
+    if seconds is None:
         raise ConfigError(
             f"--times: no run of {name} is done among those of {times['name']}; run them all, with "
             "qurl study, or leave --times out"
         )
-    return {SECONDS: found}
+    return {SECONDS: seconds}
 
 
 def _timed(times: Mapping[str, Any]) -> dict[str, Any]:
-    """How the runs were made that were timed."""
+    """Return the number of steps of the timed runs, and their machine."""
     machine = times.get("environment", {})
     keys = ("cpu", "cores", "commit", "load_before")
     return {"steps": times["recipe"]["train"]["steps"], **{key: machine.get(key) for key in keys}}
 
 
-def _taken(spread: Mapping[str, float] | None, what: str) -> float | None:
-    return None if spread is None else float(f"{spread[what]:.6g}")
+def _rounded(spread: Mapping[str, float] | None, part: str) -> float | None:
+    return None if spread is None else float(f"{spread[part]:.6g}")
 
 
-def _section(name: str, one: Mapping[str, Any]) -> str:
-    rows = one["rows"]
-    undone = [row for row in rows if not row["runs"]]
-    machine = f"{one['cpu']}, {one['cores']} cores"
-    if not one["measured_there"]:
+def _section(name: str, record: Mapping[str, Any]) -> str:
+    rows = record["rows"]
+    machine = f"{record['cpu']}, {record['cores']} cores"
+    if not record["measured_there"]:
         machine = f"tables made on {machine}"
     facts = (
-        f"{one['steps']} steps of {one['prompts']} prompts x {one['responses']} responses of up to "
-        f"{one['tokens']} tokens; {machine}; [{name}](results/{name})."
+        f"{record['steps']} steps of {record['prompts']} prompts x {record['responses']} responses "
+        f"of up to {record['tokens']} tokens; {machine}; [{name}](results/{name})."
     )
-    if undone:
+    if not all(row["runs"] for row in rows):
         facts += f" {NOTHING} in a whole row: not run."
-    facts += f" {_about_the_times(one.get('timed'))}"
+    facts += f" {_about_the_times(record['timed'])}"
     columns = [
         column
         for column, (key, _, _) in COLUMNS.items()
         if any(row.get(key) is not None for row in rows)  # older records have fewer
     ]
-    lines = [f"### {one['title']}", "", facts, "", *_table(_merged(rows), _setting, columns)]
+    lines = [f"### {record['title']}", "", facts, "", *_table(_merged(rows), _setting, columns)]
     members = [row for row in rows if row["family"] == LOSS]
     if len(members) > len({row["scheme"] for row in members}):
         alone = [[row] for row in members]
@@ -200,7 +194,7 @@ def _about_the_times(timed: Mapping[str, Any] | None) -> str:
 
 
 def _merged(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of the table, each of one row of the record or of all of ``LOSS`` in a scheme."""
+    """Group a record's rows as the table shows them: those of ``LOSS`` in a scheme are one."""
     merged: list[list[Row]] = []
     for (_, family), members in groupby(rows, lambda row: (row["scheme"], row["family"])):
         together = list(members)
@@ -215,14 +209,14 @@ def _table(
     lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * len(columns)}"]
     for members in rows:
         scheme = members[0]["scheme"]
-        shown = ["unquantized" if scheme == "none" else scheme.upper(), label(members)]
-        shown += [
-            _passed(members)
-            if key == "update_passed"
-            else _range([row[key] for row in members], write)
-            for key, _, write in map(COLUMNS.__getitem__, columns)
-        ]
-        lines.append(f"| {' | '.join(shown)} |")
+        cells = ["unquantized" if scheme == "none" else scheme.upper(), label(members)]
+        for column in columns:
+            key, _, write = COLUMNS[column]
+            if key == "update_passed":
+                cells.append(_passed(members))
+            else:
+                cells.append(_range([row[key] for row in members], write))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -238,70 +232,57 @@ def _label(members: Sequence[Row]) -> str:
 
 
 def _range(values: Sequence[float | None], write: Callable[[float], str]) -> str:
-    """ "3.1 to 3.4", or one of them where they read alike."""
-    known = [value for value in values if value is not None]
-    if not known:
+    """Write values as "3.1 to 3.4", or as one number where they read alike."""
+    measured = [value for value in values if value is not None]
+    if not measured:
         return NOTHING
-    low, high = write(min(known)), write(max(known))
+    low, high = write(min(measured)), write(max(measured))
     return low if low == high else f"{low} to {high}"
 
 
 def _passed(members: Sequence[Row]) -> str:
-    """With the standard deviation over the steps, the largest of several rows."""
-    known = [row["update_passed"] for row in members if row["update_passed"] is not None]
-    if not known:
+    """Write the share with its standard deviation over the steps, the largest of several rows."""
+    shares = [row["update_passed"] for row in members if row["update_passed"] is not None]
+    if not shares:
         return NOTHING
     stds = [row[PASSED_STD] for row in members if row[PASSED_STD] is not None]
-    return plus_minus(min(known), max(known), max(stds, default=None))
+    return plus_minus(min(shares), max(shares), max(stds, default=None))
 
 
-def _told(out: Path) -> dict[str, Any]:
-    """What the study in a folder has written, with its name.
-
-    Raises:
-        ConfigError: none has.
-    """
+def _read(out: Path) -> dict[str, Any]:
+    """Return the study.json in a folder; raise ``ConfigError`` if there is none."""
     source = out / "study.json"
     if not source.is_file():
         raise ConfigError(f"{source} is missing; run qurl study STUDY.toml --out {out}")
-    return {"name": out.absolute().name} | json.loads(source.read_text(encoding="utf-8"))
-
-
-def _checked(out: Path) -> dict[str, Any]:
-    """
-    Raises:
-        ConfigError: no study has written to the folder, or one of another name or version.
-    """
-    told, source = _told(out), out / "study.json"
-    if not Path(f"{told['name']}.json").match(NAMES):
-        raise ConfigError(
-            f"{source} is of a study {told['name']}, and only those named like "
-            f"{NAMES.removesuffix('.json')} are kept; rename the study's file"
-        )
-    if not all(PASSED_STD in group for group in told["groups"].values()):
-        raise ConfigError(
-            f"{source} lacks {PASSED_STD}; renew it with qurl study STUDY.toml --out {out}"
-        )
-    return told
+    return read_json(source)
 
 
 def _records(folders: Sequence[Path], times: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """By name of the study.
+    """Return records by the name of their study.
 
     Raises:
-        ConfigError: a folder is not what it should be, or times are of a study that is not given.
+        ConfigError: a folder has no study.json, or one of another name; or times are of a study
+            that is not given.
     """
-    studies = [_checked(folder) for folder in folders]
-    timed = {told["name"]: told for told in map(_told, times)}
-    for name in timed.keys() - {told["name"] for told in studies}:
+    studies = {}
+    for folder in folders:
+        study = _read(folder)
+        if not Path(f"{study['name']}.json").match(NAMES):
+            raise ConfigError(
+                f"{folder / 'study.json'} is of a study {study['name']}, and only those named like "
+                f"{NAMES.removesuffix('.json')} are kept; rename the study's file"
+            )
+        studies[study["name"]] = study
+    timed = {study["name"]: study for study in map(_read, times)}
+    for name in timed.keys() - studies.keys():
         raise ConfigError(f"--times has seconds of {name}; name the folder of its tables too")
-    here = environment()
-    return {told["name"]: record(told, here, timed.get(told["name"])) for told in studies}
+    machine = environment()
+    return {name: record(study, machine, timed.get(name)) for name, study in studies.items()}
 
 
-def _keep(name: str, one: dict[str, Any]) -> None:
-    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in one.pop("rows"))
-    rest = json.dumps(one, indent=1, ensure_ascii=False).removesuffix("\n}")
+def _keep(name: str, record: dict[str, Any]) -> None:
+    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in record.pop("rows"))
+    rest = json.dumps(record, indent=1, ensure_ascii=False).removesuffix("\n}")
     content = f'{rest},\n "rows": [\n  {rows}\n ]\n}}\n'
     write_whole(RESULTS / f"{name}.json", content)
 
@@ -312,10 +293,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--times", type=Path, nargs="+", default=[], metavar="OUT", help="folders with its seconds"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        for name, one in _records(given.out, given.times).items():
-            _keep(name, one)
+        for name, record in _records(options.out, options.times).items():
+            _keep(name, record)
         text = page(PAGE.read_text(encoding="utf-8"), rendered(kept()))
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -326,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def plus_minus(low: float, high: float, std: float | None) -> str:
-    """1.0092, 1.0092, 0.067 -> "1.01 ± 0.07"; 0.98, 1.02, 0.067 -> "0.98 to 1.02 ± 0.07".
+    """Write 1.0092, 1.0092, 0.067 as "1.01 ± 0.07"; 0.98, 1.02, 0.067 as "0.98 to 1.02 ± 0.07".
 
     The spread has one significant digit, two where the first is a 1 ("0.5 ± 1.1"): one would move
     it by up to a half. The means end where it does: further digits are noise.

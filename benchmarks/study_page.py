@@ -53,7 +53,7 @@ SCALES = {
 
 
 def corrections(record: Record, scheme: str) -> list[str]:
-    """How each method ended under one scheme, and unquantized."""
+    """Return the table of the methods' ends under one scheme, and unquantized."""
     lines = [
         "| method | trained policy, % | seeds | as rolled out, % | KL | largest rho | clipped "
         "| ACR acted |",
@@ -72,7 +72,7 @@ def corrections(record: Record, scheme: str) -> list[str]:
 
 
 def against_unquantized(record: Record) -> list[str]:
-    """The differences of the trained policies, by Welch's t-test."""
+    """Return the table of differences of the trained policies, by Welch's t-test."""
     lines = ["| method | four bits | eight bits |", "|---|---:|---:|"]
     unquantized = percents(_group(record, "bf16", "none"), TRAINED)
     for label, method in list(METHODS.items())[1:]:
@@ -87,7 +87,7 @@ def against_unquantized(record: Record) -> list[str]:
 
 
 def scales(record: Record) -> list[str]:
-    """A larger s and a larger learning rate, with ACR."""
+    """Return the table of larger s and larger learning rates, with ACR."""
     lines = [
         "| setting | rollouts | trained policy, % | as rolled out, % | codes that change per step "
         "| update, Eq. 13 | error, Eq. 14 | update / error |",
@@ -108,7 +108,7 @@ def scales(record: Record) -> list[str]:
 
 
 def uaq_or_lr(record: Record) -> list[str]:
-    """UAQ beside larger learning rates, paired by seed."""
+    """Return the table of UAQ beside larger learning rates, paired by seed."""
     lines = [
         "| setting | unquantized | UAQ's, higher by | as rollouts | UAQ's, higher by | flips |",
         "|---|---:|---:|---:|---:|---:|",
@@ -129,7 +129,7 @@ def uaq_or_lr(record: Record) -> list[str]:
 
 
 def weights(fast: Record, slow: Record) -> list[str]:
-    """How far weights move over many steps, at two learning rates."""
+    """Return the table of weight changes over many steps, at two learning rates."""
     lines = [
         "| learning rate | steps | update, Eq. 13 | error, Eq. 14 | update / error "
         "| codes that change |",
@@ -146,7 +146,7 @@ def weights(fast: Record, slow: Record) -> list[str]:
 
 
 def progress(record: Record) -> list[str]:
-    """How far a study is whose results nobody looks at before its last run."""
+    """Return the progress of a study whose results stay unseen until its last run has ended."""
     states = [run["state"] for run in record["runs"].values()]
     ended = sum(state in ENDED for state in states)
     parts = len(record["environments"])
@@ -169,16 +169,16 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
     "hard, collapses": ("results/README.md", ("hard",), collapses),
     "hard, seconds": ("results/README.md", ("hard", "hard_alone"), at_equal_seconds),
 }
-"""Name of the marks: the page, the records in docs/results, and what writes the table of them."""
+"""By the name of its marks, each table's page, its records in docs/results, and its function."""
 
 
 def percents(group: Record, name: str) -> np.ndarray:
-    """A final number of each run."""
+    """Return a final number of each run, in percent."""
     return 100 * np.array(group[name]["values"])
 
 
 def pages() -> dict[Path, str]:
-    """Every page with its tables made again."""
+    """Return every page with its tables made again."""
     texts: dict[Path, str] = {}
     for name, (page, files, make) in TABLES.items():
         path = DOCS / page

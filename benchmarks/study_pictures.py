@@ -52,7 +52,7 @@ class Picture:
 
 
 def doses(axes: Axes, records: Sequence[Record]) -> None:
-    """Each cell's mean share of the gradient, and its one-sided upper 95 % bound."""
+    """Draw each cell's mean share of the gradient, and its one-sided upper 95 % bound."""
     labels: list[str] = []
     for task, record in zip(("sorting", "spiral"), records, strict=True):
         for name, group in record["groups"].items():
@@ -73,7 +73,7 @@ def doses(axes: Axes, records: Sequence[Record]) -> None:
 
 
 def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
-    """Each arm's difference to the unquantized one: its 95 % interval, and each model's mean."""
+    """Draw each arm's difference to the unquantized one, its 95 % interval and the models' means."""
     (record,) = records
     labels = []
     for place, (label, scheme, pairs) in enumerate(gaps(record)):
@@ -109,7 +109,7 @@ def against_kl(axes: Axes, records: Sequence[Record]) -> None:
 
 
 def weights(axes: Axes, records: Sequence[Record]) -> None:
-    """Updates over many steps at two learning rates, and the quantization error."""
+    """Draw updates over many steps at two learning rates, and the quantization error."""
     for rate, record, color in zip(("1e-4", "1e-6"), records, ("blue", "green"), strict=True):
         steps = [change["last"] for change in record["changes"]]
         updates = [change["update"] for change in record["changes"]]
