@@ -73,7 +73,7 @@ def doses(axes: Axes, records: Sequence[Record]) -> None:
 
 
 def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
-    """Draw each arm's difference to the unquantized one, its 95 % interval and the models' means."""
+    """Draw each arm's difference to the unquantized one: 95 % interval, and each model's mean."""
     (record,) = records
     labels = []
     for place, (label, scheme, pairs) in enumerate(gaps(record)):

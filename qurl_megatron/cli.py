@@ -15,7 +15,7 @@ from qurl_megatron.cluster.actions import add_actions, slurm
 from qurl_megatron.config.arguments import Parser, add_recipe, parse
 from qurl_megatron.engines.starting import add_serve_options, serve
 from qurl_megatron.evaluation.eval_plan import add_options, evaluate
-from qurl_megatron.evaluation.plan import add_study_options, study
+from qurl_megatron.evaluation.study_plan import add_study_options, study
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.kit.terminal import terminal
 from qurl_megatron.plan.command import add_plan_options, plan

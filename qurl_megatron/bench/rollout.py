@@ -219,7 +219,7 @@ def speedups(cases: Sequence[Case]) -> list[Speedup]:
     """
     from scipy.stats import quantile_test  # it takes half a second to import
 
-    found = []
+    compared = []
     for case, bf16 in itertools.permutations(cases, 2):
         load = {key for key in case.keys if case.keys[key] == bf16.keys[key]}
         alike = load >= case.keys.keys() - {"scheme", "dtype"}
@@ -230,8 +230,8 @@ def speedups(cases: Sequence[Case]) -> list[Speedup]:
         low, high = quantile_test(rounds, p=0.5).confidence_interval(0.95)
         if math.isnan(low):
             low, high = min(rounds), max(rounds)
-        found.append(Speedup(case, statistics.median(rounds), float(low), float(high)))
-    return found
+        compared.append(Speedup(case, statistics.median(rounds), float(low), float(high)))
+    return compared
 
 
 def ratios(cases: Sequence[Case]) -> list[str]:

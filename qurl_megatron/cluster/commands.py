@@ -66,9 +66,9 @@ def unix_seconds(time: str) -> float | None:
         return None
 
 
-def signal_supervisor(job: int, name: str) -> None:
-    """Send a signal to the supervisor alone, which is the process of the job's script."""
-    _run(["scancel", "--batch", f"--signal={name}", str(job)])
+def terminate_supervisor(job: int) -> None:
+    """Send SIGTERM to the supervisor alone, which is the process of the job's script."""
+    _run(["scancel", "--batch", "--signal=TERM", str(job)])
 
 
 def cancel(job: int) -> None:

@@ -11,6 +11,7 @@ nodes would be as well, and a person has to look.
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import tempfile
@@ -24,7 +25,7 @@ from typing import Any
 from qurl_megatron.cluster import commands, folder
 from qurl_megatron.cluster.cluster import ClusterConfig
 from qurl_megatron.cluster.layout import EXAMINATION_PREFIX, Allocation, examination
-from qurl_megatron.cluster.links import come, link_ms, step_place
+from qurl_megatron.cluster.links import announce, link_ms, step_place
 from qurl_megatron.cluster.supervise import SrunStep, say
 from qurl_megatron.cluster.verdict import Decision
 from qurl_megatron.config.env import unseen_gpus
@@ -41,7 +42,7 @@ REDUCE_S = 60.0
 """Time for the all-reduces, NCCL's start included, before they count as hung."""
 POLL_S = 0.1
 GRACE_S = 10.0
-MOST = 3
+MOST_EXCLUSIONS = 3
 """Attempts of a submitted run that may end for bad nodes; after more, something else is wrong."""
 
 PRODUCT_SLOWER = 1.25
@@ -78,10 +79,10 @@ def measure_node(run_dir: Path) -> int:
     except Exception as error:  # a sick GPU may raise anything, and that is a finding
         first_line = str(error).partition("\n")[0]  # CUDA goes on about how to debug it
         report = Report(name, [f"it could not be measured: {type(error).__name__}: {first_line}"])
-        come({})
+        announce({})
     # In one write: otherwise another task's line may come in between.
     print(f"{json.dumps(asdict(report))}\n", end="", flush=True)
-    if report.reduce_ms == float("inf") or step_place()[1] > 1:
+    if report.reduce_ms == math.inf or step_place()[1] > 1:
         os._exit(0)  # a thread that hangs, in the driver or with a neighbour, would keep it
     return 0
 
@@ -111,8 +112,8 @@ def _measure(name: str, rollout: RolloutConfig, patience_s: float) -> Report:
             adapters, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.environ
         )
     report = Report(name, faults, len(indices), len(devices), product_ms, reduce_ms, remark=remark)
-    if reduce_ms == float("inf"):
-        come({})
+    if reduce_ms == math.inf:
+        announce({})
         return report
     return replace(report, link_ms=link_ms(devices, patience_s))
 
@@ -214,7 +215,7 @@ def _reduce_ms(devices: list) -> float | None:
     try:
         return within(REDUCE_S, lambda: shortest_ms(reduce, REPEATS), late=lambda: None)
     except RuntimeError:
-        return float("inf")
+        return math.inf
 
 
 def examine(
@@ -247,7 +248,7 @@ def examine(
     for remark in sorted({report.remark for report in reports.values()} - {""}):
         alike = [node for node, report in reports.items() if report.remark == remark]
         say(f"{', '.join(sorted(alike))}: {remark}")
-    if {report.link_ms for report in reports.values()} == {float("inf")}:
+    if {report.link_ms for report in reports.values()} == {math.inf}:
         say("no two neighbouring nodes could reduce; that is left to the ranks, who will say why")
     return judge(reports, nodes, layout.whole.gpus)
 
@@ -298,7 +299,7 @@ def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
         name = "an all-reduce among its own devices"
         yield from _slow(name, own.reduce_ms, reduces, REDUCE_SLOWER)
     links = [peer.link_ms for peer in peers if peer.link_ms is not None]
-    if own.link_ms is not None and len(links) == len(peers) and min(links) < float("inf"):
+    if own.link_ms is not None and len(links) == len(peers) and min(links) < math.inf:
         slower = REDUCE_SLOWER if some_have_gpus else CPUS_SLOWER
         yield from _slow("an all-reduce with either neighbour", own.link_ms, links, slower)
 
@@ -306,7 +307,7 @@ def _beside(own: Report, peers: Sequence[Report], gpus: int) -> Iterator[str]:
 def _slow(name: str, ms: float, job_ms: Sequence[float], factor: float) -> Iterator[str]:
     """Yield a sentence where a time is ``factor`` times the job's median, or infinite."""
     usual_ms = median_low(job_ms)
-    if ms == float("inf"):
+    if ms == math.inf:
         yield f"{name} fails, or does not end"
     elif ms > factor * usual_ms:
         yield f"{name} takes {ms:.3g} ms, {usual_ms:.3g} on the job's others"
@@ -317,10 +318,10 @@ def refuse_exclusion(run_dir: Path, job: int, names: Sequence[str]) -> None:
     or nodes were excluded too often already."""
     attempts = folder.attempts(run_dir)
     before = [attempt for attempt in attempts if attempt.decision == Decision.WITHOUT]
-    if sum(attempt.job == job for attempt in before) >= MOST:
+    if sum(attempt.job == job for attempt in before) >= MOST_EXCLUSIONS:
         raise ConfigError(
-            f"nodes of this run were excluded {MOST} times already; {run_dir}/slurm/job.log says "
-            "which, and why"
+            f"nodes of this run were excluded {MOST_EXCLUSIONS} times already; "
+            f"{run_dir}/slurm/job.log says which, and why"
         )
     option = f"#SBATCH --exclude={','.join(excluding(job, names))}\n"
     script = folder.script(run_dir)

@@ -7,6 +7,7 @@ is in two at once. They meet in the attempt's folder, at the store of a pair's f
 
 import contextlib
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ def link_ms(devices: list, patience_s: float) -> float | None:
 
     address = address_for_others(one_node=False)
     store = host_store(address, LINK_S)  # until the last pair is done
-    come({"address": address, "port": store.port, "devices": len(devices)})
+    announce({"address": address, "port": store.port, "devices": len(devices)})
     nodes = _all_nodes(count, patience_s)
     if not all(nodes):
         return None
@@ -51,7 +52,7 @@ def link_ms(devices: list, patience_s: float) -> float | None:
     return min(_pair_ms(nodes, own_number, *pair, devices) for pair in pairs(own_number, count))
 
 
-def come(entry: dict[str, Any]) -> None:
+def announce(entry: dict[str, Any]) -> None:
     """Tell the other nodes where this one listens; an empty entry means that it stays away."""
     own_number, count = step_place()
     if count > 1:
@@ -124,4 +125,4 @@ def _pair_ms(
         for group in groups:  # its kernels would block the next pair's
             with contextlib.suppress(RuntimeError):
                 within(ABORT_S, group.abort, late=lambda: None)
-        return float("inf")
+        return math.inf

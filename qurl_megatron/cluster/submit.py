@@ -167,7 +167,7 @@ def submit_study(words: Sequence[str], cluster: ClusterConfig, *, dry_run: bool)
     require(
         len(words) == 2, "--kind study needs a study file, and the folder for its runs and tables"
     )
-    from qurl_megatron.evaluation.plan import read_study, run_dir
+    from qurl_megatron.evaluation.study_plan import read_study, run_dir
 
     study, out = read_study(words[0]), Path(words[1])
     for cell in study.cells:
@@ -212,7 +212,7 @@ def cancel(run_dir: Path) -> int:
     if queued is None:
         print(f"{run_dir}: its job {job} is not in the queue")
     elif queued.state == "RUNNING":
-        commands.signal_supervisor(job, "TERM")
+        commands.terminate_supervisor(job)
         print(f"job {job} saves and ends; `scancel {job}` ends it without a checkpoint")
     else:
         commands.cancel(job)

@@ -60,8 +60,12 @@ def decide(attempt: Attempt, before: Attempt | None, *, steps: int) -> Attempt:
         failure = f"the training step ended with {code}"
     if code in FINAL or (attempt.signal and not nodes_taken):
         return then(Decision.STOP, code, f"{failure}; {saved}")
-    again = before and before.decision in (Decision.RETRY, Decision.AGAIN)
-    if before and again and _was_idle(before) and _was_idle(attempt):
+    if (
+        before
+        and before.decision in (Decision.RETRY, Decision.AGAIN)
+        and _was_idle(before)
+        and _was_idle(attempt)
+    ):
         mend = "fix the cause"
         if attempt.signal == WALL_TIME:
             mend = "raise job.time_limit or job.signal_s in the cluster file"

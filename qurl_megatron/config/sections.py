@@ -689,14 +689,14 @@ def named_beside(folder: Path, code: str) -> str:
 
 def _check_url(key: str, url: str, *, like: str, key_in: str) -> None:
     """Raise ``ConfigError`` unless a URL is ``like`` the example; secrets belong in ``key_in``."""
-    holds = ""
+    secret = ""
     if names_a_user(url):
-        holds = "a user name or a password"
+        secret = "a user name or a password"
     elif url.partition("#")[0].partition("?")[2]:
-        holds = "a query"
+        secret = "a query"
     require(
-        not holds,
-        f"{key} has {holds}, which recipes and logs would show; put the key into {key_in}",
+        not secret,
+        f"{key} has {secret}, which recipes and logs would show; put the key into {key_in}",
     )
     try:
         parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""``qurl eval``: engines up, benchmarks answered, results out.
+"""``qurl eval``: start engines, have them answer the benchmarks, write the results.
 
 Avg@1 is decoded greedily, Avg@k sampled; both go through ``fleet.collect``, as in training.
 
@@ -346,22 +346,22 @@ class _Round:
     def _hand_over(self, prompts: Sequence[Prompt]) -> None:
         """Grade and write each problem while others are generated."""
         started = time.monotonic()
-        kept: deque[Future] = deque()
+        writes: deque[Future] = deque()
 
         def finished(samples: list[Sample]) -> None:
             nonlocal started
-            if kept and kept[0].done():
-                kept.popleft().result()  # nothing more is asked once answers cannot be kept
+            if writes and writes[0].done():
+                writes.popleft().result()  # nothing more is asked once answers cannot be kept
             now = time.monotonic()
-            kept.append(clerk.submit(self._keep, samples, now - started))
+            writes.append(thread.submit(self._keep, samples, now - started))
             started = now
 
-        with ThreadPoolExecutor(1) as clerk:
+        with ThreadPoolExecutor(1) as thread:
             try:
                 self._ask(prompts, finished)
             finally:
-                for future in kept:
-                    future.result()
+                for write in writes:
+                    write.result()
 
     def _ask(
         self, prompts: Sequence[Prompt], finished: Callable[[list[Sample]], None] | None = None

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from qurl_megatron.bench.record import environment
 from qurl_megatron.data.questions import held_out_questions
-from qurl_megatron.evaluation.plan import Cell, Study, read_study, run_dir
+from qurl_megatron.evaluation.study_plan import Cell, Study, read_study, run_dir
 from qurl_megatron.evaluation.study_results import (
     BENCHMARK,
     Result,

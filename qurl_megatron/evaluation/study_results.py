@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from qurl_megatron import __version__
-from qurl_megatron.evaluation.plan import Cell, Method, Study, run_dir
 from qurl_megatron.evaluation.results import aligned
+from qurl_megatron.evaluation.study_plan import Cell, Method, Study, run_dir
 from qurl_megatron.kit.disk import read_json, write_whole
 from qurl_megatron.kit.errors import ConfigError, printable
 from qurl_megatron.observe.metrics import History, Series

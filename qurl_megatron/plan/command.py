@@ -111,8 +111,8 @@ def steps_by_assumption(planner: Planner, layouts: Sequence[Prediction]) -> dict
     for name, value, words in ASSUMPTIONS:
         roof = replace(planner.roof, constants=replace(Constants(), **{name: value}))
         moved = replace(planner, roof=roof)
-        again = [moved.predict(layout.choice, own=layout.own) for layout in layouts]
-        steps[words] = min(prediction.step for prediction in again if prediction)
+        predictions = [moved.predict(layout.choice, own=layout.own) for layout in layouts]
+        steps[words] = min(prediction.step for prediction in predictions if prediction)
     return steps
 
 

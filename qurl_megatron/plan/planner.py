@@ -105,7 +105,7 @@ class Planner:
             gpus *= 2
         return best
 
-    def predict(self, choice: Choice, *, own: bool = False) -> Prediction | None:
+    def predict(self, choice: Choice, *, own: bool) -> Prediction | None:
         """Predict a layout; return None if the batch does not divide or the layout does not fit."""
         if choice not in self.fits:
             self.fits[choice] = self._fitting(choice, own=own)

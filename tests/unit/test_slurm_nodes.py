@@ -269,7 +269,7 @@ def step_of_three(tmp_path, monkeypatch):
 
 def test_links_are_not_measured_where_a_node_has_not_come_in_time_or_stays_away(step_of_three):
     assert links.link_ms([], patience_s=0.0) is None
-    links.come({})
+    links.announce({})
     for number in (0, 2):
         (step_of_three / f"node-{number}.json").write_text('{"devices": 0}')
     assert links._all_nodes(3, patience_s=60.0) == [{"devices": 0}, {}, {"devices": 0}]
@@ -376,7 +376,7 @@ def test_slurm_is_asked_about_the_job_without_the_nodes_and_those_before(slurm, 
 
 
 def test_after_some_exclusions_it_is_not_the_nodes(tmp_path):
-    for _ in range(examination.MOST):
+    for _ in range(examination.MOST_EXCLUSIONS):
         begun = folder.open_attempt(tmp_path, job=5)
         folder.write_attempt(tmp_path, replace(begun, decision=Decision.WITHOUT))
     with pytest.raises(ConfigError, match=r"were excluded 3 times already; .*/job\.log says"):

@@ -17,8 +17,8 @@ from qurl_megatron.config import load, to_toml
 from qurl_megatron.data.questions import held_out_questions
 from qurl_megatron.evaluation import pictures, study
 from qurl_megatron.evaluation.pictures import band
-from qurl_megatron.evaluation.plan import read_study
 from qurl_megatron.evaluation.study import next_task, run
+from qurl_megatron.evaluation.study_plan import read_study
 from qurl_megatron.evaluation.study_results import (
     WINDOW,
     Result,

@@ -10,7 +10,7 @@ from benchmarks.mismatch_page import BEGIN, PAGE, kept, page, record, rendered
 from qurl_megatron.algo.objective import OBJECTIVES
 from qurl_megatron.config import load
 from qurl_megatron.config.sections import QuantConfig, TrainConfig
-from qurl_megatron.evaluation.plan import read_study
+from qurl_megatron.evaluation.study_plan import read_study
 from qurl_megatron.evaluation.study_results import read_result, run_dir, to_json
 from qurl_megatron.kit.errors import ConfigError
 

@@ -36,7 +36,7 @@ from benchmarks.paired import (
 )
 from benchmarks.study_page import DOCS, TABLES, pages
 from benchmarks.study_pictures import IMAGES, MADE_OF, PICTURES, digest, png
-from qurl_megatron.evaluation.plan import read_study
+from qurl_megatron.evaluation.study_plan import read_study
 from qurl_megatron.evaluation.study_results import FINAL_NAMES
 
 STUDIES = DOCS.parent / "launch/studies"
