@@ -113,7 +113,7 @@ def _no_pair(old: Case, new: Case) -> str:
 
 
 def _shared(old: Case, new: Case) -> list[str]:
-    """Names of the figures that both have, but those that are only reported in one of them."""
+    """Return the names of the figures that both have and neither only reports."""
     figures = [*old.figures, *new.figures]
     reported = {figure.name for figure in figures if figure.better is None}
     both = {figure.name for figure in old.figures} & {figure.name for figure in new.figures}
@@ -142,12 +142,12 @@ def _yardsticks_differ(old: Sequence[float], new: Sequence[float]) -> str:
 
 
 def is_time(unit: str) -> bool:
-    """Whether it follows the speed of the machine, as seconds and rates do; bytes do not."""
+    """Return whether figures of this unit follow the machine's speed: seconds and rates do."""
     return unit in SECONDS or unit.endswith("/s")
 
 
 def _scaled(figure: Figure, yardsticks: Sequence[float]) -> list[float]:
-    """Logarithms of repeats above 0, larger is worse."""
+    """Return the logarithms of repeats above 0, larger ones worse, relative to the yardsticks."""
     worse = 1 if figure.better == "lower" else -1
     logs = [worse * math.log(value) for value in figure.repeats]
     if is_time(figure.unit) and len(yardsticks) == len(logs):
@@ -172,7 +172,7 @@ def _figure(
         return Compared(name, "no verdict", ratio, differ)
 
     def chance(alternative: str, shift: float = 0.0) -> float:
-        """That equal speeds, but for ``shift``, give ranks as far on one side as these."""
+        """Return the chance of ranks as far to one side if speeds differ by ``shift`` alone."""
         shifted = [log - shift for log in new]
         return mannwhitneyu(shifted, old, alternative=alternative, method="exact").pvalue
 
@@ -199,7 +199,7 @@ def most_figures(repeats: int) -> int:
 
 
 def _quickest(logs: Sequence[float]) -> float:
-    """The lower quartile; of so few as four, the least."""
+    """Return the lower quartile; of four or fewer, the least."""
     return sorted(logs)[(len(logs) - 1) // 4]
 
 

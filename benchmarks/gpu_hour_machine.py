@@ -57,7 +57,7 @@ def versions(sglang: str) -> dict[str, Any]:
 
 
 def memory_in_use() -> int:
-    """MiB on all GPUs together; 0 where there is none."""
+    """Return the MiB in use on all GPUs together; 0 where there is none."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, check=True, capture_output=True, text=True)

@@ -32,7 +32,7 @@ PYTEST = "python -m pytest -q "
 
 
 def rollouts(size: str, model: str, seconds: int, rehearsed: Sequence[str] = ()) -> list[Part]:
-    """The paper's Figure 8: rates of BF16, INT8 and FP8 under the load of a step."""
+    """Return the parts of the paper's Figure 8: rates of BF16, INT8 and FP8 under a step's load."""
     parts: list[Part] = []
     for scheme in ("bf16", "int8", "fp8"):
         parts.append(

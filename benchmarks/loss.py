@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per layout and way.
+    """Return a case per layout and way.
 
     Raises:
         ConfigError: a rank failed.
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def _obstacle(name: str, tensor: int, options: argparse.Namespace) -> str:
-    """Why a candidate cannot be measured here, or ""."""
+    """Return why a candidate cannot be measured here, or ""."""
     candidate = CANDIDATES[name]
     if not candidate.kernels and options.device != "cuda":
         return "needs CUDA"
@@ -153,7 +153,7 @@ def _on_ranks(
 
 
 def measure(tensor: int, names: list[str], options: argparse.Namespace, out: Path) -> int:
-    """One rank; the leading one writes seconds, and bytes above the logits, of the worst rank."""
+    """Be one rank; the leading one writes the seconds and the bytes of the worst."""
     if options.device == "cpu":
         torch.set_num_threads(_threads(tensor, options))
     with megatron_runtime(ParallelConfig(tensor=tensor)) as ranks:
@@ -202,8 +202,9 @@ def one_step(
 
 
 def _batch(options: argparse.Namespace, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """This rank's logits, [T, v], as the output layer hands them over; targets and advantages, [T];
-    and proximal and behaviour log-probs from the current ones, [2, T], the same on all ranks."""
+    """Return this rank's logits, [T, v], as the output layer hands them over, and, the same on all
+    ranks, targets and advantages, [T], and the shifts of proximal and behaviour log-probs from the
+    current ones, [2, T]."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     tokens, vocab = options.tokens, options.vocab
     generator = torch.Generator().manual_seed(0)
@@ -229,7 +230,7 @@ def case_of(
     measured: Repeats[tuple[float, float]] | None,
     obstacle: str,
 ) -> Case:
-    """One way on so many ranks, or why it was not run."""
+    """Return the case of one way on so many ranks, or why it was not run."""
     fields: dict[str, Any] = {
         "name": f"{name}, tensor {tensor}",
         "keys": {

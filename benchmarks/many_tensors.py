@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per number of layers."""
+    """Return a case per number of layers."""
     torch.set_num_threads(1)
     arch = read_arch(config_of(options.model))
     with tempfile.TemporaryDirectory(prefix="qurl-tensors-") as folder:
@@ -147,7 +147,7 @@ class Versions:
         }
 
     def _put(self, rank: int, index: int, shards: list[Shard]) -> bytes:
-        """A training rank's part of a bucket, and what ``gather_object`` makes of its blob."""
+        """Put a training rank's part of a bucket; return its blob as ``gather_object`` sends it."""
         return pickle.dumps(self._senders[rank].put(index, shards))
 
     def _take(self, text: str) -> None:
@@ -166,7 +166,7 @@ def timed(act: Callable[[], T]) -> tuple[T, float]:
 
 
 def _described(message: Message, gathered: list[bytes]) -> str:
-    """What the leading rank makes of all ranks' blobs, for each engine."""
+    """Make the leading rank's message of all ranks' blobs for each engine; return one of them."""
     blobs = encoded(blob for blob in map(pickle.loads, gathered) if blob.pieces)
     texts = [payload(message, blobs) for _ in range(ENGINES)]
     return texts[0]
@@ -209,7 +209,7 @@ def _shards_of(rank: int, arch: Arch, names: list[str]) -> Iterator[Shard]:
 
 
 def _bytes(arch: Arch, shard: Shard) -> int:
-    """The bytes that this part of the full model's tensor has."""
+    """Return the bytes of this part of the full model's tensor."""
     tensor = hf_tensor(arch, shard.name)
     elements = math.prod(tensor.shape) * shard.value.numel() // math.prod(shard.shape)
     return elements * shard.value.element_size()

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per row.
+    """Return a case per row.
 
     Raises:
         ConfigError: no GPU is there; the engine does not start.
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def used() -> int:
-    """Bytes of the GPU that are in use, by all processes."""
+    """Return the bytes of the GPU in use by all processes."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -77,7 +77,7 @@ def used() -> int:
 
 
 def process_rows() -> Rows:
-    """The driver, a process that has done nothing yet, and its communicator."""
+    """Measure the driver, a process that has done nothing yet, and its communicator."""
     import torch
 
     rows: Rows = {}
@@ -120,7 +120,7 @@ def _grow(pipe: Connection) -> None:
 
 
 def trainer_rows(options: argparse.Namespace, recompute: bool, work: Path) -> Rows:
-    """Two steps, a checkpoint, and loading it, by the peaks of torch's allocator."""
+    """Measure two steps and the loading of a checkpoint, by the peaks of torch's allocator."""
     import torch
 
     from benchmarks.alone import alone, made_up, recipe
@@ -164,7 +164,7 @@ def trainer_rows(options: argparse.Namespace, recompute: bool, work: Path) -> Ro
 
 
 def engine_rows(options: argparse.Namespace, work: Path) -> Rows:
-    """What an engine takes beside its weights and its cache, once it has a version."""
+    """Measure the memory of an engine with a version, beside its weights and its cache."""
     import torch
 
     folder = model_folder(options.engine_model, work, empty=True)
@@ -187,7 +187,7 @@ def engine_rows(options: argparse.Namespace, work: Path) -> Rows:
 
 
 def case_of(row: str, measured: float, predicted: float, options: argparse.Namespace) -> Case:
-    """One row of the dry run."""
+    """Return the case of one row of the dry run."""
     return Case(
         name=row,
         keys={"model": options.model, "row": row, "tokens": options.tokens},

@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per scheme, tensor size and transport.
+    """Return a case per scheme, tensor size and transport.
 
     Raises:
         ConfigError: no SGLang, or not this model.
@@ -150,8 +150,8 @@ def measure(
 
 
 def random_policy(shape: str, parallel: ParallelConfig, ranks):
-    """A policy that can publish and not learn: with what an optimizer holds, a GPU of 80 GB would
-    have no room for 7 billion parameters and an engine."""
+    """Return a policy that can publish and not learn: beside an optimizer's state, a GPU of 80 GB
+    has no room for 7 billion parameters and an engine."""
     from qurl_megatron.actor.build import build_model, transformer_config
     from qurl_megatron.actor.policy import Policy
 
@@ -219,7 +219,7 @@ class PublishTurns:
         }
 
     def _engine_s(self) -> float:
-        """CPU seconds of the engine's processes so far; 0 on the other ranks."""
+        """Return the CPU seconds of the engine's processes so far; 0 on the other ranks."""
         if not self._fleet:
             return 0.0
         (engine,) = self._fleet.engines()
@@ -243,7 +243,7 @@ def case_of(
     repeats: Repeats[dict[str, float]],
     options: argparse.Namespace,
 ) -> Case:
-    """One transport to one engine."""
+    """Return the case of one transport to one engine."""
     turns = repeats.results
     size = turns[0]["bytes"]
 

@@ -97,7 +97,7 @@ class TrainingRank:
         self._sender.finish()
 
     def sent(self) -> int:
-        """Bytes that have left this node."""
+        """Return the bytes that have left this node."""
         return psutil.net_io_counters(pernic=True)["eth0"].bytes_sent
 
 
@@ -203,7 +203,7 @@ class Fleet:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per way and number of engines.
+    """Return a case per way and number of engines.
 
     Raises:
         ConfigError: this machine makes no network namespaces.

@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per way.
+    """Return a case per way.
 
     Raises:
         ConfigError: this machine makes no network namespaces, or a rank failed.
@@ -130,7 +130,7 @@ def _measured(
 
 
 def rank_of(options: argparse.Namespace) -> int:
-    """One training rank; the leading one writes the measurements."""
+    """Be one training rank; the leading one writes the measurements."""
     torch.set_num_threads(1)
     place_under_launcher()
     work, run_dir = options.work, options.work / f"run-{options.nodes}"
@@ -203,9 +203,8 @@ class Publishing:
 
 
 def _received() -> int:
-    """Bytes that have come to this node."""
-    counters = psutil.net_io_counters(pernic=True)
-    return counters["eth0"].bytes_recv
+    """Return the bytes that have come to this node."""
+    return psutil.net_io_counters(pernic=True)["eth0"].bytes_recv
 
 
 def _gather(policy: Policy, scheme: str) -> int:

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per format of the weights, scheme and way."""
+    """Return a case per format of the weights, scheme and way."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     layer = hf_shapes(read_arch(config_of(options.model)))
     shapes = [s for name, s in layer.items() if ".layers.0." in name and len(s) == 2]
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def copy_seconds(weights: list[Tensor], scheme: str) -> float:
-    """Seconds of a copy that moves as many bytes as quantizing reads and writes."""
+    """Return the seconds of a copy that moves as many bytes as quantizing reads and writes."""
     moved = 0
     for weight in weights:
         quantized = quantize(weight, scheme)

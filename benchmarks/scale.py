@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per number of engines."""
+    """Return a case per number of engines."""
     arch = read_arch(config_of(options.model))
     version = version_of(arch)
     cases = []
@@ -152,7 +152,7 @@ def measured(
     arch: Arch,
     version: list[list[Blob]],
 ) -> dict[str, float]:
-    """CPU seconds of this process for one step, by what they are for.
+    """Return the CPU seconds of this process for one step, by their purpose.
 
     Args:
         step_s: seconds that a step takes.
@@ -194,7 +194,7 @@ def measured(
 
 
 def cpu(act: Callable[[], object]) -> float:
-    """CPU seconds of this process."""
+    """Return the CPU seconds that ``act`` takes in this process."""
     start = time.process_time()
     act()
     return time.process_time() - start
@@ -342,7 +342,7 @@ class ScaleEngine:
 
 
 def leave_receipt(text: str, rank: int) -> None:
-    """Where the message asks for one: all has come."""
+    """Report that everything has come, if the message asks for a receipt."""
     message = message_in(text)
     if message.action in ("check", "finish"):
         FilesReceiver(message.transport, rank).report(Receipt(message.session, rank, None, 0, 0.0))

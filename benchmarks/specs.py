@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Case]:
-    """A case per spec.
+    """Return a case per spec.
 
     Raises:
         ConfigError: a process failed; it says why above.

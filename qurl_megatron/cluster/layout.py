@@ -29,7 +29,7 @@ class Component:
     gpus: int  # per node
 
     def cpus_per_task(self, node: NodeConfig) -> int:
-        """CPUs in proportion to the GPUs; a component without GPUs has whole nodes."""
+        """Return CPUs in proportion to the GPUs; a component without GPUs has whole nodes."""
         return max(1, self._share(node.cpus, node) // self.tasks)
 
     def options(self, node: NodeConfig) -> list[str]:
@@ -45,7 +45,7 @@ class Component:
         return options
 
     def memory_gib(self, node: NodeConfig) -> int:
-        """Memory in proportion to the GPUs; 0: all of a node's."""
+        """Return memory in proportion to the GPUs; 0: all of a node's."""
         return self._share(node.memory_gib, node)
 
     def _share(self, total: int, node: NodeConfig) -> int:

@@ -41,7 +41,7 @@ class Panel:
     have next to no gap, and would flatten all others."""
 
     def curves(self, group: Group, metric: str) -> list[Series]:
-        """The values of each seed that its scale can show."""
+        """Return the values of each seed that the scale can show."""
         curves = group.curves(metric)
         if self.log:
             curves = [(steps[values > 0], values[values > 0]) for steps, values in curves]
@@ -79,7 +79,7 @@ PICTURES = {
 
 
 def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, and mean, lowest and highest value over the curves that have the step; [N] each."""
+    """Return steps, and mean, lowest and highest value over the curves at each; [N] each."""
     steps, values = (np.concatenate(part) for part in zip(*curves, strict=True))
     steps_N, place = np.unique(steps, return_inverse=True)
     at_step = [values[place == index] for index in range(len(steps_N))]
@@ -88,7 +88,7 @@ def band(curves: Sequence[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
 
 
 def pictures(groups: Sequence[Group]) -> dict[str, bytes]:
-    """PNG images by name, of all groups that have finished runs."""
+    """Return PNG images by name, of all groups that have finished runs."""
     drawn = {}
     for scheme in dict.fromkeys(group.scheme for group in groups if group.scheme != "none"):
         if any(group.done for group in groups if group.scheme == scheme):
@@ -138,7 +138,7 @@ def _png(panels: Sequence[Panel], groups: Sequence[Group]) -> bytes:
 
 
 def _draw(axes: Axes, panel: Panel, groups: Sequence[Group], colors: dict[str, str]) -> None:
-    """Each method's mean over seeds, smoothed, on the band from lowest to highest."""
+    """Draw each method's mean over seeds, smoothed, on the band from lowest to highest."""
     axes.set_facecolor("none")
     if panel.log:
         axes.set_yscale("log")

@@ -126,7 +126,7 @@ class _Job:
         return config.model.path if missing else ""
 
     def last_line(self) -> str:
-        """The last line of its log: why it has failed."""
+        """Return the last line of its log: why it has failed."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
             lines = file.read().decode("utf-8", errors="replace").split("\n")
@@ -256,7 +256,7 @@ class _Runner:
 
 
 def _evaluation(cell: Cell, out: Path, qurl: Sequence[str]) -> list[str]:
-    """The ``qurl eval`` of a trained cell; writes the questions it asks."""
+    """Return the ``qurl eval`` command for a trained cell, and write the questions that it asks."""
     config, folder = cell.config, trained_dir(out, cell)
     folder.mkdir(parents=True, exist_ok=True)
     questions = folder / f"{BENCHMARK}.jsonl"

@@ -135,7 +135,7 @@ class Study:
     cells: tuple[Cell, ...]
 
     def resolved(self) -> dict[str, Any]:
-        """The recipe that all runs share, by section."""
+        """Return the recipe that all runs share, by section."""
         return tomllib.loads(to_toml(load(self.recipe, self.settings.overrides)))
 
 
@@ -213,7 +213,7 @@ def _method(name: str, settings: Settings) -> Method:
 def _cells(
     recipe: Path, settings: Settings, methods: dict[str, Method], model: str
 ) -> Iterator[Cell]:
-    """Seed by seed, so that a study stopped early has every method once."""
+    """Yield the cells seed by seed, so that a study stopped early has every method once."""
     chosen = (seed for method in methods.values() for seed in method.seeds)
     seeds = dict.fromkeys([*settings.seeds, *chosen])
     for seed, warm in product(seeds, settings.warmstart_seeds or (None,)):

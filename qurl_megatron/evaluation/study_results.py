@@ -35,17 +35,17 @@ collapse."""
 
 
 def at_end(values_N: np.ndarray) -> float:
-    """Mean over the last tenth of the steps; single batches are noisy."""
+    """Return the mean over the last tenth of the steps; single batches are noisy."""
     return values_N[-max(1, len(values_N) // 10) :].mean()
 
 
 def after_the_first(values_N: np.ndarray) -> float:
-    """Median of all but the first step, which alone pays for caches and compilation."""
+    """Return the median of all but the first step, which alone pays for caches and compilation."""
     return np.median(values_N[min(1, len(values_N) - 1) :])
 
 
 def over_steps(values_N: np.ndarray) -> float | None:
-    """Standard deviation over the steps (n - 1); None for a single step."""
+    """Return the standard deviation over the steps (n - 1); None for a single step."""
     return values_N.std(ddof=1) if len(values_N) > 1 else None
 
 
@@ -140,17 +140,17 @@ class Group:
         return f"{title(self.scheme)}{simulated}"
 
     def curves(self, metric: str) -> list[Series]:
-        """One per run that measured it."""
+        """Return a curve for each run that measured the metric."""
         return [run.history[metric] for run in self.done if metric in run.history]
 
     def totals(self) -> dict[str, dict[str, Any] | None]:
-        """The ``spread`` of each final number over the runs."""
+        """Return the ``spread`` of each final number over the runs."""
         runs = [result.finals for result in self.done]
         return {name: spread([run[name] for run in runs]) for name in FINAL_NAMES}
 
 
 def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
-    """The first step from which the reward stays below half of its best until the run ends.
+    """Return the first step from which the reward stays below half of its best until the end.
 
     The reward of a step is the mean over it and the ``WINDOW - 1`` steps before it; its best is the
     highest so far. None where the last step is at half of the best or more, and where the reward
@@ -168,7 +168,7 @@ def collapse_step(steps_N: np.ndarray, rewards_N: np.ndarray) -> int | None:
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean and spread over the runs that measured it; None where none did.
+    """Return mean and spread over the runs that measured it; None where none did.
 
     ``std`` is the sample's own (n - 1), None for a single value.
     """
@@ -185,13 +185,13 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def trained_dir(out: Path, cell: Cell) -> Path:
-    """Where the trained policy is evaluated; another number of questions has another folder."""
+    """Return the folder of the trained policy's evaluation, by the number of its questions."""
     folder = f"trained_{cell.final_prompts}" if cell.final_prompts else "trained"
     return run_dir(out, cell) / folder / f"step_{cell.steps:06d}"
 
 
 def failure_file(out: Path, cell: Cell) -> Path:
-    """Has the reason of a cell that failed when it last ran."""
+    """Return the file with the reason of a cell that failed when it last ran."""
     return out / "logs" / f"{cell.name}.failed"
 
 
@@ -229,7 +229,7 @@ def read_result(cell: Cell, out: Path) -> Result:
 
 
 def groups(study: Study, results: Sequence[Result]) -> list[Group]:
-    """By scheme, unquantized first, then by method in the order of the study file."""
+    """Group results by scheme, unquantized first, then by method as the study file orders them."""
     schemes = dict.fromkeys(["none", *study.settings.schemes])
     schemes |= dict.fromkeys(result.cell.scheme for result in results)
     ordered = []
@@ -242,7 +242,7 @@ def groups(study: Study, results: Sequence[Result]) -> list[Group]:
 
 
 def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
-    """study.json: the numbers behind tables and pictures, with the settings that gave them."""
+    """Return study.json: the numbers of tables and pictures, and the settings that gave them."""
     runs, of_groups = {}, {}
     for result in results:
         document = {
@@ -273,7 +273,7 @@ def to_json(study: Study, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def curves(history: History) -> dict[str, dict[str, list[float]]]:
-    """Steps and values of each metric of ``CURVES``, to four digits."""
+    """Return steps and values of each metric of ``CURVES``, to four digits."""
     kept = {}
     for name in CURVES:
         if name in history:
@@ -286,7 +286,7 @@ def curves(history: History) -> dict[str, dict[str, list[float]]]:
 
 
 def compact(document: Mapping[str, Any]) -> str:
-    """JSON with a line for each key, and one for each list of numbers."""
+    """Return JSON with a line for each key, and one for each list of numbers."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
     lists_of_numbers = re.compile(r"\[\s+[-\d][^\[\]{}\"]*\]")
     return lists_of_numbers.sub(lambda match: " ".join(match[0].split()), text)
@@ -296,7 +296,7 @@ NOTHING = "–"
 
 
 def row(group: Group) -> dict[str, str]:
-    """A line of the table in study.md, by heading."""
+    """Return a line of the table in study.md, by heading."""
     totals = group.totals()
 
     def total(name: str, text: Callable[[float], str] = number, of: str = "mean") -> str:
@@ -330,7 +330,7 @@ def row(group: Group) -> dict[str, str]:
 
 
 def _collapse(done: int, steps: dict[str, Any] | None) -> str:
-    """ "2 of 3, steps 41 to 47"; a run that did not collapse has no step."""
+    """Write "2 of 3, steps 41 to 47"; a run that did not collapse has no step."""
     if steps is None:
         return f"0 of {done}" if done else NOTHING
     low, high = int(steps["low"]), int(steps["high"])
@@ -356,7 +356,7 @@ time of a step is the median of all but the first."""
 
 
 def table(groups: Sequence[Group]) -> str:
-    """The table in Markdown, a line for each group, without columns that no run has measured."""
+    """Return the Markdown table of the groups, without columns that no run has measured."""
     lines = [row(group) for group in groups]
     headings = [name for name in lines[0] if any(line[name] != NOTHING for line in lines)]
     cells = [headings]
@@ -368,7 +368,7 @@ def table(groups: Sequence[Group]) -> str:
 def page(
     study: Study, results: Sequence[Result], groups: Sequence[Group], pictures: Sequence[str]
 ) -> str:
-    """study.md; the pictures lie beside it."""
+    """Return study.md; the pictures lie beside it."""
     summary = f"{sum(result.done for result in results)} of {len(results)} runs are done"
     if failed := [result for result in results if result.reason]:
         summary += f", {len(failed)} failed"
@@ -390,7 +390,7 @@ def page(
 
 
 def _one_line(text: str) -> str:
-    """Text fit for a cell of a Markdown table."""
+    """Return text fit for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

@@ -244,7 +244,7 @@ def _draw_line(
 
 
 def smooth(values: np.ndarray, log: bool = False) -> np.ndarray:
-    """Gaussian average over neighbouring points: it does not lag behind, as a running one does.
+    """Return Gaussian averages over neighbouring points; unlike running ones they do not lag.
 
     Up to ``MEASURED`` points come back as they are. On a log scale the average is geometric.
     """

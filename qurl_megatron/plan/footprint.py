@@ -76,7 +76,7 @@ class EngineFootprint:
     room: int  # for weights and cache
 
     def tokens(self, scheme: str) -> int:
-        """How many tokens' keys and values fit beside the weights."""
+        """Return how many tokens' keys and values fit beside the weights."""
         return max(0, self.room - self.weights[scheme]) // self.token
 
 

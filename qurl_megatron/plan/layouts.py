@@ -33,7 +33,7 @@ class Choice:
         return self.parallel.world_size + self.engines * self.engine_tensor
 
     def label(self) -> str:
-        """Short: sizes of 1 are left out; "+" has GPUs of its own, "&" shares them."""
+        """Return a short name without sizes of 1; "+" has GPUs of its own, "&" shares them."""
         parallel = self.parallel
         sizes = {
             "TP": parallel.tensor,
