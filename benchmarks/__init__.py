@@ -1,1 +1,1 @@
-"""What makes pages of docs from records: in a checkout alone, no part of the wheel."""
+"""Benchmarks, and pages of docs made from their records; for a checkout, no part of the wheel."""

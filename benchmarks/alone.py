@@ -24,7 +24,7 @@ from qurl_megatron.types import Prompt, Sample
 
 @contextlib.contextmanager
 def alone(meeting: Path) -> Iterator[Ranks]:
-    """Megatron's groups of a single rank, on a GPU with NCCL.
+    """Yield Megatron's groups of a single rank, on a GPU with NCCL.
 
     Args:
         meeting: a file that is not there yet; no port, so that others cannot be met.

@@ -1,4 +1,4 @@
-"""What one GPU can tell in 25 minutes, the most worth knowing first.
+"""Measure and test on one GPU for 25 minutes, the most worth knowing first.
 
     make gpu-hour SGLANG_PYTHON=/path/to/sglang/bin/python
 
@@ -46,7 +46,7 @@ say = partial(print, flush=True)
 
 @dataclass(frozen=True)
 class Hour:
-    """Where the parts run."""
+    """Runs parts, and keeps a record of each."""
 
     out: Path
     sglang: str  # the Python that has it; "": none

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a GPU can tell."""
+    """One measurement, or one set of tests, on a GPU."""
 
     name: str
     commands: Sequence[str]

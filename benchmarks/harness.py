@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder share: options, the record that a run leaves, reading it."""
+"""Shared by the benchmarks of this folder: options, the record of a run, and reading it back."""
 
 import argparse
 import sys

@@ -287,7 +287,7 @@ def _logits_bytes(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def high_water(device: str) -> Iterator[list[int]]:
-    """Inside, memory is watched; afterwards the list has the bytes by which it rose at most."""
+    """Watch memory inside the block; afterwards the list has the bytes by which it rose at most."""
     mark = [0]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""CPU seconds that a version's tensors cost beside their bytes, for ever more of them.
+"""CPU seconds that a version's tensors cost beside their bytes, as their number grows.
 
 An INT8 version of Qwen3-30B-A3B has 37,491 tensors, for each of its 48 layers has 128 experts. The
 sixteen training ranks of its recipe (TP4, CP2, PP2, EP8) lay out theirs and sum them. The leading

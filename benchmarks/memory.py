@@ -1,4 +1,4 @@
-"""Memory of one GPU, row by row beside what ``qurl show RECIPE --dry-run`` says of it.
+"""Memory of one GPU, beside the rows of ``qurl show RECIPE --dry-run``.
 
 Exact rows (weights, gradients, optimizer) are held to models by tests; measured here are those that
 `qurl_megatron/plan/memory.py` estimates: what CUDA and NCCL take, a pass' activations, gaps between

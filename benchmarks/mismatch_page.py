@@ -1,4 +1,4 @@
-"""The tables of docs/mismatch.md, made from what its studies have measured.
+"""The tables of docs/mismatch.md, made from the records of its studies.
 
     python -m benchmarks.mismatch_page [OUT ...] [--times OUT ...]
 

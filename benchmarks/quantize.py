@@ -96,7 +96,7 @@ def _quantize(weights: list[Tensor], scheme: str, switch: str) -> None:
 
 @contextmanager
 def switched(value: str) -> Iterator[None]:
-    """Inside, the kernels of ``fused`` are on ("1") or off ("0")."""
+    """Turn the kernels of ``fused`` on ("1") or off ("0") inside the block."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = value
     try:

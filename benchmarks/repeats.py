@@ -87,8 +87,8 @@ def yardstick() -> float:
     """Return the seconds of hashing a MiB on one core, about 1 ms: the shortest of ten.
 
     Hashing is arithmetic in registers and the first cache, and shows how fast the machine is at
-    all: its clock, and its share of the host. Copies in memory, and Python, vary by a quarter from one
-    second to the next on a machine that does nothing else. It needs no torch: a parent that
+    all: its clock, and its share of the host. Copies in memory, and Python, vary by a quarter from
+    one second to the next on a machine that does nothing else. It needs no torch: a parent that
     measures its children's memory stays small.
     """
     pieces = []

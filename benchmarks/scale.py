@@ -1,4 +1,4 @@
-"""CPU seconds of the leading rank in a step, for ever more engines.
+"""CPU seconds of the leading rank in a step, as the number of engines grows.
 
 One process answers for 4, 16 and 64 engines of eight GPUs over HTTP, as SGLang's servers would if
 they took no time: health checks, leases, the messages that bring a version of a 32B model from
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 @contextmanager
 def answering(options: argparse.Namespace, engines: int, answers: str) -> Iterator[list[str]]:
-    """Inside, a process answers for the engines; their URLs."""
+    """Yield the URLs of engines, for which a process answers inside the block."""
     with tempfile.TemporaryDirectory(prefix="qurl-scale-") as folder:
         ports = Path(folder) / "ports.json"
         words = ["--serve", str(ports), "--engines", str(engines), "--tokens", str(options.tokens)]

@@ -1,4 +1,4 @@
-"""The tables and pictures that pages have of studies, made from the study.json kept of each.
+"""The tables and pictures of studies in the docs, made from the record kept of each.
 
     python -m benchmarks.study_page
 

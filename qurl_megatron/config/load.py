@@ -75,25 +75,25 @@ class RunConfig:
             f"parallel.tensor={parallel.tensor}: ranks with parts of one matrix have different "
             "experts; change one of them",
         )
-        require(
-            parallel.expert > 1 or parallel.expert_dispatcher == "alltoall",
-            f"parallel.expert_dispatcher={parallel.expert_dispatcher} brings tokens to experts on "
-            "other ranks, and with parallel.expert=1 none travels; leave it out",
-        )
-        require(
-            self.model.dtype == "bfloat16" or parallel.expert_dispatcher == "alltoall",
-            f"parallel.expert_dispatcher={parallel.expert_dispatcher} carries tokens in BF16 "
-            f"alone, and model.dtype={self.model.dtype}; leave it out",
-        )
-        same_tokens = parallel.tensor * parallel.context
-        require(
-            parallel.expert_dispatcher != "hybridep"
-            or self.train.max_tokens == 0
-            or parallel.expert <= same_tokens,
-            "parallel.expert_dispatcher=hybridep needs equally many tokens on all ranks that "
-            "exchange them, and with train.max_tokens those of data ranks differ; set deepep, or "
-            f"parallel.expert to parallel.tensor * parallel.context = {same_tokens} at most",
-        )
+        dispatcher, same_tokens = parallel.expert_dispatcher, parallel.tensor * parallel.context
+        if dispatcher != "alltoall":
+            require(
+                parallel.expert > 1,
+                f"parallel.expert_dispatcher={dispatcher} brings tokens to experts on other ranks, "
+                "and with parallel.expert=1 none travels; leave it out",
+            )
+            require(
+                self.model.dtype == "bfloat16",
+                f"parallel.expert_dispatcher={dispatcher} carries tokens in BF16 alone, and "
+                f"model.dtype={self.model.dtype}; leave it out",
+            )
+        if dispatcher == "hybridep" and self.train.max_tokens:
+            require(
+                parallel.expert <= same_tokens,
+                "parallel.expert_dispatcher=hybridep needs equally many tokens on all ranks that "
+                "exchange them, and with train.max_tokens those of data ranks differ; set deepep, "
+                f"or parallel.expert to parallel.tensor * parallel.context = {same_tokens} at most",
+            )
         require(
             self.algo.deal == "responses"
             or self.data.prompts_per_step % self.algo.minibatches == 0,
@@ -101,17 +101,17 @@ class RunConfig:
             f"algo.minibatches={self.algo.minibatches} for algo.deal=groups; change one of them, "
             "or set algo.deal=responses",
         )
-        grouped = self.algo.advantage not in ("reinforce_pp", "gae")
-        require(
-            not grouped or self.rollout.samples_per_prompt > 1,
-            "rollout.samples_per_prompt must be 2 or more for algo.advantage="
-            f"{self.algo.advantage}: a group of one has no spread",
-        )
-        require(
-            self.rollout.samples_per_prompt > 1 or not self.algo.dynamic_sampling,
-            "rollout.samples_per_prompt must be 2 or more for algo.dynamic_sampling: a group of "
-            "one is always all right or all wrong",
-        )
+        if self.rollout.samples_per_prompt == 1:
+            require(
+                self.algo.advantage in ("reinforce_pp", "gae"),
+                "rollout.samples_per_prompt must be 2 or more for algo.advantage="
+                f"{self.algo.advantage}: a group of one has no spread",
+            )
+            require(
+                not self.algo.dynamic_sampling,
+                "rollout.samples_per_prompt must be 2 or more for algo.dynamic_sampling: a group "
+                "of one is always all right or all wrong",
+            )
         require(
             not self.train.packed or self.train.max_tokens > 0,
             "train.packed needs train.max_tokens, the tokens of one forward/backward pass",
@@ -204,25 +204,28 @@ class RunConfig:
             f"quant.rounding={self.quant.rounding} has no codes to choose from with "
             "quant.scheme=none; leave it out, or set quant.scheme to int8 or fp8",
         )
+        align = self.train.align
+        if align == "none":
+            return
         require(
-            self.train.align == "none" or self.quant.scheme != "none",
-            f"train.align={self.train.align} computes as engines with quantized weights do, and "
+            self.quant.scheme != "none",
+            f"train.align={align} computes as engines with quantized weights do, and "
             "quant.scheme=none leaves them as they are; set train.align=none, or a quant.scheme",
         )
         require(
-            self.train.align == "none" or not SCHEMES[self.quant.scheme].block,
-            f"train.align={self.train.align} computes with a scale per output channel, and "
+            not SCHEMES[self.quant.scheme].block,
+            f"train.align={align} computes with a scale per output channel, and "
             f"quant.scheme={self.quant.scheme} has one per square; set train.align=none, or "
             "quant.scheme to int8 or fp8",
         )
         require(
-            self.train.align == "none" or self.quant.rounding == "nearest",
-            f"train.align={self.train.align} computes with the nearest codes, and "
+            self.quant.rounding == "nearest",
+            f"train.align={align} computes with the nearest codes, and "
             f"quant.rounding={self.quant.rounding} publishes others; set quant.rounding=nearest "
             "or train.align=none",
         )
         require(
-            self.train.align != "full" or self.parallel.tensor % self.engine_tensor == 0,
+            align != "full" or self.parallel.tensor % self.engine_tensor == 0,
             f"train.align=full needs parallel.tensor={self.parallel.tensor} to be a multiple of "
             f"rollout.engine_tensor={self.engine_tensor}: each engine rank quantizes what it has "
             "of a token, and that must be whole parts of the trainer's; change one of them, or set "

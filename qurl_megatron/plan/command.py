@@ -149,15 +149,12 @@ def _refuse_sizes(config: RunConfig, arch: Arch, settings: Sequence[str]) -> Non
     """
     keys = {setting.partition("=")[0] for setting in settings}
     loosest = ParallelConfig(expert=arch.experts.count if arch.experts else 1)
-    parallel, sizes = config.parallel, loosest
-    if "parallel.tensor" in keys:
-        sizes = replace(sizes, tensor=parallel.tensor)
-    if "parallel.pipeline" in keys:
-        sizes = replace(sizes, pipeline=parallel.pipeline)
-    if "parallel.expert" in keys:
-        sizes = replace(sizes, expert=parallel.expert)
+    sizes = {}
+    for name in ("tensor", "pipeline", "expert"):
+        if f"parallel.{name}" in keys:
+            sizes[name] = getattr(config.parallel, name)
     engine_tensor = config.engine_tensor if "rollout.engine_tensor" in keys else 1
-    check_division(config, arch, sizes, engine_tensor)
+    check_division(config, arch, replace(loosest, **sizes), engine_tensor)
 
 
 def workload(config: RunConfig, mean: float | None, prompt: float | None) -> Workload:
