@@ -20,10 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -107,12 +106,13 @@ def run(options: argparse.Namespace) -> list[Case]:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.vocab is None:
         options.vocab = config_of(options.model)["vocab_size"]
-    names = options.only
     cases = []
     for tensor in options.tensor:
-        obstacles = {name: _obstacle(name, tensor, options) for name in names}
-        measured = _on_ranks(tensor, [n for n in names if not obstacles[n]], options)
-        cases += [case_of(n, tensor, options, measured.get(n), obstacles[n]) for n in names]
+        obstacles = {name: _obstacle(name, tensor, options) for name in options.only}
+        names = [name for name, obstacle in obstacles.items() if not obstacle]
+        measured = _on_ranks(tensor, names, options)
+        for name, obstacle in obstacles.items():
+            cases.append(case_of(name, tensor, options, measured.get(name), obstacle))
     return cases
 
 
@@ -231,9 +231,9 @@ def case_of(
     obstacle: str,
 ) -> Case:
     """Return the case of one way on so many ranks, or why it was not run."""
-    fields: dict[str, Any] = {
-        "name": f"{name}, tensor {tensor}",
-        "keys": {
+    case = Case(
+        name=f"{name}, tensor {tensor}",
+        keys={
             "way": name,
             "tensor": tensor,
             "tokens": options.tokens,
@@ -242,17 +242,14 @@ def case_of(
             "threads": options.threads,  # 0: each rank has its share of the cores
             "device": options.device,
         },
-    }
-    notes: dict[str, Any] = {
-        "gives": CANDIDATES[name].gives,
-        "threads": _threads(tensor, options),
-    }
+        notes={"gives": CANDIDATES[name].gives, "threads": _threads(tensor, options)},
+    )
     if measured is None:
-        return Case(**fields, reasons=["not run"], notes={**notes, "not run": obstacle})
+        return replace(case, reasons=["not run"], notes={**case.notes, "not run": obstacle})
     logits = _logits_bytes(options)
     seconds, peaks = zip(*measured.results, strict=True)
-    return Case(
-        **fields,
+    return replace(
+        case,
         figures=[
             Figure(
                 name="seconds",
@@ -273,7 +270,7 @@ def case_of(
         ],
         yardsticks=measured.yardsticks,
         reasons=measured.reasons,
-        notes={**notes, "logits_mib": round(logits / MIB, 1)},
+        notes={**case.notes, "logits_mib": round(logits / MIB, 1)},
     )
 
 

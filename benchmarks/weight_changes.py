@@ -88,18 +88,16 @@ def picture(measured: Sequence[Change], scheme: str) -> bytes:
     """Draw both over the steps, as a PNG."""
     steps = [c.last for c in measured]
     every = measured[0].last - measured[0].first
+    curves = (
+        (f"{title(scheme)}'s error, Eq. 14", "orange", [c.error for c in measured]),
+        (f"update over {every} steps, Eq. 13", "blue", [c.update for c in measured]),
+    )
     with matplotlib.rc_context(STYLE):
         figure = Figure((7, 4), facecolor=COLORS["paper"], layout="constrained")
         axes = figure.add_subplot()
         axes.set_facecolor("none")
-        axes.plot(
-            steps, [c.error for c in measured], "o-", color=COLORS["orange"],
-            label=f"{title(scheme)}'s error, Eq. 14",
-        )  # fmt: skip
-        axes.plot(
-            steps, [c.update for c in measured], "o-", color=COLORS["blue"],
-            label=f"update over {every} steps, Eq. 13",
-        )  # fmt: skip
+        for label, color, values in curves:
+            axes.plot(steps, values, "o-", color=COLORS[color], label=label)
         axes.set_yscale("log")
         axes.set_xlabel("step")
         axes.set_title("Relative squared change of weights (Fig. 9)", loc="left", weight="bold")

@@ -20,12 +20,12 @@ from qurl_megatron.kit.disk import lock
 from qurl_megatron.kit.errors import ConfigError, reading
 from qurl_megatron.kit.filesystem import free, refusing
 from qurl_megatron.plan.footprint import footprint
+from qurl_megatron.plan.memory import GIB
 from qurl_megatron.tensors.arch import Arch, read_arch, read_config
 from qurl_megatron.training.inputs import sources
 from qurl_megatron.training.shapes import check_division, find_models
 from qurl_megatron.training.state import latest, refuse_other_run
 
-GIB = 1 << 30
 THERE = (
     "set it to a checkpoint that is there; `hf download OWNER/NAME --revision COMMIT` fetches one "
     "of a hub, and prints its folder"

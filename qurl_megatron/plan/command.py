@@ -98,9 +98,10 @@ def compare(arguments: argparse.Namespace) -> str:
         if scheme != "none":
             ends = f"{low:.2f} to {high:.2f}"
             notes.append(f"{name} is {low:.2f} where {slow}, and {high:.2f} where {fast}.")
-        label, *seconds, _, limit = _cells(layouts[0], recipe)
-        rows.append((name, label[2:], *seconds, f"{ratio:.2f}", ends, limit))
-        pasted.append(f"{name}, as overrides: {pasteable(recipe, layouts[0].config, arguments)}")
+        best = layouts[0]
+        _, *seconds, _, limit = _cells(best, recipe)
+        rows.append((name, best.choice.label(), *seconds, f"{ratio:.2f}", ends, limit))
+        pasted.append(f"{name}, as overrides: {pasteable(recipe, best.config, arguments)}")
     table = [_heading(planner, arguments), "", *aligned(rows, words=WORDS)]
     return "\n".join([*table, "", *COMPARED, *notes, "", *pasted]) + "\n"
 
