@@ -1,10 +1,10 @@
 """Buckets as files in a folder that trainer and engines share.
 
     root/v000012-pp0-tp0-b00003   one per training rank and bucket, until all engines have loaded it
-    root/receipts/                left by engines
+    root/receipts/                from the engines
 
-A file appears whole, under its name, or not at all. It is not forced to disk: checksums show the
-damage after a power cut.
+A file appears whole or not at all. It is not forced to disk: after a power cut, checksums show the
+damage.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class FolderSender(Sender):
     def __init__(self, folder: Path, *, leads: bool) -> None:
         """
         Args:
-            leads: this rank deletes the folder at the end.
+            leads: this rank removes the folder at the end.
 
         Raises:
             ConfigError: the folder cannot be made.
@@ -55,11 +55,10 @@ class FolderSender(Sender):
         return {"kind": self.kind, "receipts": str(self.folder / RECEIPTS)}
 
     def take_receipt(self, name: str) -> bytes | None:
-        """Return a receipt's content and delete it; None: it is not there.
+        """Return a receipt's content and remove it; None: it is not there yet.
 
-        Names are never used twice, so the first look for one asks the server of a network
-        filesystem. The client may remember for a minute that a name was absent, unless the folder
-        is opened again before the next look.
+        The client of a network filesystem asks the server at the first look for a name, and may
+        then remember for a minute that it was absent. Opening the folder again clears that.
         """
         path = self.folder / RECEIPTS / name
         with refusing(path):
@@ -70,7 +69,7 @@ class FolderSender(Sender):
                     content = path.read_bytes()
                     path.unlink()
                     return content
-            # An engine that had no room for its receipt cannot say so: try in its place.
+            # An engine without room for its receipt cannot say so: find out by writing here.
             room = path.with_suffix(".room")
             write_whole(room, b"1")
             room.unlink()
@@ -89,7 +88,7 @@ class FilesSender(FolderSender):
     def __init__(self, root: Path, rank: str, *, leads: bool) -> None:
         """
         Args:
-            rank: part of the names of this rank's files; no other training rank's may be the same.
+            rank: names this rank's files; unique among the training ranks.
 
         Raises:
             ConfigError: the folder cannot be made.
@@ -154,7 +153,7 @@ def must_be_ours(path: Path, status: os.stat_result, is_kind) -> None:
 
 
 class FolderReceiver:
-    """The other end of a ``FolderSender``."""
+    """An engine rank's end of a ``FolderSender``."""
 
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
         self._transport = transport

@@ -1,31 +1,31 @@
 """Buckets from point to point, over gloo or NCCL, cut to each engine rank's own part.
 
-The training ranks feed as many engines as there are training ranks to feed an engine rank each:
-with more, a version would leave them slower than an engine takes it in. The other engines stand
-behind these in chains (``chains_of``), and each passes on what it gets, a chunk at a time, while
-more of it comes: so the last one has a bucket little later than the first.
+The training ranks feed only so many engines that each engine rank has a training rank of its own;
+with more, the training ranks' links would be the bottleneck. The other engines stand behind these
+in chains (``chains_of``). Each engine passes on what it gets, a chunk at a time, while more comes,
+so the last engine of a chain has a bucket little later than the first.
 
-An engine that training ranks feed has a link of its own: a process group of all of them (first) and
-its ranks (after them), so one that fails does not disturb the others. In a chain each rank has a
-link of two with the same rank before it and behind it; the engines behind one that dies in the
-middle of a version miss the rest of it, and stand elsewhere in the next one.
+An engine that training ranks feed has a link of its own: a process group of all training ranks,
+then its ranks. So an engine that fails does not disturb the others. In a chain, each rank has a
+link of two with the same rank of the engine before it, and of the one behind it. Engines behind one
+that dies miss the rest of that version, and stand elsewhere in the next one.
 
-A link's ends meet in a TCP store that the leading training rank hosts, and receipts come back
-through it. Neither side needs a default group, and none that it has is touched.
+A link's ends meet in a TCP store that the leading training rank hosts; receipts come back through
+it. Neither side needs a default process group, and one that exists is left alone.
 
 A link stays open from version to version. A training rank drops it unless the engine has the whole
-version, so that no bytes of one are ever taken for the next one's. Before every version each end
-leaves a line in the store and reads everybody's, so all come to the same conclusion: a link that
-every end holds is used again, otherwise all open the same new one. An end may have dropped it, and
-the engine may be another process under its old name.
+version, so that no bytes of one version are taken for the next one's. Before each version every
+end leaves a line in the store and reads all others, so all reach the same decision: a link that
+every end still holds is used again, otherwise all open a new one. An end may have dropped its link,
+or the engine may be another process under the old name.
 
-gloo connects every pair when the group is made. NCCL would make a communicator for each pair that
-sends, at its first message, and block indefinitely on the peer meanwhile. So the group's one
-communicator is made at once, serves all pairs, and an empty greeting from every training rank to
-every engine rank opens the connections that NCCL opens late; all of it under a deadline.
+gloo connects every pair when the group is made. NCCL would make a communicator for each pair at its
+first message, and block on the peer without a limit. So the group's one communicator is made at
+once and serves all pairs, and a one-byte greeting from every training rank to every engine rank
+opens the connections that NCCL opens late; all of it under a deadline.
 
-Whatever a peer does, die or only stop, every wait ends within its timeout, and a link that failed
-is aborted, so that no kernel keeps waiting on the GPU.
+Whether a peer dies or only stops, every wait ends within its timeout, and a link that failed is
+aborted, so that no kernel keeps waiting on the GPU.
 
 Nothing here is encrypted or authenticated, as with all of gloo and NCCL: bind the store to an
 address that only the cluster reaches.
@@ -43,7 +43,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import MappingProxyType
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -75,7 +75,7 @@ DIRECT = {"from": "", "to": "", "kept_from": False, "kept_to": False, "patience_
 """The route of an engine that training ranks feed, and that feeds none."""
 
 CHUNK = 16 << 20  # bytes
-KEPT = 2  # meetings whose lines stay in the store: a late end may still read the one before
+KEPT = 2  # meetings whose lines stay in the store: a late end may still read the previous one
 GREETING = 2**30  # tag; far above the number of any bucket
 ABORT_S = 30.0
 GRACE_S = 0.1
@@ -91,7 +91,7 @@ class Refused(LinkError):
 
 
 def host_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Host the leading rank's meeting point, on a free port of the address ``host`` alone.
+    """Host the store in which all ends meet, on a free port of the address ``host`` alone.
 
     Raises:
         ConfigError: it is not an address of this machine.
@@ -114,7 +114,7 @@ def check_host(host: str) -> None:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to the store; a connection holds one wait at a time, so each thread needs its own."""
+    """Connect to the store; each thread needs a connection, which serves one wait at a time."""
     return dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -168,17 +168,18 @@ def chains_of(
     engines: Mapping[str, int],
     senders: int,
     proven: Collection[str] = (),
-    places: Mapping[str, int] = MappingProxyType({}),
+    previous: Sequence[Sequence[str]] = (),
 ) -> list[list[str]]:
-    """Return the engines in chains: training ranks feed the first of each, and it the next one.
+    """Return the engines in chains: training ranks feed the first engine, which feeds the next.
 
     Args:
-        engines: their TP sizes; those of one size need the same bytes.
-        senders: training ranks.
-        proven: engines that took the version before. The others stand behind them.
-        places: each engine's place in its previous chain. The first that missed the version before
-            may have made the others miss it, and so stands last.
+        engines: their TP sizes; engines of one size need the same bytes.
+        senders: number of training ranks.
+        proven: engines that took the previous version. The others stand behind them.
+        previous: the chains of that version. Of the engines that missed it, those that stood first
+            may have made the others miss it, and so stand last.
     """
+    places = {engine: place for chain in previous for place, engine in enumerate(chain)}
 
     def rank(engine: str) -> tuple[bool, float]:
         return engine not in proven, 0 if engine in proven else -places.get(engine, math.inf)
@@ -188,7 +189,7 @@ def chains_of(
         alike.setdefault(engines[engine], []).append(engine)
     chains: list[list[str]] = []
     for ranks, names in alike.items():
-        count = max(1, senders // (ranks * len(alike)))  # fed by training ranks themselves
+        count = max(1, senders // (ranks * len(alike)))  # engines that training ranks feed
         chains += [names[first::count] for first in range(min(count, len(names)))]
     return chains
 
@@ -213,8 +214,8 @@ class GroupSender(Sender):
             rank, size: of all training ranks.
             device: where the weights are; decides between gloo and NCCL.
             timeout_s: an engine that has not taken a bucket by then is dropped.
-            connect_timeout_s: one that has not come to its link by then, likewise; NCCL takes its
-                time for many links at once.
+            connect_timeout_s: an engine that has not come to its link by then is dropped too. NCCL
+                needs long to open many links at once.
         """
         self.store, self.rank, self.size = store, rank, size
         self.device = torch.device(device)
@@ -225,13 +226,11 @@ class GroupSender(Sender):
         self._updates = 0  # begun; all ranks count alike, so they agree on names made from it
         self._finished = True
         self._links: dict[str, Link] = {}
+        self._chains: list[list[str]] = []
         self._routes: dict[str, dict[str, Any]] = {}
-        self._places: dict[str, int] = {}  # of the engines in their chains
         self._complete: set[str] = set()  # engines that have all of the version so far
-        # Likewise of the version before; and who passed it on to whom.
-        self._places_before: dict[str, int] = {}
-        self._complete_before: set[str] = set()
-        self._pairs_before: set[tuple[str, str]] = set()
+        self._previous_chains: list[list[str]] = []  # of the version before
+        self._proven: set[str] = set()  # engines that have all of it
         self._stores: dict[str, dist.TCPStore] = {}  # one for each engine, to wait there
         self._failures: Failures = {}
         self._memory: dict[tuple[int, Rank], Tensor] = {}  # by slot
@@ -263,11 +262,10 @@ class GroupSender(Sender):
         }
 
     def arrange(self, engines: Mapping[str, int]) -> dict[str, Turn]:
-        chains = chains_of(engines, self.size, self._complete_before, self._places_before)
-        self._complete = set(engines)
-        # Whole dictionaries: other threads read the one before.
+        chains = chains_of(engines, self.size, self._proven, self._previous_chains)
+        self._chains, self._complete = chains, set(engines)
+        # A new dictionary: other threads may be reading the old one.
         self._routes = {engine: self._route(chain, engine) for chain in chains for engine in chain}
-        self._places = {engine: place for chain in chains for place, engine in enumerate(chain)}
         turns: dict[str, Turn] = {}
         for chain in chains:
             alike = [other for other in chains if engines[other[0]] == engines[chain[0]]]
@@ -278,8 +276,7 @@ class GroupSender(Sender):
         if not self._finished:
             self._hang_up()  # the links may hold bytes of a version that was abandoned
         self._finished = False
-        self._complete_before, self._places_before = self._complete, self._places
-        self._pairs_before = {(route["from"], name) for name, route in self._routes.items()}
+        self._proven, self._previous_chains = self._complete, self._chains
         self._failures.clear()
         self._ready.clear()
         self._updates += 1
@@ -341,7 +338,7 @@ class GroupSender(Sender):
         self._stores.pop(engine, None)
         if link is not None:
             link.abort()
-            # Buckets on their way may still be read: later ones get memory of their own.
+            # A transfer may still read the old memory: later buckets get new memory.
             self._memory.clear()
 
     def take_receipt(self, name: str) -> bytes | None:
@@ -361,10 +358,10 @@ class GroupSender(Sender):
             self.drop(engine)
 
     def _route(self, chain: Sequence[str], engine: str) -> dict[str, Any]:
-        """Return the engine's source of bytes, and the engine that it passes them on to.
+        """Return where the engine gets its bytes, and where it passes them on.
 
-        The fewer engines stand behind the next one, the shorter the wait for it: an engine that is
-        held up must not be mistaken for the one that hangs.
+        The fewer engines stand behind it, the shorter it waits for the next one, so that the engine
+        before one that hangs gives up first, and no engine that is merely held up is dropped.
         """
         place = chain.index(engine)
         source = chain[place - 1] if place else ""
@@ -378,9 +375,9 @@ class GroupSender(Sender):
         }
 
     def _kept(self, source: str, engine: str) -> bool:
-        """Return whether both got the last version in the same way: none of its bytes are left."""
-        pair = source, engine
-        return pair in self._pairs_before and self._complete_before.issuperset(pair)
+        """Return whether the previous version went this way whole, so no bytes of it are left."""
+        passed_on = any((source, engine) in pairwise(chain) for chain in self._previous_chains)
+        return passed_on and self._proven.issuperset((source, engine))
 
     def _connect(self, engine: str, ranks: int) -> "Link | str":
         """Return the link, or why there is none."""
@@ -393,14 +390,14 @@ class GroupSender(Sender):
             return agreed_link(about, store, self._links.get(engine), self.rank, self.device)
         except Refused as error:
             return str(error)
-        except (RuntimeError, OSError) as error:  # torch raises these for most failures on the way
+        except (RuntimeError, OSError) as error:  # as torch does when a connection fails
             return (
                 f"training rank {self.rank} could not reach its {ranks} ranks within "
                 f"{self.connect_timeout_s:g} s: {gist(error)}"
             )
 
     def _await(self, index: int) -> None:
-        """Wait until all engines have the bucket ``index``, or are dropped."""
+        """Wait until each engine has the bucket ``index`` or is dropped."""
         for engine, link in list(self._links.items()):
             with self._dropping(engine):
                 link.sent(index)
@@ -421,8 +418,8 @@ class GroupReceiver:
     def __init__(self, transport: dict[str, Any], rank: int) -> None:
         """
         Raises:
-            ConfigError: the training ranks cannot be reached, do not come in time, or are made of
-                something else.
+            ConfigError: the training ranks cannot be reached, do not come in time, or have an
+                incompatible version.
         """
         self._timeout_s, self._rank = transport["timeout_s"], rank
         self._device = torch.device("cpu")
@@ -430,9 +427,9 @@ class GroupReceiver:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._clear_memory()
         self._fetched = 0
-        self._bucket = -1  # being fetched, of this version
-        self._passed_by = 0.0  # until then the next engine has the bucket
-        self._sender = _without_update(transport)
+        self._bucket = -1  # that is being fetched, of this version
+        self._pass_deadline = 0.0  # for the next engine to take the bucket
+        self._sender = _identity(transport)
         self._senders, self._chunk = transport["senders"], transport["chunk"]
         self._link: Link | None = None
         self._onward: Link | None = None  # to the next engine of a chain
@@ -441,8 +438,8 @@ class GroupReceiver:
         self._meet(transport)
 
     def follow(self, transport: dict[str, Any]) -> bool:
-        if _without_update(transport) != self._sender:
-            return False  # another trainer's, or another way
+        if _identity(transport) != self._sender:
+            return False  # of another trainer, or another transport
         self._meet(transport)
         return True
 
@@ -454,7 +451,7 @@ class GroupReceiver:
         peer = 0 if self._route["from"] else source
         if index != self._bucket:
             self._bucket = index
-            self._passed_by = time.monotonic() + self._route["patience_s"]
+            self._pass_deadline = time.monotonic() + self._route["patience_s"]
         memory = self._next_memory(blob.bytes)
         chunks = memory.split(self._chunk)
         try:
@@ -465,7 +462,7 @@ class GroupReceiver:
                     self._link.finish(work, deadline)
                 self._pass_on(chunk, tag)
         except RuntimeError as error:
-            # At once: a kernel that waits for the sender would keep the GPU from all else.
+            # Abort at once: a kernel that waits for the sender would block the GPU.
             self._hang_up()
             sender = self._route["from"] or f"training rank {source}"
             raise ConfigError(
@@ -475,7 +472,7 @@ class GroupReceiver:
         return memory
 
     def report(self, receipt: Receipt) -> None:
-        for slot in range(SLOTS):  # no kernel waits for the next engine once this one serves
+        for slot in range(SLOTS):  # no kernel may wait for the next engine once this one serves
             self._await_passed(slot)
         leave_in(self._stores[0], receipt)
 
@@ -486,18 +483,18 @@ class GroupReceiver:
         self._memory.clear()
 
     def _clear_memory(self) -> None:
-        """Allocate new memory: transfers over a link that is gone may still write to the old."""
-        # One blob is passed on while the next one comes.
+        """Allocate new memory: transfers of a link that is gone may still write to the old one."""
+        # One blob is passed on while the next one comes in.
         self._memory = [torch.empty(0, dtype=torch.uint8, device=self._device)] * SLOTS
 
     def _next_memory(self, size: int) -> Tensor:
-        """Return memory whose last bytes have been passed on."""
+        """Return memory whose previous bytes have been passed on."""
         self._fetched += 1
         slot = self._slot()
         self._await_passed(slot)
         if self._onward:
             self._onward.sending[slot] = []
-            self._onward.deadline[slot] = self._passed_by
+            self._onward.deadline[slot] = self._pass_deadline
         if len(self._memory[slot]) < size:
             self._memory[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._memory[slot][:size]
@@ -519,7 +516,7 @@ class GroupReceiver:
 
     @contextmanager
     def _passing_on(self) -> Iterator[None]:
-        """Inside, the next engine may fail; this one goes on without it."""
+        """Inside, a failure of the next engine is logged, and this one goes on without it."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -530,8 +527,8 @@ class GroupReceiver:
         """Open both links, or keep them.
 
         Raises:
-            ConfigError: the training ranks and this one do not meet. A missing engine is reported
-                by ``fetch``, and so by the receipt: no training rank sees it.
+            ConfigError: the training ranks cannot be met. A missing engine before this one is an
+                error of ``fetch`` instead, and so of the receipt: no training rank sees it.
         """
         host, port, wait_s = (transport[x] for x in ("host", "port", "connect_timeout_s"))
         route = self._route = transport["route"]
@@ -546,10 +543,8 @@ class GroupReceiver:
                 try:
                     about, rank = transport, self._senders + self._rank
                     if route["from"]:
-                        about, rank = (
-                            _pair(transport, route["from"], transport["engine"], self._rank),
-                            1,
-                        )
+                        about = _pair(transport, route["from"], transport["engine"], self._rank)
+                        rank = 1
                         link = _unless_old(link, route["kept_from"])
                     self._link = agreed_link(about, self._stores[0], link, rank, self._device)
                 finally:
@@ -594,15 +589,15 @@ class GroupReceiver:
 class Hello(Record, frozen=True):
     """One end's line in the store."""
 
-    link: str = ""  # the one it holds; "": none
-    refusal: str = ""  # why it cannot be joined
+    link: str = ""  # id of the link that it holds; "": none
+    refusal: str = ""  # why the ends cannot be joined
 
 
 def read_hello(content: bytes) -> Hello:
     """Parse one end's line.
 
     Raises:
-        LinkError: it is of another version of this package.
+        LinkError: the line is malformed, such as that of another version of this package.
     """
     try:
         return decode(Hello, content)
@@ -619,38 +614,37 @@ def agreed_link(
 ) -> "Link":
     """Return the link for this version: the current one if every end holds it, else a new one.
 
+    A current link that is not returned is aborted.
+
     Args:
         about: ``GroupSender.describe``.
         rank: in the link's group.
 
     Raises:
-        RuntimeError: there is none; the current one is aborted.
+        RuntimeError: not all ends came, they cannot be joined, or they cannot reach each other.
     """
-    hello = Hello(current.id if current else "")
+    refusal = None
     if rank >= about["senders"]:
         refusal = disagreement(about["backend"], about["facts"], own_facts())
-        hello = msgspec.structs.replace(hello, refusal=refusal or "")
+    reused = None
     try:
-        hellos = _met(about, store, rank, hello)
+        hellos = _met(about, store, rank, Hello(current.id if current else "", refusal or ""))
         for other in hellos:
             if other.refusal:
                 raise Refused(other.refusal)
         if current is not None and all(other.link == current.id for other in hellos):
-            return current
-    except RuntimeError:
-        if current is not None:
+            reused = current
+    finally:
+        if current is not None and reused is None:
             current.abort()
-        raise
-    if current is not None:
-        current.abort()
-    return open_link(about, store, rank, device)
+    return reused or open_link(about, store, rank, device)
 
 
 def _met(about: Mapping[str, Any], store: dist.Store, rank: int, hello: Hello) -> list[Hello]:
-    """Leave this end's line; return everybody's: training ranks first, then the engine's.
+    """Leave this end's line; return the lines of all: training ranks first, then engine ranks.
 
     Raises:
-        LinkError: somebody did not come in time; names them.
+        LinkError: an end did not come in time; names all such ends.
     """
 
     def key(other: int, update: int) -> str:
@@ -676,7 +670,7 @@ def _met(about: Mapping[str, Any], store: dist.Store, rank: int, hello: Hello) -
 
 @dataclass
 class Link:
-    """The way between the trainer and one engine, as one end has it."""
+    """One end of the connection between the trainer, or an engine, and one engine."""
 
     id: str
     group: Any  # a ProcessGroupGloo or NCCL, whose methods torch's types leave out
@@ -706,7 +700,7 @@ class Link:
     ) -> list[dist.Work]:
         if self.device.type == "cpu":
             return [move([memory], rank, tag) for rank, memory in messages]
-        # All at once: over NCCL one after another would wait for each other.
+        # Grouped: single NCCL calls would wait for each other.
         self.group._start_coalescing()
         try:
             for rank, memory in messages:
@@ -716,16 +710,16 @@ class Link:
         return [work]
 
     def finish(self, work: dist.Work, deadline: float) -> None:
-        """Wait until bytes are sent or here.
+        """Wait until the bytes are sent or received.
 
         Raises:
             RuntimeError: the peer is gone, or the deadline is past.
         """
-        left_s = max(deadline - time.monotonic(), 0.001)  # gloo takes 0 for "forever"
         if self.device.type == "cpu":
+            left_s = max(deadline - time.monotonic(), 0.001)  # gloo takes 0 for "forever"
             work.wait(timedelta(seconds=left_s))
             return
-        # NCCL's own wait makes the stream wait alone. Work that ended unobserved is not late.
+        # NCCL's own wait blocks only the stream. Work that ended unobserved is not late.
         deadline = max(deadline, time.monotonic() + GRACE_S)
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -743,12 +737,12 @@ class Link:
             self.finish(work, self.deadline[index])
 
     def abort(self) -> None:
-        """Stop all transfers; whatever waits for them fails."""
+        """Stop all transfers; waits for them fail."""
         self.sending.clear()
         if self.device.type == "cpu":
             self.group.abort()
             return
-        with suppress(LinkError):  # NCCL hangs in the abort: leave it to the thread and carry on
+        with suppress(LinkError):  # where NCCL hangs in the abort, leave it to the thread
             within(ABORT_S, self.group.abort, late=lambda: None)
 
 
@@ -782,14 +776,15 @@ def open_link(about: Mapping[str, Any], store: dist.Store, rank: int, device: to
 def open_group(
     store: dist.Store, rank: int, size: int, device: torch.device, goal: str, wait_s: float
 ) -> Any:
-    """Return a group of gloo, connected, or of NCCL, for which the caller keeps the time.
+    """Return a connected group of gloo, or one of NCCL, for which the caller keeps the time.
 
-    ``goal`` is an address on the way to the peers.
+    Args:
+        goal: an address in the peers' network.
     """
     if device.type == "cpu":
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's types lack it
         gloo._timeout = timedelta(seconds=wait_s)
-        # By itself gloo listens where this machine's name points to, which may be nowhere.
+        # By default gloo listens at the address of this machine's name, which may lead nowhere.
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(goal))]
         return dist.ProcessGroupGloo(store, rank, size, gloo)
     nccl = dist.ProcessGroupNCCL.Options()
@@ -811,10 +806,10 @@ def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any]) -> A
     """Run ``act`` in a thread and return its result: NCCL's calls take no deadline.
 
     Args:
-        late: called in the thread if ``act`` returns when nobody waits for it any more.
+        late: called in the thread where ``act`` returns too late.
 
     Raises:
-        LinkError: it took longer. The thread stays until ``act`` returns.
+        LinkError: ``act`` took longer. The thread lives until it returns.
     """
     outcome_future: Future = Future()
 
@@ -835,9 +830,9 @@ def within(seconds: float, act: Callable[[], Any], late: Callable[[], Any]) -> A
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside, NCCL groups are made with a watchdog that ends no process.
+    """Inside, NCCL groups are made with a watchdog that does not end the process.
 
-    torch reads that from the environment, which all threads share.
+    torch reads this from the environment, which all threads share.
     """
     before = os.environ.get(WATCHDOG)
     os.environ[WATCHDOG] = "0"
@@ -850,13 +845,13 @@ def unwatched() -> Iterator[None]:
             os.environ[WATCHDOG] = before
 
 
-def _without_update(transport: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sender's identity, of whatever kind, from its description."""
+def _identity(transport: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a sender's description that no version changes."""
     return {name: value for name, value in transport.items() if name not in ("update", "route")}
 
 
 def _pair(transport: Mapping[str, Any], source: str, engine: str, rank: int) -> dict[str, Any]:
-    """Describe the link between the same rank of two engines, as a sender does."""
+    """Describe the link between the same ranks of two engines, as ``GroupSender.describe``."""
     ends = [f"rank {rank} of {name}" for name in (source, engine)]
     name = f"{engine}/rank{rank}"
     return {**transport, "engine": name, "senders": 1, "ranks": 1, "ends": ends}
@@ -870,7 +865,7 @@ def _unless_old(link: Link | None, kept: bool) -> Link | None:
 
 
 def _tag(index: int, source: int, senders: int) -> int:
-    """Return a message's tag: of a bucket, of one training rank's bytes in it."""
+    """Return the tag of one training rank's bytes in a bucket."""
     return index * senders + source
 
 
@@ -886,6 +881,6 @@ def _listen(host: str) -> socket.socket:
 
 
 def gist(error: Exception) -> str:
-    """Return the cause without the place in torch's source and its stack."""
+    """Return the cause, without torch's source location and stack."""
     line = str(error).partition("\n")[0]
     return line.partition("] ")[2] if line.startswith("[") else line

@@ -1,18 +1,18 @@
 """An engine belongs to one run: it keeps a lease, which the run that adopted it renews.
 
-The engine itself decides, by its own clock that never jumps, so of two runs that ask at once one
-gets it. A run that ends gives its lease back; a killed run's lapses after half a minute. A run that
-asks meanwhile cannot tell a dead run from a living one, so it waits for the lease to lapse, and is
-refused as soon as it is renewed instead. Started again in its folder, a run is the same run and
-gets its engines at once.
+The engine itself decides, by a monotonic clock, so only one of two runs that ask at once gets it. A
+run that ends gives its lease back; a killed run's lease lapses after half a minute. A run that asks
+meanwhile cannot tell a dead run from a living one. It waits for the lease to lapse, and is refused
+as soon as the lease is renewed instead. Started again in its folder, a run is the same run and gets
+its engines at once.
 
-The engine's answer describes its model's computation, for the run to compare: weights of equal
-shapes load into another model as well. Engines that a run starts itself need no lease: they have a
-key that nobody else knows.
+The engine's answer describes its model's computation, for the run to compare: weights may fit the
+shapes of a different model too. Engines that a run starts itself need no lease: they have a key
+that nobody else knows.
 
-A run's versions carry its token in engines, "12@9f86d081", and in the middle of an update
-"updating-12@9f86d081". A run keeps its token when it is started again in its folder, and no other
-run has it, so an answer from another run's weights is told apart.
+In engines, the names of a run's versions carry its token: "12@9f86d081", and in the middle of an
+update "updating-12@9f86d081". A run keeps its token when it is started again in its folder, and no
+other run has it. So an answer from another run's weights can be recognized.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from qurl_megatron.kit.record import Malformed, Record, Seconds, convert, shorte
 
 ENDPOINT = "/qurl_lease"
 OWNER = ".owner"  # in a run's folder: source of its token
-UNKNOWN_VERSION = -1  # weights that an engine started with, under a name that no run gave
+UNKNOWN_VERSION = -1  # weights that an engine started with: their name is no run's
 MIXED = -2  # weights in the middle of an update
 _NAME = re.compile(r"(updating-)?([0-9]{1,15})(?:@([0-9a-f]{1,64}))?")
 
@@ -69,7 +69,7 @@ class Owner:
 
     @staticmethod
     def nobody_else() -> "Owner":
-        """Return a run without a folder, another one each time."""
+        """Return a new run without a folder."""
         return Owner(_digest(secrets.token_hex(16)), f"a process on {socket.gethostname()}")
 
 
@@ -81,8 +81,8 @@ class LeaseVerdict(Record, frozen=True):
     """An engine's answer to a run that wants it."""
 
     granted: bool
-    label: str  # of the run that has it
-    left_s: Seconds  # until the lease of that run lapses, unless it is renewed
+    label: str  # of the run that has the lease
+    left_s: Seconds  # until it lapses, unless it is renewed
     computes: dict[str, Any] | None = None  # ``tensors.arch.facts_of`` its model, if it says
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class LeaseVerdict(Record, frozen=True):
 
 
 class LeaseRequest(Record, frozen=True):
-    """A run's wish to have an engine for some seconds; 0 gives it back."""
+    """A run's request for an engine for some seconds; 0 gives it back."""
 
     run: Annotated[str, Meta(min_length=1)]
     label: str
@@ -112,7 +112,7 @@ class Lease:
         self._run, self._label, self._until = "", "", 0.0
 
     def ask(self, body: Any) -> dict[str, Any]:
-        """Grant the lease to the run that asks, or name the run that has it.
+        """Answer a ``LeaseRequest`` with the fields of a ``LeaseVerdict``.
 
         Raises:
             ConfigError: the request is malformed.
@@ -141,7 +141,7 @@ class Lease:
 class Names:
     """The names of one run's versions."""
 
-    token: str  # hexadecimal; "" reads the names of all runs alike, for a reader that only looks
+    token: str  # hexadecimal; "": of any run, for a reader that publishes nothing
 
     def of(self, version: int) -> str:
         return f"{version}@{self.token}"
@@ -151,9 +151,10 @@ class Names:
         return f"updating-{self.of(version)}"
 
     def number(self, name: object) -> int | None:
-        """Return a name's version, UNKNOWN_VERSION if no run gave it, None if another run did.
+        """Return the version that a name stands for.
 
-        MIXED: it is the name of an update under way.
+        UNKNOWN_VERSION: the name is no run's. MIXED: an update is under way. None: it is another
+        run's.
         """
         match = isinstance(name, str) and _NAME.fullmatch(name)
         if not match:

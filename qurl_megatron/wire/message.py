@@ -32,14 +32,14 @@ LOADER = "qurl_megatron.engines.sglang.loader.load"
 """``load_format`` of our updates: the function that SGLang imports and calls with each message."""
 
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
-BLOBS_BYTES = 1 << 28  # of the description of a bucket; more than any has
+BLOBS_BYTES = 1 << 28  # more than the unpacked description of any bucket has
 WORDS = 4 << 20  # summed at a time on a GPU, to bound memory
 MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, for linear congruential generators
 SAME_PACKAGE = "install the same version of qurl-megatron in both environments"
 Action = Literal["connect", "bucket", "check", "finish"]
 
 Turn = tuple[Count, Count]
-"""An engine's place among those that fetch the same bytes at once, and how many these are."""
+"""An engine's place among those that fetch the same bytes at once, and their number."""
 
 
 class Piece(Record, frozen=True):
@@ -48,7 +48,7 @@ class Piece(Record, frozen=True):
     name: str  # Hugging Face name
     dtype: str  # torch's name, e.g. "int8"
     shape: tuple[Count, ...]  # of the piece
-    dim: Count | None  # the dimension along which it is a part; None: it is the whole tensor
+    dim: Count | None  # along which the tensor is cut; None: it is the whole tensor
     start: Count  # first row or column along ``dim``
     offset: Count  # of its first byte in the blob
     checksum: str
@@ -110,7 +110,7 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
     index: Count = 0  # of a bucket; of ``check``: how many there were
     transport: dict[str, Any] = {}  # {"kind": "files" | "memory" | ...}
     blobs: tuple[Blob, ...] = ()
-    packed: bytes = b""  # these, ``encoded``, in their place
+    packed: bytes = b""  # the blobs as ``encoded`` bytes, sent in place of ``blobs``
     turn: Turn = (0, 1)
 
     def to_json(self) -> str:
@@ -127,7 +127,7 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
             message = decode(Message, text)
             if not message.packed:
                 return message
-            # A longer one is cut off, and then is no valid JSON.
+            # A longer description is cut off here, and so fails as invalid JSON.
             description = zlib.decompressobj().decompress(message.packed, BLOBS_BYTES)
             blobs = decode(tuple[Blob, ...], description)
             return msgspec.structs.replace(message, blobs=blobs, packed=b"")
@@ -138,8 +138,8 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
 def in_turn(blobs: Sequence[Blob], turn: Turn) -> list[Blob]:
     """Return a bucket's blobs in the order in which an engine's ranks fetch them.
 
-    Each engine begins with another training rank's: if all began with the first one's, they would
-    share its link, and the other links would wait. Ranks of one engine have the same turn, since a
+    Engines begin with different training ranks. If all began with the first one, they would share
+    its link while the other links are idle. The ranks of one engine have the same turn, since a
     training rank sends to all of them at once.
     """
     place, count = turn
@@ -169,9 +169,9 @@ def checksum(data: Tensor) -> str:
 
 
 def checksums(blob: Tensor, places: Sequence[tuple[int, int]]) -> list[str]:
-    """Return XXH3-128 of the bytes in each place, or on a GPU a sum; against damage, not malice.
+    """Return the checksum of each place: XXH3-128, or on a GPU ``word_sum``.
 
-    The host waits for a GPU once.
+    They find damage, not malice. The host waits for a GPU once, not once per place.
 
     Args:
         blob: uint8, 1-D.
@@ -182,7 +182,7 @@ def checksums(blob: Tensor, places: Sequence[tuple[int, int]]) -> list[str]:
     if blob.is_cuda:
         sums = torch.stack([word_sum(blob[start:stop]) for start, stop in places]).tolist()
         return [f"sum64-{number % 2**64:016x}" for number in sums]
-    memory = blob.numpy().data  # whose slices cost a tenth of a tensor's
+    memory = blob.numpy().data  # slicing it costs a tenth of slicing a tensor
     return [xxhash.xxh3_128_hexdigest(memory[start:stop]) for start, stop in places]
 
 
@@ -204,12 +204,12 @@ def word_sum(data: Tensor) -> Tensor:
 
 
 def _scrambled(words: Tensor) -> Tensor:
-    """Scramble one to one; the mask makes the shift logical, since torch's repeats the sign."""
+    """Scramble each word, one to one. The mask makes torch's arithmetic shift a logical one."""
     return (words ^ ((words >> 29) & (2**35 - 1))) * MULTIPLIER
 
 
 def lay_out(parts: Iterable[Shard]) -> tuple[list[Piece], int]:
-    """Return ``parts`` one after another as pieces without checksums, and the blob's size."""
+    """Lay ``parts`` out one after another; return pieces without checksums and the blob's size."""
     pieces, offset = [], 0
     for part in parts:
         dtype = str(part.value.dtype).removeprefix("torch.")
@@ -225,7 +225,7 @@ def aligned(offset: int) -> int:
 
 
 class Room:
-    """A blob's bytes, handed out in the order of ``lay_out``, so that ``fill`` need not copy."""
+    """Memory of a blob, handed out in the order of ``lay_out`` so that ``fill`` need not copy."""
 
     def __init__(self, memory: Tensor | None) -> None:
         """
@@ -254,7 +254,7 @@ def fill(blob: Tensor, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> tu
             piece_of(blob, piece).copy_(tensor)
     sums = checksums(blob, [piece.place for piece in pieces])
     if blob.is_cuda:
-        # Other processes, and other streams of this one, do not wait for this stream.
+        # Nobody else waits for this stream: neither other processes nor our other streams.
         torch.cuda.current_stream(blob.device).synchronize()
     return tuple(
         msgspec.structs.replace(piece, checksum=digest)
@@ -279,7 +279,7 @@ class _Inline:
 def encoded(blobs: Iterable[Blob]) -> bytes:
     """Return a message's blobs as they travel, once for all engine ranks that get them.
 
-    Names and shapes repeat: a fifth of their bytes is left, and each of hundreds of ranks gets it.
+    Names and shapes repeat, so a fifth of the bytes is left; hundreds of ranks may get a copy.
     """
     return zlib.compress(msgspec.json.encode(tuple(blobs)), level=1)
 
@@ -287,11 +287,11 @@ def encoded(blobs: Iterable[Blob]) -> bytes:
 def payload(message: Message, blobs: bytes = b"") -> str:
     """Return one rank's entry of ``serialized_named_tensors``, as SGLang takes it.
 
-    SGLang wants a pickled list of (name, tensor): the name is our message, and the tensor means
+    SGLang wants a pickled list of (name, tensor). The name is our message; the tensor means
     nothing.
 
     Args:
-        blobs: ``encoded``, in place of the message's own.
+        blobs: the result of ``encoded``, sent in place of ``message.blobs``.
     """
     message = msgspec.structs.replace(message, packed=blobs)
     return base64.b64encode(pickle.dumps([(message.to_json(), _Inline())])).decode()
@@ -301,7 +301,7 @@ def message_in(serialized: str) -> Message:
     """Return the message in a ``payload``; the pickle is only read, never unpickled.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: there is no valid message in it.
     """
     try:
         words = pickletools.genops(base64.b64decode(serialized, validate=True))

@@ -1,9 +1,9 @@
-"""SGLang's answers with their numbers packed, as our server gives them: 8 bytes a token, not 40.
+"""SGLang's answers in MessagePack, as our server sends them: 8 bytes a token instead of 40.
 
-``output_ids`` becomes int32, and ``output_token_logprobs`` the log-probs in float32, as SGLang
-computes them; little-endian, as bytes of MessagePack. From 64 engines a leading rank reads half a
-million tokens a second. ``routed_experts`` comes as base64 of int32 and becomes uint8, or uint16
-where an expert's number does not fit.
+``output_ids`` becomes little-endian int32, and ``output_token_logprobs`` the log-probs alone, in
+float32 as SGLang computes them. ``routed_experts`` comes as base64 of int32 and becomes uint8, or
+uint16 where an expert's number does not fit. A leading rank has to read half a million tokens a
+second from 64 engines.
 """
 
 import base64
@@ -15,7 +15,7 @@ import numpy as np
 ENDPOINT = "/qurl_generate"
 IDS, LOG_PROBS = np.dtype("<i4"), np.dtype("<f4")
 EXPERTS = np.dtype("u1"), np.dtype("<u2"), IDS
-ARRAY = 0x90  # the first byte of an array of MessagePack is no less, of JSON it is
+ARRAY = 0x90  # an array of MessagePack begins with this byte or a larger one, JSON with a smaller
 
 
 def pack(answers: Sequence[dict]) -> bytes:
@@ -24,14 +24,14 @@ def pack(answers: Sequence[dict]) -> bytes:
 
 
 def _pack(answer: dict) -> dict:
-    """Return an answer packed; leave its tokens as they are if its log-probs are not theirs."""
+    """Return an answer packed; its tokens stay lists if the log-probs belong to other tokens."""
     ids, meta = answer["output_ids"], answer["meta_info"]
     if routed := meta.get("routed_experts"):
         packed = pack_experts(np.frombuffer(base64.b64decode(routed), IDS))
         meta = {**meta, "routed_experts": packed}
     triples = meta.get("output_token_logprobs", ())
     if [token for _, token, _ in triples] != ids:
-        # Aborted between a token and its log-prob, or faulty, which the reader will see.
+        # Aborted between a token and its log-prob, or faulty: the reader decides.
         return {**answer, "meta_info": meta}
     log_probs = np.array([log_prob for log_prob, _, _ in triples], LOG_PROBS)
     meta = {**meta, "output_token_logprobs": log_probs.tobytes()}
@@ -39,18 +39,18 @@ def _pack(answer: dict) -> dict:
 
 
 def pack_experts(experts: np.ndarray) -> bytes:
-    """Return numbers of experts in the smallest integers that all of them fit into."""
+    """Return experts' numbers in the smallest integers that hold them all."""
     for kind in EXPERTS[:-1]:
         if not experts.size or (experts.min() >= 0 and experts.max() <= np.iinfo(kind).max):
             return experts.astype(kind).tobytes()
-    return experts.tobytes()  # a fault for the reader
+    return experts.tobytes()  # out of range: the reader refuses them
 
 
 def unpack_experts(packed: bytes, count: int) -> np.ndarray:
-    """Return ``count`` numbers of experts, packed or as SGLang has them.
+    """Return ``count`` experts' numbers, from ``pack_experts`` or as SGLang sends them.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: the bytes hold another number of them.
     """
     for kind in EXPERTS:
         if len(packed) == count * kind.itemsize:
@@ -62,6 +62,6 @@ def unpack(ids: bytes, log_probs: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids and log-probs.
 
     Raises:
-        ValueError: bytes that are no such numbers.
+        ValueError: the bytes end within a number.
     """
     return np.frombuffer(ids, IDS), np.frombuffer(log_probs, LOG_PROBS)

@@ -1,10 +1,10 @@
 """Buckets for engines on all of the trainer's machines: each byte comes to a machine once.
 
-Every machine has as many training ranks. The first rank of each machine is a *peer* of the other
-machines' first ranks, the second of their second ones, and so on. For each bucket, peers exchange
-the codes and scales they have quantized, and each lays all of them out in memory that the engines
-of its machine map (``shared_memory``), its own part first, so that it is made in place. Checksums
-stay those of the rank that quantized. Receipts come back through a store of the leading rank's.
+All machines have the same number of training ranks. The first ranks of all machines are *peers*,
+and so are the second ones, and so on. For each bucket, peers exchange the codes and scales they
+have quantized. Each lays them out in memory that the engines of its machine map
+(``shared_memory``), with its own part first, so that it is made in place. Checksums stay those of
+the rank that quantized. Receipts come back through a store on the leading rank.
 """
 
 import secrets
@@ -49,19 +49,18 @@ class RelaySender(MemorySender):
         self._limit_s = site.timeout_s
         wait = timedelta(seconds=site.timeout_s)
         groups = [dist.new_group(ranks, timeout=wait) for ranks in peers_by_place]
-        self._place = next(n for n, p in enumerate(peers_by_place) if site.rank in p)
-        self._peers = peers_by_place[self._place]
-        self._group = groups[self._place]
+        place = next(n for n, ranks in enumerate(peers_by_place) if site.rank in ranks)
+        self._peers, self._group = peers_by_place[place], groups[place]
         self._machine = self._peers.index(site.rank)
         self.machines = len(self._peers)
         self._hosts = [site.hosts[rank] for rank in self._peers]
         self._store, self._run = store, secrets.token_hex(4)
-        # Machines may share a folder where they are containers of one.
+        # Containers of one host, each a machine of its own here, may share /dev/shm.
         token = f"{site.token}-machine{self._machine}"
-        if self._place == 0:
+        if place == 0:
             shutil.rmtree(memory_folder(token), ignore_errors=True)  # files of a killed run
         dist.barrier()
-        super().__init__(token, site.rank, leads=self._place == 0, device=site.device)
+        super().__init__(token, site.rank, leads=place == 0, device=site.device)
 
     @classmethod
     def open(cls, site: Site) -> "RelaySender":
@@ -75,9 +74,10 @@ class RelaySender(MemorySender):
         planned, size = lay_out(parts)
         sizes = self._gather(size)
         if None in sizes:
-            return {}  # the peer that has none says why
+            return {}  # a peer has missed it, and says why
         starts, total = layout(sizes, self._machine)
-        slot, address, failure = self._slots[index % SLOTS], None, None
+        slot = self._slots[index % SLOTS]
+        address, failure = None, None
         try:
             memory = slot.of(total)
             address = slot.where
@@ -109,22 +109,24 @@ class RelaySender(MemorySender):
         return values
 
     def _exchange(self, memory: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Give peers the part of this rank, and take theirs."""
+        """Send the part of this rank to its peers, and receive theirs."""
         own_part = memory[: sizes[self._machine]]
-        takes, gives = [], []
+        receives, sends = [], []
         for machine, (peer, start, size) in enumerate(zip(self._peers, starts, sizes, strict=True)):
-            part = memory[start : start + size]
-            if machine != self._machine and size:
-                takes.append(dist.P2POp(dist.irecv, part, peer, self._group))
-            if machine != self._machine and len(own_part):
-                gives.append(dist.P2POp(dist.isend, own_part, peer, self._group))
-        # gloo tells a peer that it may send behind all that it sends itself: receives come first.
-        moves = [*takes, *gives]
+            if machine == self._machine:
+                continue
+            if size:
+                part = memory[start : start + size]
+                receives.append(dist.P2POp(dist.irecv, part, peer, self._group))
+            if len(own_part):
+                sends.append(dist.P2POp(dist.isend, own_part, peer, self._group))
+        # Receives first: gloo queues the permission for a peer to send behind its own sends.
+        moves = [*receives, *sends]
         with self._from_peers():
             for work in dist.batch_isend_irecv(moves) if moves else ():
                 work.wait()
             if memory.is_cuda:
-                torch.cuda.current_stream(memory.device).synchronize()  # engines do not wait for it
+                torch.cuda.current_stream(memory.device).synchronize()  # engines will not
 
     @contextmanager
     def _from_peers(self) -> Iterator[None]:

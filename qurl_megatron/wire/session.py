@@ -46,7 +46,7 @@ Open = Callable[[dict, int], Receiver]
 
 
 class Transport(NamedTuple):
-    """Both ends of one way for the bytes."""
+    """Both ends of a transport."""
 
     sender: type[Sender]
     receiver: Open
@@ -137,7 +137,7 @@ class UpdateSession:
             self.fail(f"{doing} failed: {error!r}")
 
     def needs(self, piece: Piece) -> bool:
-        """Return whether the piece has a part for this rank, or ``take`` will refuse it."""
+        """Return whether this rank must fetch the piece: a part of it is ours, or it is wrong."""
         target = self.targets.get(piece.name)
         if target is None or len(piece.shape) != len(target.shape):
             return True
@@ -150,8 +150,8 @@ class UpdateSession:
             data: bytes of the pieces' blob, uint8, 1-D.
 
         Raises:
-            ConfigError: one does not match the engine's tensor of this name, comes a second time,
-                or is damaged; nothing of that one has been written.
+            ConfigError: a piece does not match the engine's tensor of its name, comes a second
+                time, or is damaged. None of that piece has been written.
         """
         kept = []
         for piece in pieces:
@@ -163,7 +163,7 @@ class UpdateSession:
             part = source.overlap(live)
             if part is not None:
                 kept.append((piece, target, source, live, part, piece_of(data, piece)))
-        # A GPU is waited for once per blob: a model with experts has tens of thousands of pieces.
+        # Wait for a GPU once per blob: a model with experts has tens of thousands of pieces.
         sums = checksums(data, [piece.place for piece, *_ in kept])
         scales = [value.flatten() for piece, *_, value in kept if _is_scale(piece)]
         sound = not scales or _usable(torch.cat(scales))
@@ -180,7 +180,7 @@ class UpdateSession:
             self.bytes += part.elements * target.value.element_size()
 
     def complete(self, buckets: int) -> None:
-        """Fail unless so many buckets, and all of every tensor, have come."""
+        """Fail unless all buckets and every element of every tensor have arrived."""
         absent = sorted(set(range(buckets)) - self.buckets)
         if absent:
             self.fail(f"bucket {absent[0]} of {buckets} did not arrive")
@@ -210,7 +210,7 @@ class UpdateSession:
             dtype = str(target.value.dtype).removeprefix("torch.")
             raise ConfigError(f"{piece.name} came as {piece.dtype}, the engine holds {dtype}")
         fits = len(piece.shape) == len(target.shape) and all(
-            piece.start >= 0 and piece.stop <= full_size if axis == piece.dim else size == full_size
+            piece.stop <= full_size if axis == piece.dim else size == full_size
             for axis, (size, full_size) in enumerate(zip(piece.shape, target.shape, strict=False))
         )
         if not fits:
@@ -274,16 +274,16 @@ class UpdateEnd:
             data = self._fetch(session, blob)
             if data is None:
                 continue
-            if session.error is None:  # or it is fetched, and dropped
+            if session.error is None:  # otherwise the bytes are fetched and dropped
                 with session.failing("loading"):
                     session.take(data, blob.pieces)
         if torch.cuda.is_initialized():
-            # The sender may overwrite the bytes once this is answered. Other streams are not
-            # waited for: they may wait for another engine.
+            # The sender may overwrite the bytes once this is answered. Wait for no other stream:
+            # it may be waiting for another engine.
             torch.cuda.current_stream().synchronize()
 
     def _fetch(self, session: UpdateSession, blob: Blob) -> Tensor | None:
-        """Return the blob's bytes; None if nothing in it is for this rank, or it is lost."""
+        """Return the blob's bytes; None if this rank needs none of them, or they are lost."""
         if self._receiver is None or session.unreachable:
             return None
         if session.error is None and not any(map(session.needs, blob.pieces)):
@@ -299,20 +299,20 @@ class UpdateEnd:
             return
         try:
             receiver.close()
-        except Exception:  # see the top; a dead sender's leavings must not stop the next one
+        except Exception:  # see the top; a dead sender must not stop the next one
             logger.exception("closing the transport of weight updates")
 
     def _report(self, session: UpdateSession) -> None:
         if self._receiver is None:
-            return  # nowhere to leave it: the sender finds none, and that is an error too
+            return  # the sender counts a missing receipt as an error
         try:
             self._receiver.report(session.receipt())
-        except Exception:  # see the top; the sender finds no receipt
+        except Exception:  # see the top; the sender counts a missing receipt as an error
             logger.exception("weight update %s: no receipt could be left", session.id)
 
 
 def pointers(targets: Mapping[str, Shard]) -> str:
-    """Return a checksum of all addresses, which an update must not change."""
+    """Return a checksum of the targets' addresses and strides, which no update may change."""
     places = [(name, t.value.data_ptr(), t.value.stride()) for name, t in sorted(targets.items())]
     return xxhash.xxh3_128_hexdigest(repr(places).encode())
 

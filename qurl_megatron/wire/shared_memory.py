@@ -1,8 +1,8 @@
 """Buckets in memory that the trainer and the engines of one machine map: nothing is copied twice.
 
-Each training rank has two slots and fills them in turn. On a CPU a slot is a file in a folder of
-/dev/shm that nobody else can enter; on a GPU it is device memory, shared by a CUDA IPC handle. A
-slot grows to the largest bucket it has held and then stays.
+Each training rank has two slots and fills them in turn. On a CPU a slot is a file in a private
+folder of /dev/shm; on a GPU it is device memory, shared by a CUDA IPC handle. A slot grows to the
+largest bucket it has held and then stays.
 """
 
 import base64
@@ -54,7 +54,7 @@ class MemorySender(FolderSender):
     ) -> None:
         """
         Args:
-            token: names the folder; all training ranks of a run give the same.
+            token: names the folder; the same on all training ranks of a run.
             rank: of all training ranks.
 
         Raises:
@@ -77,7 +77,7 @@ class MemorySender(FolderSender):
     def open(cls, site: Site) -> "MemorySender":
         if site.leads:
             shutil.rmtree(memory_folder(site.token), ignore_errors=True)  # files of a killed run
-        site.share(None)  # nobody makes anything there before
+        site.share(None)  # a barrier: no rank makes files there before
         return cls(site.token, site.rank, leads=site.leads, device=site.device)
 
     def describe(self, engine: str, ranks: int) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class _Slot:
         self._path.unlink(missing_ok=True)
 
     def _in_file(self, size: int) -> Tensor:
-        # A process that still maps the old file keeps it, and sees by the inode that it is old.
+        # A process that still maps the old file keeps it; the inode tells it that it is old.
         with refusing(self._path, size=size, half_written=self._path):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             try:
@@ -161,7 +161,7 @@ class _Slot:
                 os.close(file)
 
     def _on_gpu(self, size: int) -> Tensor:
-        """Shared as torch.multiprocessing shares a CUDA tensor, its arguments sent as JSON."""
+        """Share it as torch.multiprocessing shares a CUDA tensor, with the arguments as JSON."""
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         index, *shared = memory.untyped_storage()._share_cuda_()
         self.where = {
@@ -210,7 +210,7 @@ def _open_cuda(address: dict[str, Any], trainer: Mapping[str, str]) -> Tensor:
     try:
         storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
     except (RuntimeError, TypeError) as error:
-        # Each torch knows the handles of its own version, and most others.
+        # torch opens the handles of its own version and of most others.
         raise ConfigError(
             f"the trainer's GPU memory (torch {trainer['torch']}, CUDA {trainer['cuda']}) cannot "
             f"be opened in the engine (torch {torch.__version__}, CUDA {torch.version.cuda}): "

@@ -20,8 +20,8 @@ One publication, for every kind alike (``L`` on the leading rank alone, the rest
     receipts(session, ranks)    L, after "check"
     finish()
 
-An engine that fails is dropped, by ``connect``, ``deliver`` or ``settle`` themselves or by ``drop``
-when the lead learned of it otherwise; the way to the others stays open.
+``connect``, ``deliver`` and ``settle`` drop an engine that fails there; ``drop`` is for one whose
+failure the leading rank saw elsewhere. The connections to the others stay open.
 """
 
 import os
@@ -39,8 +39,8 @@ from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.message import FORMAT, SAME_PACKAGE, Blob, Receipt, Turn
 
 NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-"""How NCCL allocates and multicasts. SGLang sets both to 0 where they are not set; NCCL's own
-default is on. In one communicator they must agree."""
+"""How NCCL allocates and multicasts; all ends of a communicator must agree. SGLang sets both to 0
+unless they are set, where NCCL's own default is on."""
 
 EQUAL = {
     "protocol": f"their messages are incompatible; {SAME_PACKAGE}",
@@ -52,8 +52,8 @@ EQUAL = {
         for name in NCCL_SETTINGS
     },
 }
-"""Facts that must agree at both ends, and why, with the fix: the protocol for every carrier, the
-others where NCCL carries the bytes. Files need none: every message names its format."""
+"""Facts that must agree at both ends, with the reason and the fix: the protocol for every carrier,
+the others only over NCCL. Files compare nothing: every message names its format."""
 
 POLL_S = 0.001
 SLOWEST_POLL_S = 1.0
@@ -62,10 +62,10 @@ Rank = tuple[int, int]
 """An engine's TP size and a rank in it. All engines of one size need the same cuts."""
 
 Place = Rank | str | None
-"""Engines that a blob is for: an engine rank (``Sender.cut``), those on a machine, or all."""
+"""The engines that a blob is for: one engine rank (``Sender.cut``), all on one host, or all."""
 
 Failures = dict[str, str]
-"""Engine -> why it takes no part in this publication any more."""
+"""By engine: why it no longer takes part in this publication."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Site:
     name: str  # of this rank, for files
     run_dir: Path
     token: str  # prefix of names shared with the engines; unique to the run
-    one_machine: bool  # all ranks, and engines that the run starts itself
+    one_machine: bool  # all ranks are on it, and the engines, which the run starts itself
     hosts: Sequence[str]  # each rank's machine, as engines' addresses have it
     share: Callable[[Any], Any]
     """Return the leading rank's value on every rank; all call it together."""
@@ -92,16 +92,16 @@ class Site:
 class Sender:
     """One training rank's end.
 
-    A transport whose engines find the bytes by themselves sets ``kind`` and overrides only
-    ``open``, ``describe``, ``put``, ``take_receipt`` and ``close``, and, where it is ``lasting``,
-    ``begin`` and ``finish``.
+    A transport whose engines fetch the bytes without the sender's help sets ``kind`` and overrides
+    only ``open``, ``describe``, ``put``, ``take_receipt`` and ``close``; a ``lasting`` one also
+    overrides ``begin`` and ``finish``.
     """
 
     kind: ClassVar[str]
     cut: ClassVar[bool] = False  # each engine rank gets blobs of its own, cut to its part
     lasting: ClassVar[bool] = False  # blobs stay until the version is finished
-    one_machine: ClassVar[bool] = False  # it reaches no further
-    machines: int = 1  # whose parts of a bucket lie in one memory
+    one_machine: ClassVar[bool] = False  # it reaches only engines on the trainer's machine
+    machines: int = 1  # machines whose parts of a bucket lie in one memory
     receipt_wait_s: ClassVar[float] = 2.0  # how long a receipt may take to be seen
 
     @classmethod
@@ -114,10 +114,13 @@ class Sender:
         raise NotImplementedError
 
     def begin(self, version: int) -> None:
-        """Start a new version, and drop whatever an unfinished one left."""
+        """Start a new version; drop whatever an unfinished version has left."""
 
     def arrange(self, engines: Mapping[str, int]) -> dict[str, Turn]:
-        """Decide how the bytes reach these engines, given their TP sizes, for ``describe`` to tell.
+        """Decide how the bytes reach these engines; ``describe`` includes the decision.
+
+        Args:
+            engines: their TP sizes by name.
 
         Returns:
             Each engine's turn, by name.
@@ -125,18 +128,20 @@ class Sender:
         return {engine: (place, len(engines)) for place, engine in enumerate(engines)}
 
     def connect(self, engines: Mapping[str, int]) -> Failures:
-        """Open the way to these engines, given their TP sizes, and to no others.
+        """Open connections to these engines, keep those that are open, and close all others.
 
-        Open connections stay open. All training ranks call it together with the same engines,
-        while these handle "connect".
+        All training ranks call it together with the same engines, while these handle "connect".
+
+        Args:
+            engines: their TP sizes by name.
         """
         return {}
 
     def room(self, index: int) -> Tensor | None:
         """Return the memory that the bucket ``index`` will be sent from, uint8, 1-D.
 
-        Parts that are made there in their order (``message.Room``) need not be copied. It has the
-        size that earlier buckets needed. None: there is no such memory, or none yet.
+        Parts that are made there in order (``message.Room``) need not be copied. Its size is what
+        earlier buckets needed. None: there is no such memory, or not yet.
         """
         return None
 
@@ -144,8 +149,8 @@ class Sender:
         """Copy a bucket's parts to where engines can fetch them.
 
         Args:
-            index: number of the bucket in this version. The bytes of bucket ``index - 2`` may be
-                overwritten: engines are done with it.
+            index: of the bucket in this version. The engines are done with bucket ``index - 2``,
+                whose bytes may be overwritten.
             to: the engine rank they are for, if ``cut``.
 
         Raises:
@@ -164,22 +169,22 @@ class Sender:
         """Stand in for ``put_everywhere`` on a rank that failed to make its bucket."""
 
     def deliver(self, index: int) -> None:
-        """Start sending the bucket ``index``; returns at once."""
+        """Start to send the bucket ``index``; return at once."""
 
     def settle(self) -> Failures:
         """Wait for all that was delivered; return the engines dropped since ``connect``."""
         return {}
 
     def drop(self, engine: str) -> None:
-        """Send this engine nothing more, and wait for it no longer."""
+        """Send this engine nothing more, and no longer wait for it."""
 
     def receipts(self, session: str, ranks: int) -> list[Receipt]:
-        """Take the engine ranks' receipts of "check"; a missing one is an error in its place.
+        """Take the engine ranks' receipts; a missing receipt becomes one with an error.
 
         An engine leaves its receipts before it answers.
 
         Raises:
-            ConfigError: none can be left, because the disk is full, say.
+            ConfigError: no receipt can be left, for instance because the disk is full.
         """
         deadline, pause_s = time.monotonic() + self.receipt_wait_s, POLL_S
         by_rank: dict[int, Receipt] = {}
@@ -198,12 +203,12 @@ class Sender:
         """Return a receipt and remove it; None: it is not there yet.
 
         Raises:
-            ConfigError: none can be left, because the disk is full, say.
+            ConfigError: no receipt can be left, for instance because the disk is full.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Free the version: all engines that take part have it, and nobody fetches it any more."""
+        """Free the version: all engines that take part have it, and none will fetch it again."""
 
     def close(self) -> None:
         """Remove everything that this end made."""
@@ -213,17 +218,17 @@ class Receiver(Protocol):
     """One engine rank's end, opened from ``Message.transport``; it serves many sessions."""
 
     def follow(self, transport: dict[str, Any]) -> bool:
-        """Begin the next session; False if ``transport`` needs another end.
+        """Begin the next session; return False if ``transport`` needs a new receiver.
 
         Raises:
-            ConfigError: it needs this end, and the sender cannot be reached.
+            ConfigError: this receiver fits, but the sender cannot be reached.
         """
 
     def fetch(self, blob: Blob) -> Tensor:
         """Return the blob's bytes, uint8 [blob.bytes], valid until the next fetch.
 
         Raises:
-            ConfigError: not there, too short, or not to be trusted; names it.
+            ConfigError: the bytes are missing, too short, or not to be trusted; names the place.
         """
 
     def report(self, receipt: Receipt) -> None:
@@ -237,12 +242,12 @@ class Receiver(Protocol):
 
 
 def receipt_name(session: str, rank: int) -> str:
-    """Return where a receipt is left; no name is used twice."""
+    """Return the name under which a receipt is left; no name is used twice."""
     return f"{session}-{rank}.json"
 
 
 def received(content: bytes | None, session: str, rank: int) -> Receipt:
-    """Read an engine rank's receipt; nonsense counts as that engine's error alone."""
+    """Read an engine rank's receipt; a missing or wrong one becomes a receipt with an error."""
     reason = f"engine rank {rank} left no receipt"
     if content is not None:
         try:
@@ -257,7 +262,7 @@ def received(content: bytes | None, session: str, rank: int) -> Receipt:
 
 
 def own_facts() -> dict[str, str]:
-    """Return this process's versions and settings, which are compared before a byte is sent.
+    """Return the versions and settings that both ends compare before a byte is sent.
 
     Trainer and engines come from two environments, each with its own torch and NCCL. Most
     differences are harmless; the others end in a crash or a hang far from their cause.
@@ -275,10 +280,10 @@ def own_facts() -> dict[str, str]:
 
 
 def disagreement(carrier: str, trainer: Mapping[str, str], engine: Mapping[str, str]) -> str | None:
-    """Return why two ends cannot be joined, in a sentence; None if they can.
+    """Return the reason why two ends cannot be joined, as a sentence; None if they can.
 
     Args:
-        carrier: of the bytes: "nccl", "gloo" or "memory".
+        carrier: what carries the bytes: "nccl", "gloo" or "memory".
     """
     for name, reason in EQUAL.items():
         at_trainer, at_engine = trainer.get(name, "unknown"), engine.get(name, "unknown")
@@ -291,9 +296,9 @@ def disagreement(carrier: str, trainer: Mapping[str, str], engine: Mapping[str, 
 
 
 def settle_nccl() -> None:
-    """Give this process SGLang's NCCL settings unless it has its own, before it uses NCCL.
+    """Set NCCL as SGLang does, unless the environment says otherwise; call before NCCL is used.
 
-    Engines started here inherit them.
+    Engines started here inherit the settings.
     """
     for name in NCCL_SETTINGS:
         os.environ.setdefault(name, "0")

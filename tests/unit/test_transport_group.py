@@ -382,7 +382,7 @@ def test_the_next_engine_has_its_time_for_the_only_bucket_of_every_version():
         now = time.monotonic()
         receiver.fetch(Blob({"source": 0, "index": 0}, 64, ()))
         assert min(receiver._onward.deadline.values()) > now + sender.timeout_s / 4
-        receiver._passed_by = 0.0  # long ago
+        receiver._pass_deadline = 0.0  # long ago
 
 
 def test_bytes_that_an_engine_did_not_fetch_are_not_the_next_versions(cast):
