@@ -1,11 +1,11 @@
 """An engine's answers as typed records within their ranges, or a Malformed that names the fault.
 
-A wrong token or log-prob crashes nothing, it biases the gradient; so nothing is rounded, cut or
-guessed here. Ids are integers of the vocabulary, a log-prob is one that a sampled token can have,
-and every token says which version of this run's weights it came from. Fields that we do not use
-are ignored: SGLang adds some with every release.
+A wrong token or log-prob crashes nothing but biases the gradient, so nothing is rounded, cut or
+guessed here. Ids are in the vocabulary, log-probs are possible for a sampled token, and every token
+names the version of this run's weights that it came from. Unused fields are ignored: SGLang adds
+some with every release.
 
-There are millions of tokens a step, so each passes through C loops alone.
+A step has millions of tokens, so no Python loop runs over tokens.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Annotated, Any
 
 import msgspec
@@ -32,14 +31,13 @@ from qurl_megatron.wire.packed import ARRAY, unpack, unpack_experts
 
 ROUNDING = 1e-4  # how far above 0 the log-prob of a certain token may lie
 LOWEST = -104.0
-"""The log of the smallest float32 is -103.3: a token less likely than that has probability 0 in
-every sampler there is, so whoever reports it has not sampled it."""
+"""Below the log of the smallest float32, -103.3: no float32 sampler draws a less likely token."""
 
 UNUSED = 16
-"""Tokens of its room that an engine may leave free where it cuts a response, as SGLang does."""
+"""Tokens of its room that an engine may leave free when it cuts a response, as SGLang does."""
 
 TOKEN_BYTES, ANSWER_BYTES = 512, 1 << 16
-"""More than any answer needs per token, and beside its tokens; SGLang sends about 40 per token."""
+"""More bytes than any answer needs per token, and besides; SGLang sends about 40 per token."""
 
 NEUTRAL = {
     "top_p": 1.0,
@@ -50,8 +48,8 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
-"""Each is sent: a server fills in parameters that a request leaves out
-(``--preferred-sampling-params``), and would then report log-probs of another distribution than the
+"""Parameters that change nothing. All are sent: a server fills in those that a request leaves out
+(``--preferred-sampling-params``), and would then sample from another distribution than the
 policy's."""
 ASKED_FOR = {
     "temperature",
@@ -63,7 +61,7 @@ ASKED_FOR = {
     "no_stop_trim",
     "stream_interval",
 }
-"""Settings that a server may prefer: requests name them, or they change the text alone."""
+"""Parameters that a server may prefer: requests set them, or they change the text alone."""
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -79,7 +77,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Routed:
-    """Experts that an answer names for each token, its last one left out."""
+    """The experts that an answer names for each token but the last."""
 
     layers: int
     top_k: int
@@ -96,11 +94,11 @@ class Rules:
 
     vocabulary: int  # ids are below it
     names: Names  # of this run's versions
-    confirmed: int | None = None  # version before the engine was asked; None: any will do
-    newest: int | None = None  # that this run has published; None: nothing yet
-    stops: StopIds | None = None  # None: nobody knows which tokens end a response
+    confirmed: int | None = None  # oldest version of an answer; None: any
+    newest: int | None = None  # version that this run has published; None: nothing yet
+    stops: StopIds | None = None  # None: it is unknown which tokens end a response
     longest_input: int | None = None  # as in ``Info``
-    routed: Routed | None = None  # None: they are not asked for
+    routed: Routed | None = None  # None: experts are not asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +110,7 @@ class Part:
     versions: Versions
     finish: FinishReason
     message: str = ""  # of an abort
-    # ``Sample.routes`` of all tokens before the last one, those before the response too.
+    # ``Sample.routes`` of all tokens but the last, from the first token of the prompt on.
     routes: np.ndarray | None = None
 
 
@@ -122,7 +120,7 @@ class _Finish(msgspec.Struct, frozen=True):
 
 
 class _Span(msgspec.Struct, frozen=True):
-    """Tokens in a row that one version of the weights generated."""
+    """Consecutive tokens that one version of the weights generated."""
 
     version: Any
     start: int
@@ -151,7 +149,7 @@ def parsed(content: bytes) -> Any:
     except orjson.JSONDecodeError:
         pass
     try:
-        return json.loads(content)  # knows NaN, which says more of an engine than "not JSON"
+        return json.loads(content)  # accepts NaN: the field's own error says more than "not JSON"
     except (ValueError, RecursionError):
         raise Malformed(f"the answer is not JSON: {shortened(content)}") from None
 
@@ -168,7 +166,7 @@ def read_answers(content: bytes, asked: Sequence[Asked], rules: Rules) -> list[P
     """Return each answer of a batch, or its fault.
 
     Raises:
-        Malformed: they do not answer these requests.
+        Malformed: the batch as a whole is no list with an answer per request.
     """
     packed = content[:1] >= bytes([ARRAY])
     answers: Any
@@ -205,7 +203,7 @@ def read_answer(answer: Any, asked: Asked, rules: Rules, *, packed: bool = False
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn Python's garbage collector off: it would search every token again and again."""
+    """Inside, Python's garbage collector is off: it would visit every token again and again."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -227,7 +225,7 @@ def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:
         versions = _versions(meta, len(ids), rules)
     elif reason != "abort":
         raise Malformed("the response is empty")
-    if reason == "abort":  # it may have come between a token and its log-prob
+    if reason == "abort":  # which may have come between a token and its log-prob
         complete = min(len(ids), len(log_probs))
         ids, owners, log_probs = ids[:complete], owners[:complete], log_probs[:complete]
         versions = _first(versions, complete)
@@ -245,13 +243,13 @@ def _part(answer: _Answer, asked: Asked, rules: Rules) -> Part:
 
 
 def _routes(meta: _Meta, earlier: int, sent: int, kept: int, routed: Routed | None) -> Any:
-    """Return ``Sample.routes`` of the tokens before the last that is kept; None: there are none.
+    """Return ``Sample.routes`` of all kept tokens but the last; None: there are none.
 
-    A request that SGLang retracted for want of room is computed again: where weights have changed
-    meanwhile, its first tokens' experts are not those of their log-probs.
+    A request that SGLang retracted for want of room is computed again. If the weights have changed
+    meanwhile, the experts of its first tokens are not those behind their log-probs.
 
     Args:
-        earlier, sent, kept: tokens before the answer's, in it, and of these the ones that count.
+        earlier, sent, kept: number of tokens before the answer, in it, and of these kept.
     """
     if routed is None or not kept:
         return None
@@ -272,7 +270,7 @@ def _routes(meta: _Meta, earlier: int, sent: int, kept: int, routed: Routed | No
     experts = experts[: earlier + kept - 1]
     if experts.size and not 0 <= experts.min() <= experts.max() < routed.count:
         raise Malformed(f"an expert that is none of the layer's {routed.count}")
-    # Choices that nobody has recorded are zero; checking all would take too long.
+    # Choices that were not recorded are all zero; two of them show it.
     if routed.top_k > 1 and (repeated := (experts[..., 0] == experts[..., 1])).any():
         token, layer = np.argwhere(repeated)[0]
         raise Malformed(
@@ -283,7 +281,7 @@ def _routes(meta: _Meta, earlier: int, sent: int, kept: int, routed: Routed | No
 
 
 def _numbers(answer: _Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the token ids of an answer, those that its log-probs belong to, and the log-probs."""
+    """Return an answer's token ids, the ids that its log-probs belong to, and the log-probs."""
     ids, logprobs = answer.output_ids, answer.meta_info.output_token_logprobs
     match ids, logprobs:
         case list(), list():
@@ -299,13 +297,13 @@ def _numbers(answer: _Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _ended(ids: np.ndarray, reason: FinishReason, limit: int, stops: StopIds) -> FinishReason:
-    """Return why a response ended, by its tokens.
+    """Return why a response ended, corrected by its tokens.
 
     Args:
-        limit: tokens at which it can have ended for its length.
+        limit: fewest tokens with which it may end for its length.
 
     Raises:
-        Malformed: no sampler ends there, or goes on there.
+        Malformed: its tokens contradict the reason, or go on behind one that ends a response.
     """
     for stop in stops.always:
         if (behind := np.flatnonzero(ids[:-1] == stop)).size:
@@ -316,7 +314,7 @@ def _ended(ids: np.ndarray, reason: FinishReason, limit: int, stops: StopIds) ->
     if reason == "stop" and int(ids[-1]) not in stops.known:
         raise Malformed(f"it stopped at token {ids[-1]}, which ends no response")
     if reason == "abort" and len(ids) and int(ids[-1]) in stops.always:
-        return "stop"  # SGLang looks for an abort first
+        return "stop"  # SGLang checks for an abort first
     return reason
 
 
@@ -340,7 +338,7 @@ def _log_probs(log_probs: np.ndarray) -> np.ndarray:
 
 
 def _versions(meta: _Meta, count: int, rules: Rules) -> Versions:
-    """Return the versions of an answer's tokens; a request may have seen several."""
+    """Return the versions of an answer's tokens; there may be several."""
     if not meta.weight_versions:
         raise Malformed("it has no weight_versions; a run needs SGLang 0.5.23 or newer")
     versions, end = [], 0
@@ -358,7 +356,7 @@ def _versions(meta: _Meta, count: int, rules: Rules) -> Versions:
 
 
 def _number(name: Any, rules: Rules) -> int:
-    """Return a version's number; raise ``Malformed`` if this engine cannot have it."""
+    """Return a version's number; raise ``Malformed`` if no token of this engine can have it."""
     number, confirmed, newest = rules.names.number(name), rules.confirmed, rules.newest
     if number == MIXED:
         raise Malformed(f"tokens from mixed weights, in the middle of an update ({name})")
@@ -373,11 +371,11 @@ def _number(name: Any, rules: Rules) -> int:
 
 def _first(versions: Versions, count: int) -> Versions:
     """Return the versions of the first ``count`` tokens."""
-    ends = accumulate(tokens for _, tokens in versions)
-    return in_a_row(
-        (version, max(0, min(tokens, tokens + count - end)))
-        for (version, tokens), end in zip(versions, ends, strict=True)
-    )
+    kept = []
+    for version, tokens in versions:
+        kept.append((version, min(tokens, count)))
+        count -= min(tokens, count)
+    return in_a_row(kept)
 
 
 @dataclass(frozen=True)
@@ -386,13 +384,13 @@ class Info:
 
     kind: EngineKind
     tp: int
-    loaders: tuple[str, ...] | None  # custom weight loaders; None: it does not say
-    scheme: str | None  # of the weights it takes; None: it does not say
-    longest_input: int | None = None  # tokens after which it can generate one more; None: unknown
-    resamples: str = ""  # settings by which it samples from another distribution than it is asked
-    ep: int = 1  # parts into which its experts are divided, whole
-    records_experts: bool | None = None  # in its answers, where asked; None: it does not say
-    moves_experts: str = ""  # settings by which its experts are not where updates write them
+    loaders: tuple[str, ...] | None  # custom weight loaders; None: not reported
+    scheme: str | None  # of the weights it takes; None: not reported
+    longest_input: int | None = None  # most tokens that it can continue; None: unknown
+    resamples: str = ""  # settings that make it sample from another distribution than requested
+    ep: int = 1  # groups of ranks over which whole experts are spread
+    records_experts: bool | None = None  # in its answers, on request; None: not reported
+    moves_experts: str = ""  # settings that put its experts where no update writes them
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
@@ -427,10 +425,10 @@ EXPERTS_IN_PLACE: Mapping[str, tuple] = {
 
 
 def read_info(info: dict) -> Info:
-    """Read an engine's description in its ``/server_info``.
+    """Read an engine's ``/server_info``.
 
     Raises:
-        Malformed: it says nonsense.
+        Malformed: a field has a wrong type or is out of range.
     """
     server = convert(_ServerInfo, info)
     loaders = None

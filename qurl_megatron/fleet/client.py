@@ -1,11 +1,11 @@
 """One client for SGLang's HTTP protocol: embedded engines and real SGLang servers alike.
 
-Control is blocking and thread-safe; generation also comes as a coroutine, so that hundreds of
-requests can wait, and be given up, without a thread each. Every failure is an EngineError that
-names the engine, the endpoint and the cause.
+Control requests block and are thread-safe. Generation is a coroutine, so that hundreds of requests
+can wait, and be given up, without a thread each. Every failure is an EngineError that names the
+engine, the endpoint and the cause.
 
 Both run on an event loop, where one limit holds for a whole exchange. A socket's own limit starts
-again with every byte, so a peer that sends one now and then would be waited for forever.
+again with every byte, so a peer that sends a byte now and then could keep us waiting forever.
 """
 
 import asyncio
@@ -34,12 +34,13 @@ from qurl_megatron.kit.errors import Foreseen, keep_secret
 from qurl_megatron.kit.record import Malformed, convert, shortened
 from qurl_megatron.wire import packed
 from qurl_megatron.wire.lease import ENDPOINT, LeaseRequest, LeaseVerdict, Owner
+from qurl_megatron.wire.message import LOADER
 
 GENERATE = "/generate"
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation
 CONTROL_TIMEOUT_S = 60.0  # pause, abort, info: answered between two decode steps
-GRACE_S = 1.0  # for connections to close, when the process ends
-KEPT_S = 2.0  # an idle connection; servers close theirs after 5 s
+GRACE_S = 1.0  # for connections to close when the process ends
+KEPT_S = 2.0  # for an idle connection; servers close theirs after 5 s
 
 Item = TypeVar("Item")
 Read = TypeVar("Read")
@@ -54,27 +55,27 @@ class EngineError(Foreseen, RuntimeError):
     def __init__(self, message: str, *, status: int | None = None, faulty: bool = False) -> None:
         super().__init__(message)
         self.status = status  # of the HTTP answer, where there was one
-        self.faulty = faulty  # its answer cannot be true: do not believe it
+        self.faulty = faulty  # the answer cannot be true
 
     def of(self, purpose: str) -> "EngineError":
-        """Return this error as the failure of something larger."""
+        """Return this error as the reason why ``purpose`` failed."""
         return EngineError(f"{purpose} failed: {self}", status=self.status, faulty=self.faulty)
 
     @property
     def refused(self) -> bool:
-        """Whether it refused our key; another engine may take it."""
+        """Whether the engine refused our key; another engine may take it."""
         return self.status in (401, 403)
 
     @property
     def ours(self) -> bool:
-        """Whether it blames the request, and may be believed."""
-        usual = self.status is not None and 400 <= self.status < 500
-        return usual and not self.refused and self.status not in (408, 429)
+        """Whether the engine blames the request; another engine may answer it."""
+        client_error = self.status is not None and 400 <= self.status < 500
+        return client_error and not self.refused and self.status not in (408, 429)
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Inside, no request of this thread waits more than ``seconds`` in all, whatever its limit."""
+    """Inside, all requests of this thread together wait at most ``seconds``."""
     token = _DEADLINE.set(min(time.monotonic() + seconds, _DEADLINE.get()))
     try:
         yield
@@ -85,9 +86,10 @@ def deadline(seconds: float) -> Iterator[None]:
 def in_parallel(
     act: Callable[[Item], Result], items: Sequence[Item], timeout_s: float
 ) -> tuple[dict[Item, Result], dict[Item, EngineError]]:
-    """Return results and errors, each item in one of them, after ``timeout_s`` at the latest.
+    """Call ``act`` on all items at once; return the results and the errors by item.
 
-    Daemon threads, because one whose engine hangs must not keep the interpreter from ending.
+    An item that takes longer than ``timeout_s`` has an error. Daemon threads, because one whose
+    engine hangs must not keep the interpreter from ending.
     """
     outcomes: dict[Item, Result | BaseException] = {}
 
@@ -101,7 +103,7 @@ def in_parallel(
     threads = [threading.Thread(target=run, args=(item,), daemon=True) for item in items]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + timeout_s + 1.0  # a request that ran into the deadline names itself
+    end = time.monotonic() + timeout_s + 1.0  # a request that meets the deadline raises first
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     results, errors = {}, {}
@@ -127,7 +129,7 @@ class EngineClient:
                 f"key in {API_KEY}"
             )
         self.url, self.timeout_s, self.api_key = url.rstrip("/"), timeout_s, api_key
-        keep_secret(api_key)  # an engine, or a proxy before it, may quote it
+        keep_secret(api_key)  # the engine, or a proxy before it, may quote it
         # A compressed answer could expand to any size.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key is not None:
@@ -135,7 +137,7 @@ class EngineClient:
         self._headers = headers
         self._tls = _tls() if self.url.startswith("https:") else False
         self._closed = False
-        self.packs = True  # its answers, until it turns out not to know how
+        self.packs = True  # it packs its answers; False once it has turned out that it cannot
         try:
             parts = urlsplit(self.url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
@@ -153,11 +155,11 @@ class EngineClient:
             raise EngineError(f"{self.url}{endpoint}: {error}", faulty=True) from None
 
     def close(self) -> None:
-        """Send nothing more: the engine has left, or another process has its place."""
+        """Refuse all further requests: the engine has left, or another process has its place."""
         self._closed = True
 
     def server_info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict:
-        """Ask the engine's own loop, paused or not: an answer proves that it runs."""
+        """Ask the engine's own loop, which answers even while paused: so it runs."""
         return self._object("/server_info", None, timeout_s)
 
     def info(self, timeout_s: float = CONTROL_TIMEOUT_S) -> Info:
@@ -175,10 +177,10 @@ class EngineClient:
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator["Session"]:
         """Open a session for many generations at once on the running event loop."""
-        async with _http(force_close=True) as http:  # no request reuses a dead engine's connection
+        async with _http(force_close=True) as http:  # never reuse a dead engine's connection
             yield Session(self, http)
 
-    def pause(self, mode: str = "retract") -> None:
+    def pause(self, mode: str) -> None:
         self._request("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
 
     def resume(self) -> None:
@@ -187,10 +189,9 @@ class EngineClient:
     def flush(self) -> None:
         self._request("/flush_cache", {}, CONTROL_TIMEOUT_S)
 
-    def abort(self, rid: str = "", *, everything: bool = False) -> None:
-        """Abort the requests whose id starts with ``rid``, or all of them."""
-        body = {"rid": rid, "abort_all": everything}
-        self._request("/abort_request", body, CONTROL_TIMEOUT_S)
+    def abort(self, rid: str) -> None:
+        """Abort the requests whose id starts with ``rid``."""
+        self._request("/abort_request", {"rid": rid, "abort_all": False}, CONTROL_TIMEOUT_S)
 
     def begin_weight_update(self) -> None:
         """Open a session for weights; one that a dead trainer left open is taken over."""
@@ -200,16 +201,11 @@ class EngineClient:
             if "already open" not in str(error):
                 raise
 
-    def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
-        """Call the engine's weight loader.
-
-        Args:
-            serialized: the message for each tensor-parallel rank of the engine (``wire.payload``).
-            load_format: dotted path of the loader, as the server was started with.
-        """
+    def update_weights_from_tensor(self, serialized: Sequence[str]) -> None:
+        """Call our weight loader with a message per tensor-parallel rank (``wire.payload``)."""
         body = {
             "serialized_named_tensors": list(serialized),
-            "load_format": load_format,
+            "load_format": LOADER,
             "flush_cache": False,
         }
         self._succeed("/update_weights_from_tensor", body)
@@ -223,7 +219,7 @@ class EngineClient:
         """Ask for the engine, or for more time with it; 0 seconds give it back.
 
         Returns:
-            None where the engine keeps no leases: SGLang that our server did not start.
+            None if the engine keeps no leases: SGLang's own server.
         """
         request = LeaseRequest(owner.token, owner.label, seconds, take_over)
         try:
@@ -235,9 +231,9 @@ class EngineClient:
         with self.believing(f"{ENDPOINT}: a malformed answer to a request for a lease"):
             return convert(LeaseVerdict, answer)
 
-    def set_weight_version(self, version: int | str) -> None:
+    def set_weight_version(self, version: str) -> None:
         """Name the weights from now on; running requests keep their earlier spans."""
-        body = {"new_version": str(version), "abort_all_requests": False}
+        body = {"new_version": version, "abort_all_requests": False}
         self._succeed("/update_weight_version", body)
 
     def release_memory(self) -> None:
@@ -245,7 +241,7 @@ class EngineClient:
         self._request("/release_memory_occupation", {})
 
     def resume_memory(self) -> None:
-        """Take the device memory back; its contents have to be written again."""
+        """Take the device memory back; its contents must be written again."""
         self._request("/resume_memory_occupation", {})
 
     def _succeed(self, endpoint: str, body: dict) -> None:
@@ -266,7 +262,7 @@ class EngineClient:
     def _request(
         self, endpoint: str, body: dict | None = None, timeout_s: float | None = None
     ) -> bytes:
-        """Return the body of an answer with status 200, to a GET where there is no ``body``."""
+        """Return the body of an answer with status 200; without ``body`` the request is a GET."""
         if timeout_s is None:
             timeout_s = self.timeout_s
         timeout = min(timeout_s, _DEADLINE.get() - time.monotonic())
@@ -291,7 +287,9 @@ class EngineClient:
     ) -> bytes:
         """Return the body of an answer with status 200.
 
-        It is whole within ``timeout_s``, connection and headers included.
+        Args:
+            timeout_s: for all of it, from the connection to the last byte.
+            limit: bytes that the body has at most.
         """
         url, chunks, size = self.url + endpoint, [], 0
         method = "GET" if content is None else "POST"
@@ -310,7 +308,7 @@ class EngineClient:
                 async for chunk in response.content.iter_any():
                     chunks.append(chunk)
                     size += len(chunk)
-                    if size > limit:  # more than any true answer has
+                    if size > limit:
                         raise EngineError(
                             f"{url} answered with more than {limit} bytes", faulty=True
                         )
@@ -349,7 +347,7 @@ class Session:
         Args:
             read: must keep no parsed object: there are millions of small ones.
             limit: bytes that the body has at most.
-            cache_key: only requests with the same one share cached prefixes; SGLang's extra_key.
+            cache_key: SGLang's extra_key; only requests with equal keys share cached prefixes.
             routed: answers are to name each token's experts.
         """
         body = {
@@ -379,11 +377,11 @@ class Session:
 
 
 def _http(**settings: Any) -> aiohttp.ClientSession:
-    # Hundreds of requests wait at once, and none for another's look-up, which may hang.
+    # Hundreds of requests wait at once. None may wait for another's name look-up, which may hang.
     connector = aiohttp.TCPConnector(limit=0, use_dns_cache=False, **settings)
     return aiohttp.ClientSession(
         connector=connector,
-        timeout=aiohttp.ClientTimeout(),  # none per wait; each whole exchange has a limit
+        timeout=aiohttp.ClientTimeout(),  # none: each whole exchange has a limit
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
     )
@@ -408,7 +406,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the system's or the name server's reason, if any: it is shorter."""
+    """Return the reason of the system or name server, if there is one: it is shorter."""
     root = error
     while (beneath := root.__cause__ or root.__context__) is not None:
         root = beneath

@@ -1,19 +1,19 @@
 """Prompts in, samples out, whatever happens to the engines on the way.
 
-Requests are groups: the samples of one prompt travel together and share its prefill. Each group is
-with one engine at a time; if that fails, the group's unfinished responses go to another, so that
-no sample is lost and none comes twice. A response that was aborted is not thrown away: its prompt
-and the tokens it has are sent on, and the sample joins the parts, each token with the log-prob and
+The samples of one prompt form a group: they travel together and share its prefill. Each group is
+with one engine at a time; if that engine fails, the group's unfinished responses go to another, so
+that no sample is lost and none comes twice. A response that was aborted is continued: its prompt
+and the tokens so far are sent on, and the sample joins the parts, each token with the log-prob and
 the weight version it was generated with.
 
-Where there is an environment, a response that ended goes to it, and back to the engines with its
-reply, as often as the conversation has turns. The samples of a prompt do so independently.
+With an environment, a response that ended goes to it, and back to the engines with its reply, as
+often as the conversation has turns. The samples of a prompt do so independently.
 
 Embedded engines get all of their groups in one request, prompt i at engine i modulo their number,
-and every sample carries its own seed: while nothing fails, such a run repeats bit for bit. For that
-they also get the next turns of all their conversations in one request. SGLang engines get one
-request per group, and later one per conversation, the least loaded engine first, and no more than
-they can hold.
+and every sample has its own seed: while nothing fails, such a run repeats bit for bit. For the same
+reason they get the next turns of all their conversations in one request. SGLang engines get one
+request per group, later one per conversation, the least loaded engine first, and no more than they
+can hold.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ POLL_S = 0.2  # how often ``stop`` is asked, and engines are looked at
 EVALUATION = 0  # the step that seeds of evaluation are made with; training steps begin with 1
 
 Finished = Callable[[list[Sample]], None]
-"""Called with a prompt's samples; it must return at once, for the engines wait meanwhile."""
+"""Called with a prompt's samples; it must return at once, since no engine gets work meanwhile."""
 
 
 def collect(
@@ -66,12 +66,12 @@ def collect(
     Args:
         top_p: share of the probability that tokens are drawn from. For evaluation alone: below 1
             the log-probs do not belong to the sampling distribution.
-        finished: called with the samples of each prompt when the last of them is there.
-        turns: with an environment, the continuation of a response that ended.
+        finished: called with the samples of each prompt when the last of them is complete.
+        turns: the environment; None: a response is one turn.
 
     Raises:
         Interrupted: ``stop()`` became true.
-        EngineError: no engine is left, or a request is one that no engine can answer.
+        EngineError: no engine is left, or no engine can answer a request.
         ConfigError: the environment cannot be used.
     """
     groups = []
@@ -116,12 +116,12 @@ def sample_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
 
 @dataclass(eq=False)
 class _Flight:
-    """One request under way: items, and the engine that has them, as it was at the start."""
+    """One request under way: its items, and the engine that has them."""
 
     items: list[Response]
     engine: EngineRecord
-    failures: int  # of the engine when it took off: more now means that it crashed
-    version: int | None  # that the engine had confirmed then: it cannot answer from an older one
+    failures: int  # of the engine when the request was sent: more now means that it has failed
+    version: int | None  # that the engine had confirmed then: an answer cannot be older
 
     @property
     def lost(self) -> bool:
@@ -145,17 +145,17 @@ class _Collection:
         self.turns, self.most_turns = turns, 1
         if turns is not None:
             self.most_turns = turns.pool.config.max_turns
-        # With the environment: items, and the engine to continue with.
+        # With the environment: items, and the engine that gets their next turns (None: any).
         self.talks: dict[asyncio.Future, tuple[list[Response], EngineRecord | None]] = {}
         self.group_of = {item: group for group in groups for item in group}
         self.tag = uuid.uuid4().hex
         self.limit: int | None = fleet.config.requests_per_engine  # responses in flight per engine
-        # Waiting for an engine: items, and which (None: the least loaded).
+        # Waiting for an engine: items, and which one (None: the least loaded).
         self.waiting: deque[tuple[list[Response], EngineRecord | None]] = deque()
         self.flights: dict[asyncio.Future, _Flight] = {}
         self.sessions: dict[EngineClient, Session] = {}
         self.sent = 0
-        # Requests that left an engine since the last look.
+        # Responses that left a failed engine since the last look.
         self.moved: Counter[EngineRecord] = Counter()
 
     async def run(self) -> list[Sample]:
@@ -171,7 +171,7 @@ class _Collection:
         return [item.sample() for group in self.groups for item in group]
 
     def _deal(self) -> None:
-        """Deal a share to each engine that repeats, or group by group where there is room."""
+        """Queue a share for each engine if all engines repeat, otherwise group by group."""
         serving = self.fleet.serving()
         repeat = all(engine.kind.repeats for engine in serving)
         if repeat:
@@ -230,14 +230,14 @@ class _Collection:
             read,
             limit=answer_limit(expected, self.routed),
             routed=self.routed is not None,
-            # Prefixes that other weights computed are not to be shared, flushed or not.
+            # Never share prefixes that other weights computed, flushed or not.
             cache_key=str(flight.version) if flight.engine.kind.shares_prefixes else None,
         )
 
     async def _settle(self) -> None:
         """Take answers, and send on the items that they left unfinished."""
         if not (self.flights or self.talks):
-            await asyncio.sleep(POLL_S)  # full engines of other callers
+            await asyncio.sleep(POLL_S)  # the engines are full with requests of other callers
             return
         finished, _ = await asyncio.wait(
             [*self.flights, *self.talks], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
@@ -249,11 +249,11 @@ class _Collection:
             self._send_on(items, engine)
         for task in finished & self.flights.keys():
             flight = self.flights[task]
-            # An engine that crashed may have answered from weights that nobody confirmed.
+            # An engine that failed may have answered from weights that it has not confirmed.
             if not flight.lost:
                 await self._land(flight, task)
             else:
-                task.exception()  # looked at, or Python prints it when the task is dropped
+                task.exception()  # retrieved, or Python prints it when the task is dropped
             self._end(task)
 
     async def _land(self, flight: _Flight, task: asyncio.Future) -> None:
@@ -261,7 +261,7 @@ class _Collection:
             parts = task.result()
         except EngineError as error:
             if error.ours and len(self.fleet.serving()) < 2:
-                raise  # no second engine could show that this one is wrong about it
+                raise  # there is no second engine to try
             await self._fail(flight, error)
             return
         bad = None
@@ -275,8 +275,8 @@ class _Collection:
             await self._fail(flight, bad)
 
     async def _fail(self, flight: _Flight, error: EngineError) -> None:
-        # An engine that lies, or refuses our key, says nothing of the request. But
-        # where nothing is published it is back at once, and would get it again without end.
+        # A false answer, or a refused key, is not the request's fault. But where nothing is
+        # published the engine is back at once, and would get the request again without end.
         if self.fleet.fixed or not (error.faulty or error.refused):
             for item in flight.items:
                 if not (item.finish or item.ended):
@@ -300,8 +300,11 @@ class _Collection:
             self.moved[engine] += moved
 
     def _tell(self, items: list[Response]) -> None:
-        """Report the groups that are whole now, each once: a finished item travels no more, so its
-        group is whole for the first time when its last item comes in."""
+        """Report the groups that are whole now.
+
+        Each is reported once: a finished item is not sent again, so a group is whole for the first
+        time when its last item comes in.
+        """
         if self.finished is None:
             return
         for group in {id(group): group for group in (self.group_of[i] for i in items)}.values():
@@ -309,21 +312,21 @@ class _Collection:
                 self.finished([item.sample() for item in group])
 
     def _converse(self, ended: list[Response], engine: EngineRecord | None) -> None:
-        """Have the environment answer turns that ended; ``engine`` gets the next ones."""
+        """Have the environment reply to turns that ended; ``engine`` gets the next ones."""
         if ended:
-            assert self.turns is not None, "without, no turn ends"
+            assert self.turns is not None, "no turn ends without an environment"
             talk = asyncio.gather(*(item.converse(self.turns) for item in ended))
             self.talks[talk] = ended, engine
 
     def _send_on(self, items: list[Response], engine: EngineRecord | None = None) -> int:
-        """Put unfinished items before all others that wait; return their number."""
+        """Queue unfinished items before all others; return their number."""
         unfinished = [item for item in items if not (item.finish or item.ended)]
         if unfinished:
             self.waiting.appendleft((unfinished, engine))
         return len(unfinished)
 
     async def _look(self) -> None:
-        """Stop if asked; leave engines that failed."""
+        """Stop if asked; take requests back from engines that failed."""
         at_work = self.flights or self.waiting or self.talks
         if self.stop is not None and at_work and self.stop():
             raise Interrupted("stopped while engines were generating")
@@ -340,7 +343,7 @@ class _Collection:
         self.moved.clear()
 
     async def _give_up(self) -> None:
-        """Abort all requests: engines would go on computing those that nobody waits for."""
+        """Abort all requests, or engines would go on computing what nobody waits for."""
         flights = list(self.flights.values())
         for task in [*self.flights, *self.talks]:
             task.cancel()
@@ -348,7 +351,7 @@ class _Collection:
         for flight in flights:
             self.fleet.vacate(flight.engine, _tokens(flight.items), len(flight.items))
         for engine in {flight.engine for flight in flights if not flight.lost}:
-            # Dead or hung: the error that brought us here says more.
+            # Where it is dead or hung, the error that brought us here says more.
             with contextlib.suppress(EngineError):
                 await asyncio.to_thread(engine.api.abort, f"{self.tag}-")
 

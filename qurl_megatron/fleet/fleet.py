@@ -2,20 +2,20 @@
 
     starting    its process comes up, or waits for its next attempt
     ready       healthy, but without the current weights: no traffic
-    serving     confirmed on the current version
+    serving     has confirmed the current version
     stale       failed a request, an update or a health check: no traffic until an update succeeds
     gone        left the fleet for good
 
-An engine gets traffic only while it has confirmed the current version. One that fails a request,
-an update or a health check leaves the traffic at once; the run continues with the others. A thread
-heals it between publications: it is killed and started again where it is ours, and waited for where
-it is not. It is back with the next publication, which brings it the current weights.
+An engine gets traffic only while it has confirmed the current version. One that fails a request, an
+update or a health check gets no more traffic, and the run continues with the others. Between
+publications a thread heals it: an engine of ours is killed and started again, any other is waited
+for. The next publication brings it the current weights, and then it serves again.
 
 A health check asks for ``/server_info``, which the engine's own loop answers, paused or not.
 SGLang's ``/health`` generates a token, and fails while the engine is paused.
 
-Neither a start nor a silence is judged by the clock alone: an engine that compiles kernels, loads
-weights or captures graphs takes minutes, answers nothing, and writes to its log.
+The clock alone decides neither that a start failed nor that an engine hangs: one that compiles
+kernels, loads weights or captures graphs takes minutes and answers nothing, but writes to its log.
 """
 
 import contextlib
@@ -50,19 +50,19 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL
 DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died
 LOOK_S = 0.25  # between looks at all engines
 RETRY_S = 0.5  # between checks of an engine that gave no good answer
-PROBE_S = 5.0  # for a failed engine to show that it could take part in a publication
-TOLD_AFTER_S = 1.0  # of waiting for engines that were not started here
-ABSENT_S = 3.0  # after which an engine has left the rendezvous
+PROBE_S = 5.0  # for a failed engine to show that it can take part in a publication
+TOLD_AFTER_S = 1.0  # of waiting, after which the engines that were not started here are named
+ABSENT_S = 3.0  # after which an engine counts as gone from the rendezvous
 BACK_OFF_S = 1.0  # before the first restart; twice as long before each next
 LONGEST_BACK_OFF_S = 60.0
 PATIENCE = 2  # updates that an engine may fail in a row before it is restarted
-RELIABLE = 3  # versions served in a row, each until the next, after which restarts are forgotten
-IN_ALL = 4  # times its limit, after which an engine that still writes to its log is late, or hung
+RELIABLE = 3  # whole versions served in a row, after which an engine's restarts are forgotten
+IN_ALL = 4  # times its limit: the total after which an engine is late or hung, log or no log
 
 State = Literal["starting", "ready", "serving", "stale", "gone"]
 Departure = Literal["gave up", "refused", "left"]
-"""Why an engine is gone: it failed or cannot be this run's; it does not take our key; or nobody
-offers it any more."""
+"""Why an engine is gone: it failed or cannot be this run's; it refuses our key; or it is no longer
+offered."""
 
 Result = TypeVar("Result")
 
@@ -71,19 +71,19 @@ Result = TypeVar("Result")
 class Pulse:
     """Health checks of one process between two publications; times are by the fleet's clock.
 
-    Checks of an earlier one are ignored: they are about a process, or weights, that are gone.
+    Checks that were sent under an earlier pulse are ignored: their process or weights are gone.
     """
 
     healthy: bool = False
-    sent: float | None = None  # when the check went out that is on its way
-    due: float = 0.0  # the next one
-    silent_since: float | None = None  # when the first check went out that got no good answer
+    sent: float | None = None  # when the check under way was sent
+    due: float = 0.0  # time of the next check
+    silent_since: float | None = None  # when the first check without a good answer was sent
     error: EngineError | None = None  # of the last check
 
 
 @dataclass(eq=False)
 class EngineRecord:
-    """State and counters of one engine; equal only to itself."""
+    """State and counters of one engine."""
 
     name: str
     client: EngineClient | None = None  # None until it has an address
@@ -91,21 +91,21 @@ class EngineRecord:
     kind: EngineKind = UNKNOWN
     tp: int = 1
     ep: int = 1
-    longest_input: int | None = None  # tokens that it can continue; None: it does not say
+    longest_input: int | None = None  # as in ``Info``
     state: State = "starting"
     version: int | None = None  # of the weights it confirmed
     reason: str = ""  # why it is stale or gone
     departure: Departure | None = None
-    pointers: tuple[str, ...] = ()  # of each rank, where its parameters lie
-    released: bool = False  # its device memory is the trainer's
+    pointers: tuple[str, ...] = ()  # of each rank: checksum of its parameters' addresses
+    released: bool = False  # the trainer has its device memory
 
-    in_flight: int = 0  # responses asked of it
-    tokens_in_flight: int = 0  # prompt tokens, and at most that many new ones
+    in_flight: int = 0  # responses under way
+    tokens_in_flight: int = 0  # their prompt tokens, and the most new ones
     failures: int = 0  # grows whenever its requests are given up
     failed_updates: int = 0  # in a row
-    condemned: bool = False  # ours, and it gave an impossible answer: to be restarted
+    condemned: bool = False  # ours, to be restarted for an impossible answer
     restarts: int = 0  # since it last was reliable
-    served: int = 0  # versions from the first token to the last, in a row
+    served: int = 0  # whole versions, in a row
     started_at: float = 0.0
     start_at: float | None = None  # next attempt, while it waits for one
     absent_since: float | None = None  # when it was first missed at the rendezvous
@@ -117,7 +117,7 @@ class EngineRecord:
 
     @property
     def host(self) -> str:
-        """The machine that it runs on, as its address has it."""
+        """The host in its URL."""
         return urlsplit(self.url).hostname or ""
 
     @property
@@ -133,21 +133,21 @@ class EngineRecord:
 
     @property
     def busy(self) -> tuple[float, int]:
-        """Tokens in flight per device, then responses."""
+        """Its load: tokens in flight per rank, then responses."""
         return self.tokens_in_flight / self.tp, self.in_flight
 
     @property
     def cause(self) -> str:
-        """The reason's first line, without the end of a log."""
+        """First line of the reason, without the log behind it."""
         return self.reason.partition("\n")[0].rstrip(":")
 
     def overdue(self, since: float, limit_s: float, now: float) -> bool:
-        """Return whether an engine that starts, or answers nothing, has used up its time.
+        """Return whether an engine that starts, or does not answer, has used up its time.
 
         It has ``limit_s`` after its last sign of life, and ``IN_ALL`` times that in all.
 
         Args:
-            since: when it was started, or asked.
+            since: when the wait began.
         """
         sign_of_life = since
         if self.process is not None:
@@ -191,15 +191,15 @@ class Fleet:
             log_dir: gets ``engine-i.log`` per started engine.
             vocabulary: of the model; token ids are below it.
             stops: tokens that end a response; None: not checked.
-            routed: the model's experts, where answers are to name each token's.
-            facts: ``tensors.arch.facts_of`` the model, which adopted engines are compared with.
-            owner: the run that adopted engines are to belong to; None: a new one.
-            serve_command: how to start an embedded engine; the options of ``qurl serve`` follow.
-            fixed: nothing is ever published: engines keep the weights they start with, and SGLang's
-                load those in ``model_dir``, whose config.json says how they are quantized.
-            trainer_ranks: training ranks on this machine, each on the GPU of its number.
+            routed: the model's experts, if answers are to name each token's; None otherwise.
+            facts: ``tensors.arch.facts_of`` the model, with which adopted engines are compared.
+            owner: the run that adopted engines are to belong to; None: a new run.
+            serve_command: starts an embedded engine; the options of ``qurl serve`` follow.
+            fixed: nothing is ever published. Engines keep the weights they start with; SGLang loads
+                those in ``model_dir``, whose config.json says how they are quantized.
+            trainer_ranks: training ranks on this machine; rank i has GPU i.
             stop: asked while the first engines are waited for.
-            clock: seconds, for all that is due, late or silent.
+            clock: in seconds, for all limits.
 
         Raises:
             ConfigError: QURL_API_KEY is not a key, or the rendezvous is a file.
@@ -217,7 +217,7 @@ class Fleet:
         self.lock = threading.RLock()
         """Guards all state here and in the engines; held for moments."""
         self.turn = threading.RLock()
-        """Held through a publication, and for one look around."""
+        """Held during a publication, and while the thread looks after the engines."""
         self.run_key = secrets.token_urlsafe(32)
         """API key of the engines that are started here."""
         self._starting = Start(
@@ -243,7 +243,7 @@ class Fleet:
         self._leases = Leases(owner, take_over=config.take_over, lost=self._lost, clock=clock)
         self._engines: list[EngineRecord] = []
         self._barred: set[str] = set()  # URLs of engines that are not to be adopted again
-        self._complaints: list[str] = []  # about the rendezvous as it is, each said once
+        self._complaints: list[str] = []  # about the rendezvous; each is recorded once
         self._events: list[dict] = []
         self._counts = dict.fromkeys(("restarts", "retries"), 0)
         self._stopping = threading.Event()
@@ -277,7 +277,7 @@ class Fleet:
                 engine.client.close()
         self._engines = []
 
-    # Who is there.
+    # Membership.
 
     def engines(self) -> list[EngineRecord]:
         """Return all that have not left, whatever their state."""
@@ -291,7 +291,7 @@ class Fleet:
 
     @property
     def newest(self) -> int | None:
-        """The newest version that an engine can have from this run; None before the first."""
+        """The newest version of this run that an engine can have; None before the first."""
         with self.lock:
             if self.version is None:
                 return None
@@ -313,13 +313,13 @@ class Fleet:
             if self._engines and all(engine.departure == "refused" for engine in self._engines):
                 raise ConfigError("; ".join(engine.reason for engine in self._engines))
 
-    # Their states.
+    # States.
 
     def _admit(self, engine: EngineRecord, version: int | None) -> None:
-        """Have an engine serve, or wait as "ready" for the weights that it lacks.
+        """Have an engine serve, or wait as "ready" if it lacks the current weights.
 
         Args:
-            version: that it has confirmed; None: it has just come up.
+            version: the version that it has confirmed; None: it has just come up.
         """
         empty = engine.process is not None and engine.kind.starts_empty and not self.fixed
         lacking = version is None and (empty or self.version is not None)
@@ -329,13 +329,13 @@ class Fleet:
     def fail(
         self, engine: EngineRecord, cause: str | EngineError, *, start_at: float | None = None
     ) -> None:
-        """Take an engine out of the traffic until an update succeeds; its requests are given up.
+        """Send an engine no requests until an update succeeds, and give up those under way.
 
-        One that does not take our key is out for good, and one of ours that gave an impossible
-        answer is to be restarted.
+        An engine that refuses our key leaves for good. One of ours that gave an impossible answer
+        is restarted.
 
         Args:
-            start_at: of one whose process has ended: time of the next attempt.
+            start_at: if its process has ended, the time of the next attempt.
         """
         error = cause if isinstance(cause, EngineError) else EngineError(cause)
         if error.refused and engine.process is None:
@@ -357,7 +357,7 @@ class Fleet:
             engine.pulse.healthy, engine.pulse.due = False, 0.0
 
     def leave(self, engine: EngineRecord, message: str, departure: Departure = "gave up") -> None:
-        """Do without an engine for good; the run continues with the others."""
+        """Remove an engine for good; the run continues with the others."""
         with self.lock:
             if engine.state == "gone":
                 return
@@ -374,7 +374,7 @@ class Fleet:
             if engine.client is client:
                 self.leave(engine, message)
 
-    # Their traffic.
+    # Traffic.
 
     def take(
         self,
@@ -384,15 +384,15 @@ class Fleet:
         limit: int | None = None,
         wanted: EngineRecord | None = None,
     ) -> EngineRecord | None:
-        """Occupy the wanted engine where it serves, or the least loaded one with room.
+        """Book the wanted engine if it serves, else the least loaded one with room.
 
         Args:
-            tokens: prompt tokens, and at most that many new ones.
-            requests: responses.
-            limit: responses in flight per engine; an idle engine takes any number.
+            tokens: prompt tokens, and the most new ones.
+            requests: number of responses.
+            limit: most responses in flight per engine; an idle engine takes any number.
 
         Returns:
-            None where all are full, or none serves.
+            The engine; None if all are full, or none serves.
         """
         with self.lock:
             free = []
@@ -412,7 +412,7 @@ class Fleet:
             engine.in_flight -= requests
             engine.tokens_in_flight -= tokens
 
-    # Their events.
+    # Events.
 
     def note(self, event: str, engine: EngineRecord | None, message: str) -> None:
         """Record an event: started, failed, died, restarted, joined, left, gave up, retried."""
@@ -426,14 +426,14 @@ class Fleet:
             self._counts[name] += number
 
     def drain(self) -> tuple[list[dict], dict[str, float]]:
-        """Return the events since the last call, in order, and the metrics of that time."""
+        """Return the events since the last call, in order, and the metrics for that time."""
         with self.lock:
             events, self._events = self._events, []
             counts = {f"fleet/{name}": float(number) for name, number in self._counts.items()}
             self._counts = dict.fromkeys(self._counts, 0)
             return events, {"fleet/serving": float(len(self.serving())), **counts}
 
-    # Their weights.
+    # Weights.
 
     def recruits(self) -> list[EngineRecord]:
         """Return the engines for a publication: serving, ready, or stale but alive."""
@@ -469,9 +469,9 @@ class Fleet:
 
     @contextlib.contextmanager
     def publication(self) -> Iterator[list[EngineRecord]]:
-        """Yield the recruits, undisturbed: nothing restarts, joins or leaves before the end.
+        """Yield the recruits; inside, no engine is restarted, healed or adopted.
 
-        ``confirm`` those that took the new version. The trainer must have let go of the memory it
+        ``confirm`` those that took the new version. The trainer must have freed the memory that it
         was lent: engines take it back, and those that died meanwhile are started again in it.
 
         Raises:
@@ -488,11 +488,11 @@ class Fleet:
             finally:
                 with self.lock:
                     self.publishing = False
-                    for engine in self._engines:  # one that was busy with it was not silent
+                    for engine in self._engines:  # a silence during the publication is forgiven
                         engine.pulse = Pulse(engine.pulse.healthy)
 
     def confirm(self, engines: Collection[EngineRecord], version: int) -> None:
-        """Have these engines, and no others, serve ``version`` from now on."""
+        """Have these engines and no others serve ``version``."""
         with self.lock:
             self.version = version
             for engine in self.engines():
@@ -511,12 +511,12 @@ class Fleet:
     def each(
         self, act: Callable[[EngineRecord], Result], purpose: str, engines: Iterable[EngineRecord]
     ) -> dict[EngineRecord, Result]:
-        """Call ``act`` on engines in parallel; one that raises EngineError or is late has failed.
+        """Call ``act`` on engines in parallel; an engine whose call raises or is late has failed.
 
-        ``rollout.update_timeout_s`` bounds every request that ``act`` makes, and ``act`` itself.
+        ``rollout.update_timeout_s`` bounds each call, all its requests included.
 
         Returns:
-            The results of those that did not fail.
+            The results by engine, without those that failed.
 
         Raises:
             EngineError: none is left; names every failure.
@@ -550,14 +550,14 @@ class Fleet:
             engine.released = False
 
         try:
-            # SGLang crashes if it has to take back memory that it has not given.
+            # SGLang crashes if it is to take back memory that it has not given.
             lent = any(engine.released for engine in self.engines())
             if lent and (lenders := [engine for engine in self.recruits() if engine.released]):
                 self.each(act, "resuming memory", lenders)
         finally:
             self.released = False  # engines that cannot take it back are to be restarted
 
-    # Their coming.
+    # Start.
 
     def _start(self) -> None:
         folder = self._starting.folder
@@ -579,14 +579,14 @@ class Fleet:
         return EngineClient(url, timeout_s=self.config.timeout_s, api_key=api_key)
 
     def _gather(self) -> None:
-        """Wait for the engines a run begins with.
+        """Wait for the engines that a run begins with.
 
-        One that does not take our key is left out where another does.
+        An engine that refuses our key is left out if another takes it.
 
         Raises:
             Interrupted: ``stop()`` became true.
-            ConfigError: one cannot be this run's, or none takes our key.
-            EngineError: one died or did not come up in time.
+            ConfigError: an engine cannot be this run's, or all refuse our key.
+            EngineError: an engine died or did not come up in time.
         """
         limit_s, began, reported = self.config.start_limit_s, self.clock(), False
         needed = self.config.engines if self.config.rendezvous else 1
@@ -594,7 +594,7 @@ class Fleet:
             if self._stop():
                 raise Interrupted("stopped while engines were waited for")
             self._look()
-            with self.lock:  # all at one moment: an engine may leave at any
+            with self.lock:  # a consistent view: an engine may leave at any moment
                 engines, time_s = self.engines(), self.clock()
                 waiting = [engine for engine in engines if engine.state == "starting"]
                 reasons = [e.reason for e in self._engines if e.departure == "gave up"]
@@ -623,7 +623,7 @@ class Fleet:
             self._stopping.wait(RETRY_S / 10)
 
     def _tell(self, waiting: list[EngineRecord], missing: int) -> None:
-        """Name the engines that a run waits for and has not started itself."""
+        """Print the engines that the run waits for and has not started itself."""
         limit = f"for {self.config.start_limit_s:g} s at most (rollout.start_timeout_s)"
         for engine in waiting:
             if engine.process is None:
@@ -632,14 +632,14 @@ class Fleet:
         if missing > 0:
             print(f"waiting for {missing} of {self.config.engines} engines {limit}", flush=True)
 
-    # Their health.
+    # Health.
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S):
             self.look_after()
 
     def look_after(self) -> None:
-        """Look at every engine once, and heal those that need it; not during a publication."""
+        """Look at every engine once and heal those that need it, but not during a publication."""
         self._leases.renew()
         # Never wait for a publication here: close() waits for this thread.
         if self.turn.acquire(blocking=False):
@@ -654,21 +654,19 @@ class Fleet:
         self._leases.renew()
         if self.config.rendezvous:
             self._meet(self._rendezvous)
-        host = self.config.engine_host
-        if ":" in host:  # IPv6
-            host = f"[{host}]"
         for engine in self.engines():
             if engine.process is not None:
                 engine.process.heard()
                 starts = engine.client is None and engine.start_at is None
                 if starts and (port := engine.process.port()):
+                    url = process.url_at(self.config.engine_host, port)
                     with self.lock:
-                        engine.client = self._client(f"http://{host}:{port}", self.run_key)
+                        engine.client = self._client(url, self.run_key)
             if engine.client is not None:
                 self._ask(engine, engine.client)
 
     def _ask(self, engine: EngineRecord, client: EngineClient) -> None:
-        """Send a health check where one is due; one without an answer in time counts as silence."""
+        """Send a health check if one is due; without an answer in time the engine is silent."""
         with self.lock:
             pulse, time_s = engine.pulse, self.clock()
             if pulse.sent is None:
@@ -677,7 +675,7 @@ class Fleet:
                     check = (engine, client, pulse)
                     threading.Thread(target=self._check, args=check, daemon=True).start()
             elif time_s > pulse.sent + self._health_limit_s(engine) + LOOK_S:
-                # Stuck where no deadline applies, such as behind a lease that is being given back.
+                # It hangs where no deadline applies, such as behind a lease that is given back.
                 pulse.silent_since = pulse.silent_since or pulse.sent
                 pulse.error = EngineError(f"{engine.url}: its health check has not come back")
 
@@ -707,7 +705,7 @@ class Fleet:
                 pulse.due = self.clock() + RETRY_S
                 return
             pulse.silent_since, pulse.due = None, self.clock() + self.config.health_every_s
-            # One that failed is back with the next version, where there is one to come.
+            # A failed engine has to wait for the next version, unless nothing is published.
             if engine.state == "starting" or (engine.state == "stale" and self.fixed):
                 engine.kind, engine.tp, engine.ep = info.kind, info.tp, info.ep
                 engine.longest_input = info.longest_input
@@ -715,7 +713,7 @@ class Fleet:
                 self.note("restarted" if engine.restarts else "started", engine, f"at {client.url}")
 
     def _examine(self, engine: EngineRecord, client: EngineClient, info: Info) -> None:
-        """Make an engine that has come up this run's.
+        """Check an engine that has come up, and lease it if it is adopted.
 
         Raises:
             ConfigError: it cannot be this run's.
@@ -743,7 +741,7 @@ class Fleet:
 
     def _refuse_unfit(self, url: str, info: Info) -> None:
         """Raise ConfigError where this run cannot publish to an engine, or train on its tokens."""
-        # SGLang may leave it out; an embedded engine that does is of an older version.
+        # SGLang may not report its loaders; an embedded engine that does not is too old.
         silent = info.loaders is None and info.kind.says is None
         if not (silent or LOADER in (info.loaders or ())):
             raise ConfigError(
@@ -776,7 +774,7 @@ class Fleet:
     def _heal(self) -> None:
         for engine in self.engines():
             process, time_s = engine.process, self.clock()
-            silent = engine.pulse.silent_since  # read once: an answer may come meanwhile
+            silent = engine.pulse.silent_since  # read once: an answer may come at any time
             if engine.start_at is not None:
                 # A colocated engine must not come up in memory that is the trainer's now.
                 if time_s >= engine.start_at and not self.released:
@@ -804,15 +802,15 @@ class Fleet:
                 self.leave(engine, f"after {how_many(engine.restarts, 'restart')}; it {death}")
                 return
             reason = death
-            if engine.condemned:  # and killed for that
+            if engine.condemned:  # it was killed for that
                 reason = engine.reason
             pause_s = min(BACK_OFF_S * 2**engine.restarts, LONGEST_BACK_OFF_S)
             self.fail(engine, reason, start_at=self.clock() + pause_s)
 
     def _restart(self, engine: EngineRecord) -> None:
-        """Start a process of an engine in the place of one that has ended."""
+        """Start a new process of an engine whose last one has ended."""
         assert engine.process is not None, "an adopted one is not ours to start"
-        engine.process.kill()  # children that outlived it hold its memory
+        engine.process.kill()  # children that outlived it would keep its memory
         with self.lock:
             if engine.client is not None:
                 engine.client.close()
@@ -827,8 +825,8 @@ class Fleet:
             self.leave(engine, str(error))
 
     def _meet(self, rendezvous: Path) -> None:
-        """Adopt engines that are new at the rendezvous, and leave out those gone from it."""
-        wrong: list[Exception] = []  # entries, or half written: each is read again at the next look
+        """Adopt engines that are new at the rendezvous, and drop those gone from it."""
+        wrong: list[Exception] = []  # entries, maybe half written; read again at the next look
         members = read_members(rendezvous, wrong.append)
         by_url = {engine.url: engine for engine in self.engines()}
         self._barred &= members.keys()
@@ -844,7 +842,7 @@ class Fleet:
             elif engine.absent_since is None:
                 engine.absent_since = self.clock()
             elif self.clock() >= engine.absent_since + ABSENT_S:
-                # Not before: a file that is being rewritten is empty for a moment.
+                # Not earlier: a file that is being rewritten is empty for a moment.
                 self.leave(engine, "it is gone from the rendezvous", "left")
         before, self._complaints = self._complaints, [str(error) for error in wrong]
         for complaint in self._complaints:
@@ -853,7 +851,7 @@ class Fleet:
 
 
 def _lateness(engine: EngineRecord, limit_s: float, now: float) -> str:
-    """Name an engine that was waited for, and how long."""
+    """Return a sentence about an engine that did not come up in time."""
     if engine.process is None:
         return f"{engine} did not answer within {limit_s:g} s: {engine.pulse.error}"
     awaited = "its health check" if engine.client else "it to report its port"

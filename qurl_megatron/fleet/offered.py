@@ -1,9 +1,9 @@
 """This machine's engines, started here and offered to the leading rank, wherever that runs.
 
-Engines meet the trainer in ``rollout.rendezvous``: each that listens has an entry, which is removed
-when the engine is gone. Ports are the engines' own choice, so that two jobs on a node cannot meet.
-The key is in a file beside the entries, which only the user can read; it reaches the engines in
-their environment.
+Engines meet the trainer in ``rollout.rendezvous``: each engine that listens has an entry there,
+which is removed when the engine is gone. Engines choose their own ports, so that two jobs on a node
+cannot collide. The key is in a file beside the entries, which only the user can read; the engines
+get it in their environment.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from qurl_megatron.kit.filesystem import refusing
 from qurl_megatron.kit.place import own_name
 
 KEY = "key"
-"""File of the engines' key, in the rendezvous folder."""
+"""Name of the file with the engines' key, in the rendezvous folder."""
 POLL_S = 0.5
 GRACE_S = 10.0
 PAUSE_S = 5.0
-"""Before an engine that ended is started again; twice as long each time."""
+"""Seconds before an engine that ended is started again; twice as long each time."""
 
 
 def prepare(rendezvous: Path) -> str:
-    """Make the folder where trainer and engines meet, without entries of earlier attempts.
+    """Make the folder where trainer and engines meet; remove the entries of earlier attempts.
 
     Returns:
         The engines' key.
@@ -59,23 +59,21 @@ class Offering:
         for name, launch in start.launches().items():
             engine = process.EngineProcess(name, launch, start.folder)
             entry = rendezvous / f"{own_name()}-{name}.json"
-            settings = start.config
-            self._engines.append(
-                Offered(engine, entry, settings.engine_host, settings.max_restarts)
-            )
+            host, restarts = start.config.engine_host, start.config.max_restarts
+            self._engines.append(Offered(engine, entry, host, restarts))
 
     def __enter__(self) -> "Offering":
         return self
 
     def look(self) -> bool:
-        """Look at every engine, and return whether any is not given up."""
+        """Look after every engine; return False once all are given up."""
         for engine in self._engines:
             engine.look(time.monotonic(), may_start=self._may_start)
         return not all(engine.given_up for engine in self._engines)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the trainer has the engines' memory: none that ended is started again."""
+        """Inside, the trainer has the engines' memory, so no engine is started."""
         self._may_start = False
         try:
             yield
@@ -83,13 +81,13 @@ class Offering:
             self._may_start = True
 
     def watch(self) -> None:
-        """Look at them from here on, on a thread."""
+        """Look after the engines on a thread from now on."""
 
         def run() -> None:
             while not self._ended.wait(POLL_S):
                 try:
                     self.look()
-                except ConfigError as error:  # the next look may find room
+                except ConfigError as error:  # the disk may have room at the next look
                     print(f"qurl: {error}", flush=True)
 
         self._thread = threading.Thread(target=run, name="engines", daemon=True)
@@ -110,8 +108,7 @@ class Offered:
     def __init__(
         self, process: process.EngineProcess, entry: Path, host: str, max_restarts: int
     ) -> None:
-        self.process, self._entry = process, entry
-        self._host = f"[{host}]" if ":" in host else host
+        self.process, self._entry, self._host = process, entry, host
         self._restarts_left = max_restarts
         self._start_at: float | None = 0.0  # monotonic; None: it runs
         self._pause = PAUSE_S
@@ -121,7 +118,7 @@ class Offered:
         return self._restarts_left < 0
 
     def look(self, now: float, *, may_start: bool = True) -> None:
-        """Start it, offer it, or take note of its end, whichever is due."""
+        """Start the engine, offer it, or notice its end, whichever is due."""
         if self.given_up:
             return
         if self._start_at is not None:
@@ -138,7 +135,7 @@ class Offered:
             return
         port = self.process.port()
         if port is not None and not self._entry.exists():
-            url = f"http://{self._host}:{port}"
+            url = process.url_at(self._host, port)
             with refusing(self._entry, key="rollout.rendezvous"):
                 write_whole(self._entry, json.dumps({"url": url, "api_key_file": KEY}) + "\n")
             print(f"qurl: {self.process.name} listens at {url}", flush=True)

@@ -1,10 +1,10 @@
 """An engine's process: its log, its port file, and how it ends together with its children.
 
-Its environment has no variables of ranks (``kit.children``), and it has all of the job's cores. It
-is in a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can save
-first. It leaves when the trainer is gone, however that happened: it watches its standard input, a
-pipe whose other end only the trainer holds. Where it is stopped or stuck, it and all that it
-started are killed (``kit.undertaker``).
+Its environment has no launcher's variables (``kit.children``), and it may use all of the job's
+cores. It has a session of its own, so Ctrl-C in the terminal reaches the trainer alone, which can
+save first. It ends when the trainer is gone, for whatever reason: it watches its standard input, a
+pipe whose other end only the trainer holds. An engine that is stopped or stuck is killed with all
+its children (``kit.undertaker``).
 """
 
 import contextlib
@@ -25,25 +25,30 @@ from qurl_megatron.kit.undertaker import bury, remove, shared_by, spare
 
 PORT = re.compile(r"[1-9][0-9]{0,4}")
 LOG_TAIL = 20  # lines quoted when an engine dies
-LOG_ROOM = 1 << 16  # bytes, below which a disk is full: the last words may not fit
+LOG_ROOM = 1 << 16  # free bytes below which a disk counts as full: the last lines may be missing
+
+
+def url_at(host: str, port: int) -> str:
+    """Return the URL of an engine that listens there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"  # IPv6, or not
 
 
 class EngineProcess:
-    """Starts again under the same name; its log continues where the last process left it."""
+    """One engine's processes, one after another; each continues the log of the one before."""
 
     def __init__(
         self, name: str, launch: Launch, folder: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """
         Args:
-            launch: how to start it; makes it write its port to ``port_file(folder, name)``.
+            launch: how to start it; it writes its port to ``port_file(folder, name)``.
             folder: gets NAME.log.
-            clock: seconds, for ``heard``.
+            clock: in seconds, for ``heard``.
         """
         self.name, self._clock = name, clock
         self.log = folder / f"{name}.log"
         self._port_file = port_file(folder, name)
-        self.launch = launch  # of the next start
+        self.launch = launch
         self._mode = "wb"
         self._heard = (0, 0.0)  # size of the log, and when it came to that
         self._shared: set[str] = set()  # files in memory
@@ -71,7 +76,7 @@ class EngineProcess:
         self._heard = (0, self._clock())
 
     def heard(self) -> float:
-        """Return when its log last grew, as far as calls of this have seen."""
+        """Return when its log was last seen to grow; every call looks."""
         with contextlib.suppress(FileNotFoundError):
             size = self.log.stat().st_size
             if size != self._heard[0]:
@@ -87,7 +92,7 @@ class EngineProcess:
         return ""
 
     def port(self) -> int | None:
-        """Return the port where it listens; None until it says so."""
+        """Return the port at which it listens; None until it has reported one."""
         with contextlib.suppress(FileNotFoundError):
             port = self._port_file.read_text(encoding="utf-8", errors="replace").strip()
             if PORT.fullmatch(port):
@@ -95,7 +100,7 @@ class EngineProcess:
         return None
 
     def exited(self, wait_s: float = 0.0) -> str | None:
-        """Return a line about its death, then the end of its log; None while it lives."""
+        """Return its exit status and the end of its log; None while it lives."""
         popen = self.popen  # ``stop`` may take it away meanwhile
         if popen is None:
             return None
@@ -114,7 +119,7 @@ class EngineProcess:
     def look(self) -> None:
         """Remember the files that its processes share in memory, to remove them afterwards.
 
-        Takes as long as the machine has processes; hold no lock that others wait for.
+        Looks at all processes of the machine, which may take long: hold no lock meanwhile.
         """
         with self._looking:
             if self.popen is not None:
@@ -155,7 +160,7 @@ class EngineProcess:
 
 
 def stop(processes: Sequence[EngineProcess], grace_s: float) -> None:
-    """Ask all to leave, wait together, then insist."""
+    """Ask all to end, wait for all together, then kill those that are left."""
     running = [(process, process.popen) for process in processes if process.popen is not None]
     for process, _ in running:
         process.leave()

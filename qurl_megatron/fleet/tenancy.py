@@ -1,15 +1,15 @@
-"""Engines that were not started here: which a batch system offers, and which are this run's.
+"""Engines that were not started here: those that a rendezvous offers, and the leases on them.
 
 A rendezvous is a folder with one JSON file per engine:
 
     {"url": "http://10.0.0.7:30000", "api_key_file": "key"}
 
-Engines written there join the fleet, and engines gone from there leave it. A key file is looked up
-in that folder, which only the user need be able to read.
+An engine whose file appears joins the fleet, and one whose file is gone leaves it. Key files lie in
+the same folder; only the user needs to be able to read them.
 
-An adopted engine belongs to one run, by a lease that is renewed while publications take minutes.
-There is one lease request at a time per URL, so that an engine given back is not granted again by a
-request under way.
+An adopted engine belongs to one run, by a lease that is renewed even during long publications. Per
+URL there is one lease request at a time. Otherwise a renewal under way could take an engine again
+that has just been given back.
 """
 
 import threading
@@ -29,7 +29,7 @@ from qurl_megatron.wire.lease import Owner
 
 LEASE_S = 30.0
 RENEW_S = 10.0
-ANSWER_S = 5.0  # for an engine to answer, which it does without a look at its requests
+ANSWER_S = 5.0  # for the answer to a lease request, which no generation holds up
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -39,21 +39,21 @@ class Member(msgspec.Struct, frozen=True):
     api_key_file: str | None = None
 
     def api_key(self, rendezvous: Path) -> str | None:
-        """Return the engine's key; raise ``ConfigError`` where its file cannot be read."""
+        """Return the engine's key; raise ``ConfigError`` if its file cannot be read."""
         if self.api_key_file is None:
             return None
         try:
             return (rendezvous / self.api_key_file).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:  # the latter: no text, or no name of a file
+        except (OSError, ValueError) as error:  # ValueError: not text, or not a file's name
             raise ConfigError(f"the API key of {self.url} cannot be read: {error}") from None
 
 
 def read_members(rendezvous: Path, wrong: Callable[[ConfigError], None]) -> dict[str, Member]:
-    """Return the engines offered now, by URL; none where there is nothing yet.
+    """Return the engines offered now, by URL; none if the folder does not exist yet.
 
     Args:
-        wrong: gets an error for each entry that is malformed or cannot be read. (A writer may be in
-            the middle of it: ask again before believing it.)
+        wrong: called with an error for each entry that is malformed or cannot be read. It may be
+            half written: read again before believing it.
     """
     members = {}
     for file in sorted(rendezvous.glob("*.json")):
@@ -77,9 +77,9 @@ class _Tenure:
 
     asking: threading.Lock = field(default_factory=threading.Lock)
     holder: EngineClient | None = None
-    """Client of the engine that this run has a lease on. An engine that leaves and returns has
-    another client, and a lease that the first still has to give back is the second's."""
-    left_s: float | None = None  # of another run's lease, when it was last asked for
+    """Client of the engine that this run has a lease on. An engine that leaves and returns has a
+    new client; the lease is then the new client's, and the old one must not give it back."""
+    left_s: float | None = None  # that another run's lease had left when it was last asked for
 
 
 class Leases:
@@ -108,7 +108,7 @@ class Leases:
             Facts of its model's computation, if it reports them.
 
         Raises:
-            EngineError: it gave no answer, or the lease of another run may still lapse: ask again.
+            EngineError: no answer, or another run's lease may still lapse: ask again.
             ConfigError: it belongs to another run, which is alive.
         """
         tenure = self._tenures.setdefault(client.url, _Tenure())
@@ -136,7 +136,7 @@ class Leases:
         )
 
     def renew(self) -> None:
-        """Renew all leases that are due, without waiting for answers."""
+        """Renew all leases if they are due, without waiting for the answers."""
         if self._clock() < self._due:
             return
         self._due = self._clock() + RENEW_S
@@ -144,7 +144,7 @@ class Leases:
             threading.Thread(target=self._renew, args=(tenure,), daemon=True).start()
 
     def _renew(self, tenure: _Tenure) -> None:
-        with tenure.asking, suppress(EngineError):  # silent: health checks notice
+        with tenure.asking, suppress(EngineError):  # health checks notice a silent engine
             client = tenure.holder
             if client is None:
                 return
@@ -155,19 +155,19 @@ class Leases:
                 self._lost(client, reason)
 
     def let_go(self, client: EngineClient) -> None:
-        """Give back the lease on an engine that has left, without waiting for its answer."""
+        """Give back the lease on an engine that has left, without waiting for the answer."""
         if tenure := self._tenures.get(client.url):
             threading.Thread(target=self._give_back, args=(tenure, client), daemon=True).start()
 
     def end(self) -> None:
         """Give all leases back, so that the next run need not wait for them to lapse."""
         self._ended = True
-        # One of them may wait for a request under way.
+        # Twice the time of an answer: each may first wait for a request under way.
         in_parallel(self._give_back, list(self._tenures.values()), 2 * ANSWER_S)
 
     def _give_back(self, tenure: _Tenure, client: EngineClient | None = None) -> None:
-        """Give a lease back if this client holds it; None: whoever holds it."""
-        with tenure.asking, suppress(EngineError):  # silent, or gone: its lease will end
+        """Give a lease back if this client holds it; None: whichever client holds it."""
+        with tenure.asking, suppress(EngineError):  # a silent engine's lease lapses by itself
             holder = tenure.holder
             if holder is not None and client in (None, holder):
                 tenure.holder = None

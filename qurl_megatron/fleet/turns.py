@@ -1,8 +1,8 @@
 """A response in the making: parts from engines, and turns of an environment between them.
 
-The policy's tokens stay as they were sampled: their ids are never made again from their text. An
-environment's message is turned into ids and appended; the policy's next turn is one more request
-that continues all of it.
+The policy's tokens stay as they were sampled: their text is never tokenized again. An environment's
+message is tokenized and appended, and the policy's next turn is another request that continues the
+whole.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from qurl_megatron.kit.errors import Unscored, unscored
 from qurl_megatron.rewards.workers import EnvironmentPool
 from qurl_megatron.types import FinishReason, Prompt, Sample
 
-ATTEMPTS = 3  # without one new token, before a request is taken for impossible
+ATTEMPTS = 3  # without a new token, after which a request counts as impossible
 
 
 @dataclass
 class Turns:
-    """An environment, and how its text becomes ids."""
+    """An environment, and how its messages are tokenized."""
 
     pool: EnvironmentPool
     tokenizer: Tokenizer
-    chat: bool  # prompts that are text are user turns of the chat template
+    chat: bool  # a prompt that is text is a user turn of the chat template
 
 
 @dataclass(eq=False)
@@ -39,9 +39,9 @@ class Response:
     parts: list[Part] = field(default_factory=list)  # of engines, and of the environment
     finish: FinishReason | None = None
     failures: list[str] = field(default_factory=list)  # since the last new token
-    turn: list[Part] = field(default_factory=list)  # parts of the policy's present turn
-    turns: int = 1  # of the policy, this one included
-    messages: list[dict] = field(default_factory=list)  # of the turns before it
+    turn: list[Part] = field(default_factory=list)  # parts of the policy's current turn
+    turns: int = 1  # of the policy, the current one included
+    messages: list[dict] = field(default_factory=list)  # of the turns before the current one
     ended: bool = False  # the turn has ended, and the environment is to answer
     failure: Unscored | None = None  # of the environment
     left_out: bool = False  # the environment's last message had no room
@@ -93,7 +93,7 @@ class Response:
                 template.
             RuntimeError: no worker can be started, or the run ends.
         """
-        turn: list[int] = []  # ids that the policy wrote
+        turn: list[int] = []  # ids of the policy's tokens
         for part in self.turn:
             turn += part.ids.tolist()
         prompt, tokenizer = self.prompt, turns.tokenizer
@@ -120,13 +120,13 @@ class Response:
         else:
             self.messages += ({"role": "assistant", "content": response}, reply)
             log_probs = np.zeros(len(ids), np.float32)
-            # Tokens that no version of the weights has written.
+            # No versions: no weights have written these tokens.
             self.parts.append(Part(np.array(ids, np.int32), log_probs, (), "stop"))
             self.turn = []
             self.turns += 1
 
     def failed(self, reason: str) -> None:
-        """Note a failure; raise ``EngineError`` where so many cannot be the engines' fault."""
+        """Count a failure; raise ``EngineError`` after ``ATTEMPTS``: the request is at fault."""
         self.failures.append(reason)
         if len(self.failures) >= ATTEMPTS:
             reasons = "; ".join(dict.fromkeys(self.failures))
@@ -137,8 +137,8 @@ class Response:
     def routes(self) -> np.ndarray | None:
         """Return ``Sample.routes``: each token's experts when an engine first computed it.
 
-        Those of the tokens that were sampled without any are nobody's: a later request names them
-        too, but other weights may have chosen them.
+        Tokens sampled by a request without recorded experts have none. A later request names some
+        for them too, but other weights may have chosen those.
         """
         routes: np.ndarray | None = None
         unrecorded, end = [], len(self.prompt.input_ids)

@@ -1,8 +1,8 @@
-"""How far a version differs from the one before it: does the engine notice what the trainer learns?
+"""How far a version differs from the previous one: does the engine notice what the trainer learns?
 
-Measures code flips, paper Eqs. 13 and 14, and how much of the update the quantized weights make,
-for every quantized linear weight. The copies of the version before live on the host: one FP32
-weight and one code per parameter of this rank's shard, and the scales of the codes.
+Measures code flips, paper Eqs. 13 and 14, and the share of the update that reaches the quantized
+weights, for every quantized linear weight. The previous version is kept on the host: an FP32 weight
+and a code per parameter of this rank's shard, and the scales of the codes.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ from qurl_megatron.quant import (
 
 
 class Drift:
-    """Collects the shards of one version after another."""
+    """Measures each version's shards against those of the previous version."""
 
     def __init__(self, config: QuantConfig) -> None:
         self.every = config.diagnostics_every
         self._before: dict[str, tuple[int, Tensor, QuantizedWeight | None]] = {}
-        self._version: int | None = None  # that the totals are of
+        self._version: int | None = None  # that is being measured
         self._totals: dict[str, Tensor] = {}
         self._passed = torch.zeros(3, dtype=torch.float64)
 
@@ -37,8 +37,8 @@ class Drift:
     ) -> None:
         """Take in one shard; ``codes`` is None if rollouts are not quantized.
 
-        A version is measured only against the one just before it, so that an interrupted run
-        measures the same as an uninterrupted one. A version that is sent again counts once.
+        A version is compared only with the one just before it, so that an interrupted run reports
+        the same numbers as an uninterrupted one. A version that is sent again counts once.
         """
         if not self.every:
             return
@@ -71,7 +71,7 @@ class Drift:
         metrics: dict[str, Metric] = {name: Mean(*pair.tolist()) for name, pair in totals.items()}
         together, update, moved = self._passed.tolist()
         self._passed.zero_()
-        # A shard without an update may yet have moved: its rows share scales with other ranks.
+        # A shard without an update may still have moved: its rows share scales with other ranks.
         if update or moved:
             metrics["quant/update_passed"] = Mean(together, update)
             metrics["quant/update_cosine"] = Cosine(together, update, moved)
@@ -84,7 +84,7 @@ class Drift:
 def of_an_update(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return metrics merged over ranks, without the shares of an update if there was none.
 
-    Codes that are rounded at random change without one.
+    Randomly rounded codes change even without an update.
     """
     passed = metrics.get("quant/update_passed")
     if not isinstance(passed, Mean) or passed.weight:

@@ -56,15 +56,15 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
     shared = partial(share, waiting_for="opening the transport")
     parameters = sum(p.numel() for p in policy.gpt.parameters())
     bucket = min(int(sync.bucket_mb * MIB), 4 * parameters)
-    # Containers often have 64 MB of it.
+    # Containers often have only 64 MB there.
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     room = ranks.device.type == "cuda" or free > SLOTS * ranks.world_size * bucket
     token = None
     if ranks.leads:
         run_dir.mkdir(parents=True, exist_ok=True)
         token = Owner.of(run_dir).token
-    # Stages differ in size: one rank's answer holds for all.
     even = rollout.each_node and len(set(Counter(hosts).values())) == 1
+    # Pipeline stages differ in size, so the leading rank's room decides for all.
     kind = choose(sync, one_machine=one_machine, room=shared(room), relayed=even)
     return TRANSPORTS[kind].sender.open(
         Site(
@@ -86,14 +86,15 @@ def make_sender(sync: SyncConfig, rollout: RolloutConfig, policy: Policy, run_di
 
 
 def choose(sync: SyncConfig, *, one_machine: bool, room: bool = True, relayed: bool = False) -> str:
-    """Return the name of the transport for engines here, or elsewhere.
+    """Return the name of the transport to use.
 
     Args:
+        one_machine: all ranks and engines are on one machine.
         room: the machine's shared memory has room for the buckets of all ranks.
-        relayed: engines are on all of the trainer's machines, which have as many ranks each.
+        relayed: engines are on all of the trainer's machines, which have equally many ranks.
 
     Raises:
-        ConfigError: the requested one cannot reach them.
+        ConfigError: the requested transport cannot reach the engines.
     """
     if sync.transport == "auto":
         if not room or not (one_machine or relayed):
@@ -121,7 +122,7 @@ class _Spent:
 
 
 class Publisher:
-    """All ranks make one and call it together. Leaving it as a context closes the sender."""
+    """All ranks make one and call it together. As a context manager it closes the sender."""
 
     def __init__(
         self,
@@ -140,15 +141,15 @@ class Publisher:
             fleet: the engines, on the leading rank; None on the others.
             sender: this rank's end of the transport.
             seed: the run's, for the draws of ``quant.rounding``.
-            stage: load when everything is written instead of bucket by bucket: engines that
-                generate meanwhile are paused for a shorter time, and publishing takes longer.
+            stage: engines load when all buckets are written, instead of bucket by bucket. Those
+                that generate meanwhile are paused for less time, and publishing takes longer.
             timeline: gets a span per update, on the leading rank.
         """
-        assert not stage or sender.lasting, "a bucket is gone with the next"
+        assert not stage or sender.lasting, "later buckets overwrite earlier ones"
         self.policy, self.fleet, self.sync, self.sender = policy, fleet, sync, sender
         self.stage, self.timeline = stage, timeline
-        self._update: Update  # of the leading rank
-        self._loaded: dict[str, Metric] = {}  # there: how the engines took the version
+        self._update: Update  # on the leading rank
+        self._loaded: dict[str, Metric] = {}  # on the leading rank: metrics of ``Update.commit``
         self._drift = Drift(quant)
         limit = int(sync.bucket_mb * MIB) // sender.machines
         self._shards = RankShards(policy, quant, limit, seed)
@@ -166,7 +167,7 @@ class Publisher:
             This rank's metrics: quantization, time and bytes.
 
         Raises:
-            EngineError: no engine confirmed the version; none serves a part of it.
+            EngineError: no engine confirmed the version; none serves part of it.
             ConfigError: a rank could not write, or has weights that cannot be quantized.
         """
         spent = _Spent()
@@ -198,7 +199,8 @@ class Publisher:
         """Call ``make`` on every rank, then ``act`` on the leading one; return its result on all.
 
         Raises:
-            EngineError, ConfigError: a rank's first error, or the one of ``act``; on every rank.
+            EngineError, ConfigError: the first rank's error of ``make``, or that of ``act``; raised
+                on every rank.
         """
         try:
             outcome = make()
@@ -216,8 +218,8 @@ class Publisher:
 
         return on_lead(acted, ranks, waiting_for="publishing")
 
-    # The leading rank's part, between the ranks' rounds. Each returns the engines that are left,
-    # with their tensor sizes.
+    # What the leading rank does between the ranks' rounds. Each function returns the tensor sizes
+    # of the engines that are left, by name.
 
     def _begin(self, version: int, publication: ExitStack, _: list) -> dict[str, int]:
         fleet = held(self.fleet)
@@ -267,7 +269,7 @@ class Publisher:
         """Quantize this rank's bucket of one round and put it where the engines can fetch it.
 
         Args:
-            failures: engines that this rank could not reach meanwhile, handed through.
+            failures: engines that this rank could not reach; returned with the blobs.
 
         Raises:
             ConfigError: a weight cannot be quantized, or there is no room for the bucket.
@@ -298,7 +300,7 @@ class Publisher:
 
 
 def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -> None:
-    """Raise ConfigError if the policy quantizes tokens as other engines than these do."""
+    """Raise ConfigError if the policy quantizes tokens in another way than these engines."""
     if not align.activations:
         return
     for engine in engines:
@@ -312,7 +314,7 @@ def refuse_unlike(align: Align, backend: str, engines: Sequence[EngineRecord]) -
 
 
 def refuse_whole_experts(engines: Sequence[EngineRecord]) -> None:
-    """Raise ConfigError if engine ranks have whole experts: parts are cut from every expert."""
+    """Raise ConfigError if engine ranks hold whole experts: a ``cut`` transport cuts each one."""
     for engine in engines:
         if engine.ep > 1:
             raise ConfigError(

@@ -1,9 +1,9 @@
 """One training rank's part of a version: its shards, quantized in buckets and cut for engines.
 
 No full tensor is gathered anywhere. Row-parallel ranks agree on their channels' scales by a MAX
-all-reduce; a square that shares a scale is never cut. Data- and context-parallel replicas take
-turns, bucket by bucket; for experts, the ranks that have the same ones. The first tensor rank sends
-tensors that all of them hold.
+all-reduce; a square that shares a scale is never cut. Ranks that hold the same shard (data- and
+context-parallel replicas; of experts, the ranks with the same ones) take turns, bucket by bucket.
+Tensors that all tensor-parallel ranks hold are sent by the first.
 """
 
 import math
@@ -30,7 +30,7 @@ VOCABULARY_STEP = 64  # SGLang pads the vocabulary to a multiple of it before it
 
 @dataclass(frozen=True)
 class _Portion:
-    """A Megatron parameter of this rank, or one of several runs of its rows."""
+    """A Megatron parameter of this rank, or one of equal ``parts`` of its rows."""
 
     parameter: int
     part: int
@@ -56,7 +56,7 @@ class RankShards:
         self._policy, self._ranks = policy, policy.ranks
         self._rounding, self._scheme, self._seed = quant.rounding, quant.scheme, seed
         self._dtype = next(policy.gpt.parameters()).dtype
-        # By the number of ranks that take turns: all have equally many rounds of each kind.
+        # By the number of ranks that take turns; all ranks have equally many rounds of each kind.
         ranks = policy.ranks
         portions: dict[int, list[_Portion]] = {ranks.copies.size: [], ranks.expert_copies.size: []}
         sizes: dict[int, list[int]] = {turns: [] for turns in portions}
@@ -84,24 +84,24 @@ class RankShards:
         """Return this rank's tensors of one round: codes, scales and high-precision tensors.
 
         Args:
-            memory: ``Sender.room``; the shards are made there if it is on the ranks' device.
+            memory: ``Sender.room``; the shards are made there if it is on the policy's device.
 
         Raises:
             ConfigError: a weight cannot be quantized.
         """
-        # A GPU's shards are copied to the host in one go, by ``put``, and not piece by piece.
+        # Shards of a GPU are better copied to the host by ``put``, all at once.
         on_device = memory is not None and memory.device.type == self._ranks.device.type
         room = Room(memory if on_device else None)
         shards: list[Shard] = []
         mistake: ConfigError | None = None
         for replica, bucket in enumerate(self._rounds[index]):
-            # Every replica lends its part of the masters, and one of them does the work.
+            # All replicas lend their parts of the master weights, and one of them does the work.
             for portion in bucket:
                 split = self._policy.splits(portion.parameter)
                 for shard in self._policy.master_shards(portion.parameter, owner=replica):
                     try:
                         shards += self._export(portion.of(shard), split, version, room, drift)
-                    except ConfigError as error:  # the others count on this rank to the end
+                    except ConfigError as error:  # other ranks need this one in every collective
                         mistake = mistake or error
         if mistake:
             raise mistake
@@ -123,12 +123,12 @@ class RankShards:
         """Return this rank's part of codes and scale, or of one high-precision tensor.
 
         Args:
-            split: the ranks that have other parts of it.
+            split: the ranks that have the tensor's other parts.
         """
         name, dim = shard.name, shard.dim
 
         def sent(value: Tensor, split_dim: int | None) -> bool:
-            # Unless another rank sends it, or it is padding of the vocabulary alone.
+            # False if another rank sends it, or if it is nothing but padding of the vocabulary.
             return value.numel() > 0 and (split_dim is not None or split.rank == 0)
 
         def converted(of: Shard, dtype: torch.dtype) -> list[Shard]:
@@ -176,18 +176,21 @@ class RankShards:
         return own_codes + converted(own_scale, codes.scale.dtype)
 
     def _parts(self, shards: Sequence[Shard], size: int, limit: int) -> int:
-        """Return the number of parts that keep a parameter's rows within the limit of a bucket.
+        """Return into how many parts a parameter is cut so that each fits into a bucket.
 
-        Embeddings and output layers outgrow it, and being unquantized divide anywhere. Replicas
-        would have to lend their masters once per part.
+        Only embeddings and output layers outgrow it. Unquantized, they can be cut at any row.
+        Replicas would have to lend their master weights once per part, so they cut nothing.
         """
         if self._ranks.copies.size > 1 or not all(is_vocabulary(s.name) for s in shards):
             return 1
         return max(1, -(-size // limit))
 
     def _sent_bytes(self, shard: Shard, ranks: int) -> int:
-        """Return the bytes that a shard becomes. All ``ranks`` that have parts of the tensor get
-        the same number, so they fill buckets in step."""
+        """Return the bytes that a shard becomes when it is sent.
+
+        All ``ranks`` that have parts of the tensor get the same number, so they fill their buckets
+        in step.
+        """
         elements = math.prod(shard.shape)
         split = ranks if shard.dim is not None else 1
         if is_quantized(shard.name) and self._scheme != "none":
@@ -199,7 +202,7 @@ class RankShards:
 def _refuse_inf_and_nan(scales: Sequence[Shard]) -> None:
     """Raise ConfigError for inf or nan in a scale, and so in its weight.
 
-    One look at all of them: a GPU has to end its work before it can answer.
+    All are checked at once: reading a result makes the host wait for the GPU.
     """
     if scales and not bool(torch.cat([s.value.flatten() for s in scales]).isfinite().all()):
         bad = next(s for s in scales if not bool(s.value.isfinite().all()))
@@ -210,8 +213,8 @@ def _refuse_inf_and_nan(scales: Sequence[Shard]) -> None:
 def engine_part(tensor: HfTensor, shape: Sequence[int], tp: int, rank: int) -> Slice:
     """Return the part of a whole tensor that an SGLang rank of ``tp`` keeps.
 
-    Query heads are split; key and value heads too, or if there are fewer than ranks, each is kept
-    by several. The vocabulary is padded and split evenly, and the padding is nobody's.
+    Query heads are split. So are key and value heads, but if there are fewer of them than ranks,
+    each is kept by several ranks. The vocabulary is padded and split evenly; padding is not sent.
 
     Raises:
         ConfigError: ``tp`` does not divide a split dimension, or cuts a square that shares a scale;

@@ -1,14 +1,15 @@
-"""One new version on its way into the engines of a fleet, driven from one place.
+"""One new version on its way into the engines of a fleet, driven by the leading rank.
 
     pause -> "updating-7@run" -> begin -> bucket, ... -> check -> finish, end, flush -> "7@run"
     -> go on
 
-In between, an engine calls its weights "updating-7@run", so an answer would show that it came from
-mixed weights. Every engine rank leaves a receipt. An engine gets the new name and traffic only if
-all its ranks have every tensor, exactly once and undamaged; an engine that fails stays paused and
-is named, and the others continue without it.
+In between, an engine calls its weights "updating-7@run", so that an answer from mixed weights would
+show. Every engine rank leaves a receipt. An engine gets the new name and traffic only if all its
+ranks have every tensor, exactly once and undamaged. An engine that fails stays paused and is named,
+and the others continue without it.
 """
 
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from qurl_megatron.config.sections import SyncConfig
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.observe.metrics import Max, Metric, Sum
-from qurl_megatron.wire.message import LOADER, Action, Message, Receipt, Turn, payload
+from qurl_megatron.wire.message import Action, Message, Receipt, Turn, payload
 from qurl_megatron.wire.transport import Failures
 
 BlobsFor = Callable[[EngineRecord, int], bytes]
@@ -27,8 +28,9 @@ BlobsFor = Callable[[EngineRecord, int], bytes]
 
 
 class Update:
-    """Use once per version. All methods are called from one thread; a bucket loads in the
-    background while the caller prepares the next.
+    """Make one per version. All methods are called from one thread.
+
+    A bucket loads in the background while the caller prepares the next.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Update:
         Args:
             engines: those that take part.
             describe: ``Sender.describe``.
-            stage: load the buckets when all have come.
+            stage: load no bucket before ``commit``.
         """
         self.fleet, self.version, self.config = fleet, version, config
         self.engines = list(engines)  # still taking part
@@ -68,7 +70,7 @@ class Update:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._background.shutdown()
         if self._started_at is not None and not self._committed:
-            # Paused, with weights of both versions: nobody must wait for an answer from them.
+            # They are paused, with weights of both versions: nobody may wait for their answers.
             for engine in self.engines:
                 if engine.state == "serving":
                     self.fleet.fail(engine, f"version {self.version} was given up: {error}")
@@ -93,11 +95,11 @@ class Update:
             self._each(self._begin, "beginning")
 
     def connect(self) -> None:
-        """Have the engines open their end of the transport, while the ranks open theirs."""
+        """Have the engines open their ends of the transport while the ranks open theirs."""
         self._start(lambda engine: self._call(engine, "connect", 0), "connecting")
 
     def bucket(self, blobs: BlobsFor) -> None:
-        """Have the engines load one more bucket, once they are done with the one before.
+        """Have the engines load one more bucket once they are done with the last one.
 
         Raises:
             EngineError: no engine is left.
@@ -126,7 +128,7 @@ class Update:
             the last engine resumed; bytes copied into live parameters, over all engine ranks.
 
         Raises:
-            EngineError: no engine has all of it; names each one's missing tensors.
+            EngineError: no engine has all of it; names the missing tensors of each.
         """
         self._stage = False
         for blobs in self._staged:
@@ -156,7 +158,7 @@ class Update:
         self._each(commit, "committing")
         assert self._started_at is not None, "a bucket has come"
         with self.fleet.lock:
-            # One may have failed again, at a request, while others were still committing.
+            # An engine may have failed a request while others were still committing.
             self.engines = [e for e in self.engines if e.failures == failures[e.name]]
             if not self.engines:
                 raise EngineError(f"version {self.version} is not served: {self.fleet.why_not()}")
@@ -189,23 +191,19 @@ class Update:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
         turn = self.turns.get(engine.name, (0, 1))
         message = Message(action, session, self.version, index, transport, turn=turn)
-        payloads: list[str] = []
-        before = b""
-        for rank in range(engine.tp):
-            content = blobs(engine, rank) if blobs else b""
-            shared = payloads and content is before
-            payloads.append(payloads[-1] if shared else payload(message, content))
-            before = content
-        engine.api.update_weights_from_tensor(payloads, LOADER)
+        # Where all ranks get the same blobs, their payload is made once.
+        payload_of = functools.cache(functools.partial(payload, message))
+        payloads = [payload_of(blobs(engine, rank) if blobs else b"") for rank in range(engine.tp)]
+        engine.api.update_weights_from_tensor(payloads)
 
     def _approve(self, engine: EngineRecord, receipts: Sequence[Receipt]) -> None:
-        """Raise EngineError unless every rank has everything where it always was."""
+        """Raise EngineError unless every rank has everything, at unchanged addresses."""
         errors = [f"rank {r.rank}: {r.error}" for r in receipts if r.error is not None]
         if errors:
             raise EngineError(f"{engine.url} rejects version {self.version}: {'; '.join(errors)}")
         pointers = tuple(receipt.pointers for receipt in receipts)
-        # An engine of ours still has the same process; an adopted one that is out of the traffic
-        # may have been started again.
+        # An engine of ours still has the same process. An adopted one that did not serve may have
+        # been started again.
         same = engine.process is not None or engine.name in self._settled
         if same and engine.pointers not in ((), pointers):
             raise EngineError(

@@ -26,7 +26,7 @@ from qurl_megatron.quant import quantize
 from qurl_megatron.quant.export import quantization_config, stored
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire.files import FilesSender
-from qurl_megatron.wire.message import LOADER, Blob, Message, Receipt, payload
+from qurl_megatron.wire.message import Blob, Message, Receipt, payload
 from qurl_megatron.wire.packed import unpack
 from tests.support.generating import generate
 from tests.support.models import tiny_checkpoint
@@ -243,7 +243,7 @@ class Publication:
         transport = self.senders[0].describe("engine", self.server.case.tensor)
         message = Message(action, self.session, self.version, index, transport, tuple(blobs))
         ranks = self.server.case.tensor
-        self.server.client.update_weights_from_tensor([payload(message)] * ranks, LOADER)
+        self.server.client.update_weights_from_tensor([payload(message)] * ranks)
 
     def check(self) -> list[Receipt]:
         self.call("check", self.buckets)

@@ -156,7 +156,7 @@ class _Notes:
     def weight_version(self) -> str:
         return self.version
 
-    def update_weights_from_tensor(self, serialized: Sequence[str], load_format: str) -> None:
+    def update_weights_from_tensor(self, serialized: Sequence[str]) -> None:
         [message] = map(message_in, serialized)
         self.turn = message.turn
         if self._receiver is None or not self._receiver.follow(message.transport):

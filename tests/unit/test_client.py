@@ -6,6 +6,7 @@ import pytest
 
 from qurl_megatron.fleet.answer import uncollected
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
+from qurl_megatron.wire.message import LOADER
 from tests.support.fake_engine import FakeEngine, _EngineHandler
 from tests.support.waiting import PATIENCE_S
 
@@ -20,14 +21,14 @@ def test_a_session_for_weights_opens_loads_and_closes(engine):
     client = EngineClient(engine.url)
     client.begin_weight_update()
     client.begin_weight_update()  # a dead trainer left it open: that is fine
-    client.update_weights_from_tensor(["a", "b"], "package.load")
+    client.update_weights_from_tensor(["a", "b"])
     [body] = engine.bodies("/update_weights_from_tensor")
     assert body["serialized_named_tensors"] == ["a", "b"]
-    assert (body["load_format"], body["flush_cache"]) == ("package.load", False)
+    assert (body["load_format"], body["flush_cache"]) == (LOADER, False)
     client.end_weight_update()
     with pytest.raises(EngineError, match="update_weights_from_tensor answered 400: no session"):
-        client.update_weights_from_tensor([], "package.load")
-    client.set_weight_version(12)
+        client.update_weights_from_tensor([])
+    client.set_weight_version("12")
     assert client.weight_version() == "12"
     [body] = engine.bodies("/update_weight_version")
     assert body["abort_all_requests"] is False
@@ -113,7 +114,7 @@ def test_control_requests_keep_their_connection_and_do_without_it_once_it_is_clo
     monkeypatch.setattr(_EngineHandler, "_respond", noting)
     with FakeEngine() as engine:
         for _ in range(3):
-            EngineClient(engine.url).pause()
+            EngineClient(engine.url).pause("retract")
     assert ports[0] == ports[1] != ports[2]
 
 

@@ -136,7 +136,7 @@ def test_abort_by_prefix_returns_what_was_generated(live):
         live.wait_for("num_running_reqs", 3)
         live.client.abort("x-")
         live.wait_for("num_running_reqs", 1)
-        live.client.abort(everything=True)
+        live.post("/abort_request", {"abort_all": True})
         reasons = [a["meta_info"]["finish_reason"]["type"] for a in pending.result()]
     assert reasons == ["abort"] * 3
 

@@ -167,15 +167,15 @@ def test_what_is_asked_beside_generations_has_bounds_too(name, says, engines):
 
 
 CONTROL = {
-    "/pause_generation": lambda client: client.pause(),
+    "/pause_generation": lambda client: client.pause("retract"),
     "/continue_generation": lambda client: client.resume(),
     "/flush_cache": lambda client: client.flush(),
     "/abort_request": lambda client: client.abort("a"),
     "/begin_weight_update": lambda client: client.begin_weight_update(),
-    "/update_weights_from_tensor": lambda client: client.update_weights_from_tensor([], "a.b"),
+    "/update_weights_from_tensor": lambda client: client.update_weights_from_tensor([]),
     "/end_weight_update": lambda client: client.end_weight_update(),
     "/qurl_lease": lambda client: client.lease(OWNER, 1, timeout_s=60),
-    "/update_weight_version": lambda client: client.set_weight_version(1),
+    "/update_weight_version": lambda client: client.set_weight_version("1"),
     "/release_memory_occupation": lambda client: client.release_memory(),
     "/resume_memory_occupation": lambda client: client.resume_memory(),
     "/server_info": lambda client: client.server_info(),

@@ -174,7 +174,7 @@ def test_a_response_that_a_pause_aborted_goes_on_with_the_next_version():
         pending = pool.submit(gather, fleet, PROMPTS[:2])
         wait_until(lambda: engine.running == 4 and engine.generated == 3 * engine.running)
         with fleet.publication() as engines:
-            fleet.each(lambda e: e.client.abort(everything=True), "aborting", engines)
+            engine.abort_request({"abort_all": True})
             fleet.each(lambda e: e.client.pause("abort"), "pausing", engines)
             wait_until(lambda: any(p["max_new_tokens"] < 20 for p in asked(engine)))
             engine.version, engine.stall_at = fleet.names.of(8), 0
