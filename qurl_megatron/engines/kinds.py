@@ -1,8 +1,8 @@
-"""The kinds of engine: abilities and needs, a row of facts each.
+"""The kinds of engine: a row of abilities and needs for each.
 
-The package asks for one of these facts, and hardly ever for the kind by its name. A new kind
-is a row here, its name in ``rollout.backend``, and a folder with its ``start`` module. Imports
-neither torch nor any engine: recipes are checked by these rows.
+The package asks for these facts, and hardly ever for a kind by name. A new kind is a row here, its
+name in ``rollout.backend``, and a folder with its ``start`` module. This module imports neither
+torch nor any engine, since recipes are checked against its rows.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ class EngineKind:
     """Value of ``rollout.backend``."""
 
     says: str | None
-    """``engine`` in its ``/server_info``; None: it says nothing there."""
+    """``engine`` in its ``/server_info``; None: the field is missing."""
 
     start: str
-    """Module whose ``launches`` says how engines of this machine are started."""
+    """Module whose ``launches`` returns how to start this machine's engines."""
 
     serve: str
-    """Command by which a person starts one."""
+    """Command with which a person starts one."""
 
     starts_empty: bool
-    """Started by a run, it has no weights before the first version."""
+    """An engine that a run starts has no weights before the first version."""
 
     repeats: bool
-    """Computes a response bit for bit alike, whatever shares its batch. So it gets its whole share
-    of the prompts at once and queues them by itself, and a run repeats."""
+    """Computes the same bits for a request whenever it is asked. So it gets its whole share of the
+    prompts in one request and queues them by itself, and a run repeats."""
 
     shares_prefixes: bool
-    """Caches prompts for later requests; after an update, the cache must not be used."""
+    """Caches prompts for later requests; an update makes that cache invalid."""
 
     takes_gpus: bool
     """Splits its layers over ``rollout.engine_tensor`` GPUs, and can lend them to the trainer."""
@@ -40,7 +40,7 @@ class EngineKind:
     """How it rounds a token's activations on a GPU (``quant.activations``)."""
 
     fuses: bool
-    """Has the scales of q, k and v, and of gate and up, in one tensor, as those of one weight."""
+    """Keeps the scales of q, k and v, and of gate and up, as those of one weight."""
 
     few_bits: bool
     """Simulates codes of fewer than 8 bits."""
@@ -49,17 +49,17 @@ class EngineKind:
     """Can compute logits in FP32 where the model is BF16."""
 
     quantizes: bool
-    """Quantizes while it loads, a run's Megatron checkpoint as well as a Hugging Face folder."""
+    """Quantizes while it loads, from a Megatron checkpoint or a Hugging Face folder."""
 
     exact_pause: str
     """Option among ``rollout.engine_args`` without which the token that overlaps with a pause in
-    place comes from other weights than it says; empty: it cannot pause in place."""
+    place names the wrong weights; empty: it cannot pause in place."""
 
     start_timeout_s: float
-    """Silence of a log after which one that starts has failed, where the recipe gives none."""
+    """Default of ``rollout.start_timeout_s``: silence of the log after which a start has failed."""
 
     health_timeout_s: float
-    """Silence after which one has hung, where the recipe gives none."""
+    """Default of ``rollout.health_timeout_s``: silence after which an engine counts as hung."""
 
 
 ENGINE_KINDS = {
@@ -99,15 +99,15 @@ ENGINE_KINDS = {
             quantizes=False,
             exact_pause="--disable-overlap-schedule",
             start_timeout_s=900.0,  # it may compile kernels and capture graphs first
-            health_timeout_s=300.0,  # it answers none while it compiles a kernel
+            health_timeout_s=300.0,  # it answers no check while it compiles a kernel
         ),
     )
 }
 
 UNKNOWN = ENGINE_KINDS["sglang"]
-"""Taken for an adopted engine until it answers: the patient one."""
+"""The kind assumed for an adopted engine until it answers: the one with the longest limits."""
 
 
 def kind_of(says: object) -> EngineKind:
-    """Return the kind of an engine that reports ``says`` of itself; SGLang reports nothing."""
+    """Return the kind of an engine that reports ``says``; SGLang reports None."""
     return next((kind for kind in ENGINE_KINDS.values() if kind.says == says), UNKNOWN)

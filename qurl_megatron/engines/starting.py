@@ -1,4 +1,4 @@
-"""Start engines on this machine: the inputs of every kind, and the resulting command."""
+"""Start engines on this machine: the settings for every kind, and the resulting command."""
 
 import argparse
 import importlib
@@ -14,15 +14,15 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.schemes import ROLLOUT, SCHEMES
 
 API_KEY = "QURL_API_KEY"
-"""Environment variable that carries the key: command lines are there for everybody to read."""
+"""Environment variable that carries the key: every user can read command lines."""
 SERVE_COMMAND = (sys.executable, "-m", "qurl_megatron.cli", "serve")
 
 
 def given_key(env: Mapping[str, str]) -> str | None:
-    """Return the engines' API key, where the environment has one.
+    """Return the engines' API key; None if the environment has none.
 
     Raises:
-        ConfigError: no request could carry it: it is empty, or not plain text.
+        ConfigError: no request can carry it: it is empty, or not plain ASCII.
     """
     key = env.get(API_KEY)
     if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
@@ -34,13 +34,13 @@ def given_key(env: Mapping[str, str]) -> str | None:
 
 
 def refuse_not_installed(config: RolloutConfig) -> None:
-    """Raise ``ConfigError`` where engines are to be started here that are not installed."""
+    """Raise ``ConfigError`` if engines are to be started here and are not installed."""
     if not config.adopts:
         importlib.import_module(config.kind.start).refuse_not_installed(config)
 
 
 def refuse_without_gpu(config: RolloutConfig, scheme: str) -> None:
-    """Raise ``ConfigError`` where engines are to be started here that need a GPU for a scheme."""
+    """Raise ``ConfigError`` if engines to be started here need a GPU for a scheme and lack one."""
     if config.adopts or not config.kind.takes_gpus or not SCHEMES[scheme].block:
         return
     import torch
@@ -55,34 +55,34 @@ def refuse_without_gpu(config: RolloutConfig, scheme: str) -> None:
 @dataclass(frozen=True)
 class Launch:
     command: tuple[str, ...]
-    env: dict[str, str] = field(repr=False)  # on top of one's own; may have the key
+    env: dict[str, str] = field(repr=False)  # added to our environment; may have the key
 
 
 def port_file(folder: Path, name: str) -> Path:
-    """Return where an engine writes its port, once requests are answered."""
+    """Return the file to which an engine writes its port once it answers requests."""
     return folder / f"{name}.port"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Settings of one machine's engines."""
+    """Settings for one machine's engines."""
 
     config: RolloutConfig
     model_dir: Path
     folder: Path
-    """Of their port files."""
+    """Folder of their port files."""
 
     scheme: str
     dtype: str
     api_key: str
     empty: bool = True
-    """The first version brings all weights; a kind that cannot start without has some before."""
+    """Start without weights, which the first version brings, if the kind can."""
 
     routed: bool = False
     """Answers are to name each token's experts."""
 
     trainer_ranks: int = 0
-    """Training ranks on this machine, each on the GPU of its number."""
+    """Training ranks on this machine; rank i has GPU i."""
 
     serve_command: Sequence[str] = SERVE_COMMAND
     """Starts an embedded engine; the options of ``qurl serve`` follow."""
@@ -110,9 +110,18 @@ class Start:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Threads, and the key, which no command line may show."""
+        """Environment variables for the number of threads and the key."""
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         return {**dict.fromkeys(names, str(self.threads)), API_KEY: self.api_key}
+
+
+def wait_for_end_of_stdin() -> None:
+    """Return when standard input closes: the process that started this one is gone.
+
+    Reads the bare descriptor: a thread inside ``sys.stdin``'s lock would keep Python from exiting.
+    """
+    while os.read(0, 4096):
+        pass
 
 
 def add_serve_options(command: argparse.ArgumentParser) -> None:
@@ -149,7 +158,7 @@ def serve(arguments: argparse.Namespace) -> int:
             f"this engine; set {API_KEY} here and where requests come from, or leave --host out"
         )
     run(arguments, port, api_key)
-    # Who ends an engine waits for it, and taking torch apart takes half a second.
+    # Python would take half a second to take torch apart, while somebody waits for the exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,18 +1,16 @@
 """Keys and values of the running sequences: row r of the batch owns row r of the cache.
 
-The running sequences always fill rows 0..B-1 (a finished one is replaced by the last), so attention
-reads plain slices and needs no gather. One flat buffer is viewed as [rows, length]; when a longer
-request comes, the view is cut again into fewer, longer rows. Tokens and log-probs lie in the same
-grid.
+The running sequences always fill rows 0..B-1 (the last one replaces one that finished), so
+attention reads plain slices and needs no gather. One flat buffer is viewed as [rows, length]; for a
+longer request it is cut into fewer, longer rows. Tokens, their log-probs and the numbers of their
+experts have the same rows and positions.
 
 The price: every row is as long as the longest request, and a step reads every row up to the longest
 live prefix. Rollout batches are nearly uniform, so neither is worth page tables here.
 
-Beside a token lie the experts that it went to, if any, as whole numbers of the layer's.
-
 Keys are stored transposed, positions along the fast axis: a decode step multiplies a few query rows
 by every key, and with [D, L] both products of attention stream contiguous memory. On CPU this takes
-half the time of scaled_dot_product_attention, which pays per row and head for its tiling.
+half the time of scaled_dot_product_attention, which tiles per row and head.
 
 Shapes: R rows, L positions per row, D head dimension, B running rows, P prompts of one prefill, G
 query heads per key head; x = rows x key heads.
@@ -28,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from qurl_megatron.tensors.arch import Arch
 from qurl_megatron.types import routes_dtype
 
-ROUND = 64  # row lengths are multiples of this, so that slightly longer requests need no new cut
+ROUND = 64  # row lengths are multiples of it, so that slightly longer requests need no new cut
 
 
 class Cache:
@@ -48,7 +46,7 @@ class Cache:
         )
         self._tokens_flat = torch.empty(self.capacity, dtype=torch.int64, device=device)
         self._log_probs_flat = torch.empty(self.capacity, dtype=torch.float32, device=device)
-        self._choices, width = 0, torch.uint8  # of a token, in all layers
+        self._choices, width = 0, torch.uint8  # experts of a token, in all layers together
         if arch.experts:
             self._choices = arch.num_layers * arch.experts.top_k
             width = getattr(torch, routes_dtype(arch.experts.count))
@@ -83,8 +81,8 @@ class Cache:
     def reach(self, live_rows: int, new_rows: int, length: int) -> None:
         """Make positions below ``length`` readable, for live rows and the new ones after them.
 
-        Attention multiplies values behind a row's end by zero, and 0 * nan is nan: nothing that is
-        read may be left over from unwritten memory, or from broken weights.
+        Attention multiplies values behind a row's end by zero, and 0 * nan is nan: what it reads
+        must not come from unwritten memory, or from broken weights.
         """
         before = self._reached if live_rows else 0
         if new_rows == 0 and length <= before:
@@ -103,8 +101,8 @@ class Cache:
     def attend_prefill(self, rows_P: Tensor, prompt_length: int):
         """Return causal attention of whole right-padded prompts, which also fills their rows.
 
-        Padding lies behind every real token, so the causal mask hides it; its entries in
-        the cache are overwritten by the tokens generated there.
+        Padding lies behind all real tokens, so the causal mask hides it; generated tokens overwrite
+        its entries in the cache.
         """
         count = len(rows_P)
 
@@ -139,7 +137,7 @@ class Cache:
             values = self.values[layer].flatten(0, 1)
             keys[row_x, :, position_x] = kv[:, :heads].reshape(x, dim)
             values[row_x, position_x] = kv[:, heads:].reshape(x, dim)
-            # The query heads of one group multiply their key head together: nothing is repeated.
+            # The query heads of one group share a product with their key head: none is repeated.
             q_xGD = q.reshape(x, -1, dim)
             score_xGL = _scores(q_xGD, keys[:x, :, :longest], scale, mask_x1L)
             weight_xGL = score_xGL.softmax(dim=-1).to(dtype)
@@ -160,7 +158,7 @@ class Cache:
 
 
 def _scores(q_xGD: Tensor, key_xDL: Tensor, scale: float, mask_x1L: Tensor) -> Tensor:
-    """float32 ``q @ keys * scale + mask``."""
+    """Return ``q @ keys * scale + mask`` in float32."""
     if q_xGD.dtype is torch.float32:
         return torch.baddbmm(mask_x1L, q_xGD, key_xDL, alpha=scale)  # in one pass
     return torch.bmm(q_xGD, key_xDL).float().mul_(scale).add_(mask_x1L)

@@ -1,9 +1,9 @@
 """One decoder for all families, and the named buffers its weights live in.
 
-q, k, v and gate, up are one matrix each: one activation quantization and one product instead of
-three and two. A layer's experts have their gates and ups in one buffer and their downs in another;
-each multiplies by its own rows. ``slots`` maps every Hugging Face name to the rows of the buffer
-that it fills, so an update is a series of copies into memory that never moves.
+q, k and v are one matrix, and so are gate and up: activations are quantized and multiplied once
+instead of three times and twice. A layer's experts have their gates and ups in one buffer and their
+downs in another; each multiplies by its own rows. ``slots`` maps every Hugging Face name to the
+rows of the buffer that it fills, so an update is a series of copies into memory that never moves.
 
 Shapes: T tokens (of all sequences, flattened), H hidden, D head dimension, O and I a matrix's
 sides, E experts, k experts that a token meets, P = T * k pairs of a token and one of its experts.
@@ -35,8 +35,8 @@ from qurl_megatron.tensors.table import hf_tensor
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLOATS: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 
-# attend(layer, q [T, heads, D], kv [T, 2 * kv_heads, D]) -> [T, heads * D]; keys before values.
 Attend = Callable[[int, Tensor, Tensor], Tensor]
+"""attend(layer, q [T, heads, D], kv [T, 2 * kv_heads, D]) -> [T, heads * D]; keys before values."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,15 @@ class Slot:
 class Matrix:
     """One (possibly fused) weight matrix and the way to multiply by it.
 
-    Products of codes are the trainer's own (``quant.activations``). Without a GPU, INT8 weights are
-    also kept in the layout that ``decode.cpp`` multiplies by, where it runs; the results are the
-    same to the last bit.
+    Products of codes are the trainer's own (``quant.activations``). Where ``decode.cpp`` runs, INT8
+    weights are also kept in its layout; the results are the same to the last bit.
     """
 
     scheme: str
-    weight_OI: Tensor  # of FP8 the same values in FP32 where the hardware has no float8
-    scale: Any  # a Tensor, [O] or of squares [R, C]; None of a matrix in the model's format
+    weight_OI: Tensor  # FP8 values are kept in FP32 where the hardware has no float8
+    scale: Any  # a Tensor, [O] or of squares [R, C]; None if the scheme is "none"
     blocks: native.Blocks | None = None
-    square_O: Tensor | None = None  # rows of ``scale`` by rows of the weight
+    square_O: Tensor | None = None  # for each row of the weight its row of ``scale``
 
     def __call__(self, x_TI: Tensor, addend: Tensor | None = None) -> Tensor:
         if self.scheme == "none":
@@ -84,10 +83,10 @@ class Matrix:
             self.blocks = native.Blocks(self.weight_OI, self.scale)
 
     def split(self, count: int) -> list["Matrix"]:
-        """Return views of as many runs of equally many rows."""
+        """Cut the rows into ``count`` equal runs; return views of them."""
         scales = [None] * count if self.scale is None else self.scale.chunk(count)
         weights = self.weight_OI.chunk(count)
-        # The first run's, which count from 0, are those of each.
+        # Counted from the run's own first square, as those of the first run are.
         square_O = None if self.square_O is None else self.square_O[: len(weights[0])]
         return [
             Matrix(self.scheme, *part, square_O=square_O)
@@ -118,7 +117,7 @@ class RoutedMlp:
     def route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts' weights in the model's format and their numbers, [T, k] each.
 
-        The order is that of descending weights.
+        The largest weight comes first.
         """
         probability_TE = linear(x_TH, self.router_EH).softmax(dim=-1, dtype=torch.float32)
         weight_Tk, expert_Tk = probability_TE.topk(self.facts.top_k, dim=-1)
@@ -135,7 +134,7 @@ class RoutedMlp:
         parts = x_TH[order_P // top_k].split(counts)
         outputs = [mlp(part) for mlp, part in zip(self.mlps, parts, strict=True) if len(part)]
         y_PH = torch.cat(outputs)[order_P.argsort()]
-        # Summed in an order that is a token's own, whoever shares its experts.
+        # In an order that does not depend on which tokens share the experts.
         total_TH = addend_TH.to(torch.float32, copy=True)
         if self.shared is not None and self.shared_gate_1H is not None:
             total_TH.addcmul_(self.shared(x_TH), linear(x_TH, self.shared_gate_1H).sigmoid())
@@ -168,8 +167,6 @@ class Decoder:
 
     @torch.inference_mode()
     def __init__(self, arch: Arch, scheme: str, dtype: torch.dtype, device: torch.device) -> None:
-        if scheme not in SCHEMES:
-            raise ConfigError(f"scheme must be one of {list(SCHEMES)}, got {scheme!r}")
         self.arch, self.scheme, self.dtype, self.device = arch, scheme, dtype, device
         self.largest_code = CODES.get(scheme)
         self.slots: dict[str, Slot] = {}
@@ -181,10 +178,11 @@ class Decoder:
 
     @torch.inference_mode()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copy a whole set of weights in; all of it is checked before the first copy.
+        """Copy a whole set of weights in; all are checked before the first copy.
 
         Raises:
-            ConfigError: a tensor is missing, extra or misshapen; nothing changed.
+            ConfigError: a tensor is missing, unexpected, of a wrong shape or type, or a scale is
+                not positive and finite; nothing has changed.
         """
         self.check(tensors)
         for name, slot in self.slots.items():
@@ -200,7 +198,7 @@ class Decoder:
         return {name: Shard.whole(name, slot.target) for name, slot in self.slots.items()}
 
     def takes(self, target: Shard, dtype: torch.dtype) -> bool:
-        """Return True also for other floats, and for FP8 codes that a CPU keeps as FP32."""
+        """Return True for the target's dtype, other floats, and FP8 codes that are kept as FP32."""
         return dtype in self.slots[target.name].dtypes
 
     @torch.inference_mode()
@@ -256,7 +254,7 @@ class Decoder:
             qk = qkv[:, :rotated]
             if layer.qk_norm is not None:
                 qk = rms_norm(qk, layer.qk_norm, arch.rms_eps)
-            # Into qkv itself: keys and values then lie side by side, one copy away from the cache.
+            # Write into qkv itself: keys and values stay side by side, one copy from the cache.
             qkv[:, :rotated] = (qk * cos_T1D).addcmul_(qk.roll(arch.head_dim // 2, -1), sin_T1D)
             mixed = attend(index, qkv[:, : arch.heads], qkv[:, arch.heads :])
             x_TH = layer.out(mixed, x_TH)
@@ -347,7 +345,7 @@ class Decoder:
         return buffer
 
     def _qk_norm(self, prefix: str) -> Tensor:
-        """Rows of heads: slots are the first of queries and of keys, ``finish`` fills the rest."""
+        """Allocate a row per head: the first query and key row are slots that ``finish`` copies."""
         arch = self.arch
         norm = torch.empty(
             arch.heads + arch.kv_heads, arch.head_dim, dtype=self.dtype, device=self.device
@@ -359,7 +357,7 @@ class Decoder:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize in FP32, cast, then scale: the order Hugging Face models were trained with."""
+    """Normalize in FP32, cast, then scale, in this order as Hugging Face models were trained."""
     x32 = x.float()
     norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
     inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -375,7 +373,7 @@ def _inverse_frequencies(arch: Arch) -> Tensor:
 
 
 def _llama3(inverse: Tensor, rope: Llama3Rope) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, middle ones blend, short ones stay."""
+    """Scale frequencies as Llama 3.1: stretch long wavelengths, keep short ones, blend between."""
     low, high = rope.low_freq_factor, rope.high_freq_factor
     old_context = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse

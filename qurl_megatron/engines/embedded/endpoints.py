@@ -1,9 +1,9 @@
 """The embedded engine behind SGLang's HTTP endpoints, so that one client drives either.
 
-It has the endpoints the fleet needs: token ids in and out, whole answers, new weights.
-Handlers parse, hand a command to the engine's thread and wait; none of them touches the engine
-itself. Every message of a weight update is handled there too, between two decode steps. Nothing
-from the network is unpickled.
+It has the endpoints that the fleet needs: token ids in and out, whole answers, new weights.
+Handlers parse a request, hand a command to the engine's thread, and wait; none of them touches the
+engine itself. Each message of a weight update is such a command too, and runs between two decode
+steps. Nothing from the network is unpickled.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import os
 import queue
 import signal
 import socket
@@ -38,6 +37,7 @@ from qurl_megatron.engines.embedded.engine import Engine
 from qurl_megatron.engines.embedded.protocol import RequestLimits, parse_generate
 from qurl_megatron.engines.embedded.read_weights import read_weights, refuse_other_scheme
 from qurl_megatron.engines.kinds import ENGINE_KINDS
+from qurl_megatron.engines.starting import wait_for_end_of_stdin
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_eos
@@ -90,15 +90,13 @@ def load_engine(
     """Return an engine with the weights of a Hugging Face folder or a Megatron checkpoint.
 
     Args:
-        scheme: format of the block's linear layers, quantized on load unless they are already.
-        dtype: format of everything else, and of the activations between layers.
+        scheme: of ``SCHEMES``: format of the blocks' linear layers, quantized on load if necessary.
+        dtype: of ``DTYPES``: format of everything else, and of the activations between layers.
 
     Raises:
-        ConfigError: the weights are not of a model, a kind or a scheme that the engine computes, or
-            the device is "auto" and there are GPUs that torch does not see.
+        ConfigError: the engine cannot compute this model, format or scheme; or the device is "auto"
+            and there are GPUs that torch does not see.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {list(DTYPES)}, got {dtype!r}")
     if device == "auto":
         if reason := unseen_gpus():
             raise ConfigError(reason)
@@ -119,13 +117,13 @@ def bound(host: str, port: int) -> socket.socket:
         ConfigError: the address is not one of this machine, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Were TCP not named, asyncio would not know it for TCP and leave Nagle's algorithm on: on a
-    # connection that is kept, an answer of two writes then waits 40 ms for the client's ACK.
+    # Name TCP, or asyncio does not recognize it and leaves Nagle's algorithm on: on a connection
+    # that is kept open, an answer of two writes then waits 40 ms for the client's ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:  # the latter: a port above 65535
+    except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
         listener.close()
         reason = getattr(error, "strerror", error)
         raise ConfigError(
@@ -161,10 +159,10 @@ def build_app(worker: "EngineThread", model_path: str, *, api_key: str | None = 
 
 
 class EngineThread:
-    """Owns an engine: runs commands between steps and sleeps when there is no work.
+    """Owns an engine: runs commands between its steps, and sleeps when there is no work.
 
-    Everything that touches the engine is such a command, so none of its state needs a lock, and
-    whatever a command does (a weight update, an abort) happens between two decode steps.
+    All access to the engine is by such commands, so its state needs no lock, and weight updates
+    and aborts happen between two steps.
     """
 
     def __init__(self, engine: Engine, threads: int = 0) -> None:
@@ -176,7 +174,7 @@ class EngineThread:
         self._thread.start()
 
     def call(self, function: Callable[[Engine], Any]) -> Future:
-        """Execute a function between two steps."""
+        """Run a function between two steps."""
         future: Future = Future()
         self._commands.put((function, future))
         if self.failure is not None:
@@ -195,7 +193,7 @@ class EngineThread:
                 if self.engine.busy:
                     self.engine.step()
         except BaseException as error:
-            # A failed step leaves the batch half written: no answer from it could be trusted.
+            # A failed step leaves the batch half written: no answer could be trusted.
             log.exception("the engine failed")
             self.failure = error
             for sequence in [*self.engine.running, *self.engine.waiting]:
@@ -204,7 +202,7 @@ class EngineThread:
             self._fail_commands()
 
     def _obey(self) -> bool:
-        """Run queued commands; with nothing to generate, sleep until one comes. False: the end."""
+        """Run the queued commands; sleep while there is nothing to generate. False: stop."""
         while True:
             try:
                 command = self._commands.get(block=not self.engine.busy)
@@ -215,7 +213,7 @@ class EngineThread:
             function, future = command
             try:
                 future.set_result(function(self.engine))
-            except Exception as error:  # the caller's to handle; the engine is as it was
+            except Exception as error:  # the caller handles it
                 future.set_exception(error)
 
     def _fail_commands(self) -> None:
@@ -272,7 +270,7 @@ class _Handlers:
         return JSONResponse({"model_path": self.model_path, "weight_version": version})
 
     async def generate(self, request: Request) -> Response:
-        """Generate all of it; a client that leaves ends its sequences."""
+        """Generate whole answers; if the client disconnects, abort its sequences."""
         generation = parse_generate(await _json(request), self.limits)
         await self._on_thread(lambda engine: engine.add(generation.sequences))
         finished = asyncio.gather(*(asyncio.wrap_future(s.ended) for s in generation.sequences))
@@ -318,12 +316,12 @@ class _Handlers:
         return JSONResponse(self._lease.ask(await _json(request)))
 
     async def nothing_to_do(self, request: Request) -> Response:
-        """Agree to requests that only SGLang needs: here no cache outlives its request, and each
+        """Answer requests that only SGLang needs: here no cache outlives its request, and each
         message of an update names its session."""
         return _SUCCESS
 
     async def update_from_tensor(self, request: Request) -> Response:
-        """Take a message of an update; its result is in the receipts, as with SGLang."""
+        """Handle a message of an update; as with SGLang, the receipts have the result."""
         body = await _json(request)
         if body.get("load_format") != LOADER:
             raise ConfigError(f"load_format must be {LOADER!r}: this engine has no other loader")
@@ -393,7 +391,7 @@ class _RequireKey:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn that reports its port when ready, and ends requests instead of waiting for them."""
+    """Uvicorn, but it reports its port when ready, and at the end aborts requests."""
 
     def __init__(self, config, worker: EngineThread, port_file: str | Path | None) -> None:
         super().__init__(config)
@@ -420,7 +418,5 @@ class _Server(uvicorn.Server):
         yield
 
     def leave_with_stdin(self) -> None:
-        # The bare descriptor: a thread inside sys.stdin's lock aborts the interpreter's own exit.
-        while os.read(0, 4096):
-            pass
+        wait_for_end_of_stdin()
         self.should_exit = True

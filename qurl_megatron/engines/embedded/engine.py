@@ -3,14 +3,14 @@
 ``step()`` either prefills waiting sequences or decodes one token for every running one. The engine
 is synchronous and single-threaded; ``endpoints`` gives it a thread of its own.
 
-The schedule is a function of the order of arrival alone: first come, first served, and a waiting
-sequence that fits joins before the next decode step. Only prefills of retracted sequences take
-turns with decode steps, so that those that are back do not stand still until all are.
+The schedule depends on the order of arrival alone: first come, first served, and a waiting sequence
+that fits joins before the next decode step. Only prefills of retracted sequences alternate with
+decode steps, so that sequences that are back do not stand still until all are.
 
-One HTTP request is one command; submitted to an idle engine it gives the same bits every time.
-Requests that arrive while others run are batched differently from run to run, and floating-point
-sums (attention, norms, the head; not the INT8 products) may then differ in the last bits, which a
-sampled token can amplify.
+One HTTP request is one command; sent to an idle engine it gives the same bits every time. Requests
+that arrive while others run are batched differently from run to run. Floating-point sums
+(attention, norms, the head; not the INT8 products) may then differ in the last bits, and a sampled
+token can amplify that.
 
 Shapes: B running sequences, P prompts of one prefill.
 """
@@ -34,8 +34,8 @@ from qurl_megatron.kit.errors import ConfigError
 MAX_ROWS = 512
 PREFILL_TOKENS = 16384  # padded prompt tokens of one prefill step, so that activations stay small
 RECOMPUTE_TOKENS = 512
-"""Likewise of sequences that continue after an update: all of a step wait for each other, and are
-padded to the longest; but far fewer tokens at a time would take longer."""
+"""The same for sequences that continue after an update: those of one step wait for each other and
+are padded to the longest. Far fewer tokens at a time would take longer in all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class Sequence:
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)  # name, first token beyond it
     finish_reason: dict | None = None
-    # [tokens of prompt and output but the last, layers, experts of a token], a byte or two each
+    # [all tokens but the last, prompt included; layers; experts of a token], 1 or 2 bytes each
     experts: bytes = b""
 
     @property
@@ -65,7 +65,7 @@ class Sequence:
 
 
 class Rows:
-    """Per-step state of the running sequences: columns of numbers, a row per cache row."""
+    """State of the running sequences in columns of numbers, with the rows of the cache."""
 
     @torch.inference_mode()
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -188,7 +188,7 @@ class Engine:
             self._end(sequence, {"type": "abort", "message": message})
 
     def pause(self, *, retract: bool) -> None:
-        """Stop; running sequences are requeued if asked, or else wait where they are."""
+        """Stop; running sequences go back to the queue (``retract``), or wait where they are."""
         self.paused = True
         if retract:
             self.retract()
@@ -199,15 +199,14 @@ class Engine:
     def retract(self) -> None:
         """Send the running sequences back to the head of the queue, to be prefilled again.
 
-        The shortest come first: they need the least work, and next to each other hardly any
-        padding. With a decode step after each prefill, their tokens flow again long before the
-        longest are done.
+        The shortest come first: they need the least work, and sorted by length hardly any padding.
+        With a decode step after each prefill, they go on long before the longest are prefilled.
         """
         retracted = [self._remove(row) for row in reversed(range(len(self.running)))]
         self.waiting.extendleft(sorted(retracted, key=_prefix_length, reverse=True))
 
     def rename(self, version: str) -> None:
-        """Name the weights from now on; tokens that are there keep the name they have."""
+        """Name the weights from now on; earlier tokens keep the name that they have."""
         for row, sequence in enumerate(self.running):
             _stamp(sequence, self.version, self._batch.produced(row))
         for sequence in self.waiting:
@@ -215,9 +214,9 @@ class Engine:
         self.version = version
 
     def _admit(self) -> list[Sequence]:
-        """Take waiting sequences, in order, that fit into rows of the cache and one prefill."""
+        """Take waiting sequences, in order, while they fit into the cache and one prefill."""
         if not self.running and self.waiting:
-            # An empty cache can be cut for free: once, for the longest of all that wait.
+            # Cutting an empty cache is free: do it once, for the longest that waits.
             self.cache.cut(max(s.total for s in self.waiting), live_rows=0)
         joining: list[Sequence] = []
         longest, prompts, previous = 0, 0, None
@@ -240,7 +239,7 @@ class Engine:
         first_row, cache, device = len(self.running), self.cache, self.decoder.device
         self.running += joining
         self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
-        # Neighbours with one prompt share its computation; ``owner`` is the prompt of each row.
+        # Neighbours with the same prompt share its prefill; ``owner`` is each row's prompt.
         owner, prefixes, prompt_rows = [], [], []
         for offset, sequence in enumerate(joining):
             if offset == 0 or not _shares_prefill(joining[offset - 1], sequence):
@@ -263,7 +262,7 @@ class Engine:
         last_P += torch.arange(len(prefixes), device=device) * length
         cache.tokens[rows_P, :length] = ids_PL
         for row, sequence in enumerate(joining, start=first_row):
-            if sequence.output_ids:  # retracted: it had log-probs already
+            if sequence.output_ids:  # it was retracted, and has log-probs already
                 span = slice(len(sequence.prompt), len(sequence.prompt) + len(sequence.output_ids))
                 cache.log_probs[row, span] = torch.tensor(sequence.log_probs, device=device)
         owner_B = torch.tensor(owner, device=device)
@@ -297,7 +296,7 @@ class Engine:
         return None if native.refusal(self.decoder) else native.NativeStep(self.decoder, self.cache)
 
     def _extend(self, logits_BV: Tensor, first_row: int) -> None:
-        """Sample a token for the rows from ``first_row`` on; end the sequences it completes."""
+        """Sample a token for each row from ``first_row`` on; end the sequences it completes."""
         batch, rows = self._batch, slice(first_row, len(self.running))
         token_B, log_prob_B = sample(logits_BV, batch.sampling(rows))
         self.cache.tokens[batch.row[rows], batch.length[rows]] = token_B
@@ -362,6 +361,6 @@ def _shares_prefill(previous: Sequence | None, sequence: Sequence) -> bool:
 
 
 def _stamp(sequence: Sequence, version: str, end: int) -> None:
-    """Note that tokens up to ``end`` that carry no version yet were generated by ``version``."""
+    """Record ``version`` for the tokens before ``end`` that have none yet."""
     if end > (sequence.versions[-1][1] if sequence.versions else 0):
         sequence.versions.append((version, end))

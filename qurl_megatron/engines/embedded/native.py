@@ -1,9 +1,9 @@
 """The decode step in C++, called from Python.
 
-The install builds ``decode.cpp`` where there is a compiler. It is used on processors with AVX-512
-VNNI, for INT8 products of float32 activations; everything else, and every other machine, takes the
-same computation in torch, which is its reference. ``QURL_NATIVE=0`` turns it off. A model with
-experts has native products only: torch takes its steps.
+The install builds ``decode.cpp`` where there is a compiler. It runs on processors with AVX-512
+VNNI, for INT8 weights and float32 activations. In all other cases torch computes the same, and is
+the reference. ``QURL_NATIVE=0`` turns it off. For a model with experts only the products are
+native, not the whole step.
 
 Shapes: B rows, T tokens, H hidden, I inputs and O outputs of a matrix.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 BUILT = SOURCE.with_name("_decode" + sysconfig.get_config_var("EXT_SUFFIX"))
-# Instructions that setup.py lets the compiler use; the file may come from another machine.
+# Instructions that setup.py lets the compiler use. The library may be built on another machine.
 INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "fma"}
 BLOCK = 32  # outputs of a block of weights
 BUILT_BY = (
@@ -38,7 +38,7 @@ THREAD_PAYS_FROM = 1 << 20  # products of a layer: a barrier takes as long as so
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the library, or why there is none."""
+    """Return the library, or the reason why there is none."""
     if os.environ.get("QURL_NATIVE") == "0":
         return "QURL_NATIVE=0"
     if missing := INSTRUCTIONS - instructions():
@@ -46,23 +46,22 @@ def library() -> ctypes.CDLL | str:
     if not BUILT.exists():
         return f"{BUILT.name} is not built; {BUILT_BY}"
     try:
-        # Its OpenMP is the one that torch has loaded, and so are its threads.
+        # It uses the OpenMP that torch has loaded, and so its threads.
         loaded = ctypes.CDLL(str(BUILT))
     except OSError as error:
         return f"{BUILT.name} cannot be loaded: {error}"
     if loaded.source() & 0xFFFFFFFF != zlib.crc32(SOURCE.read_bytes()):
         return f"{BUILT.name} is built from another {SOURCE.name}; {BUILT_BY}"
     loaded.pack.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
-    loaded.linear.argtypes = [
-        *(POINTER(_Matrix), c_void_p, c_int64, c_float, c_void_p, c_int64, c_void_p, c_int)
-    ]
+    matrix_and_input = [POINTER(_Matrix), c_void_p, c_int64, c_float]
+    loaded.linear.argtypes = [*matrix_and_input, c_void_p, c_int64, c_void_p, c_int]
     loaded.decode.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int64, c_void_p, c_int]
     return loaded
 
 
 @functools.cache
 def instructions() -> frozenset[str]:
-    """Return the processor's instructions, by Linux's names; none of an ARM processor is known."""
+    """Return the processor's instruction sets by Linux's names; empty on ARM."""
     flags = re.findall(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return frozenset("".join(flags[:1]).split())
 
@@ -72,7 +71,7 @@ def available() -> bool:
 
 
 def refusal(decoder: "Decoder") -> str | None:
-    """Return why a decoder's steps are torch's; None where they are native."""
+    """Return why torch computes a decoder's steps; None if they are native."""
     if decoder.largest_code is None or decoder.device.type != "cpu":
         return f"scheme {decoder.scheme} on {decoder.device.type} has no native step"
     if isinstance(reason := library(), str):
@@ -86,7 +85,7 @@ def refusal(decoder: "Decoder") -> str | None:
 
 def _built() -> ctypes.CDLL:
     loaded = library()
-    assert not isinstance(loaded, str), "whoever has blocks asked"
+    assert not isinstance(loaded, str), "there are blocks only where there is a library"
     return loaded
 
 
@@ -139,22 +138,31 @@ class Blocks:
 
     def fill(self, w_OI: Tensor) -> None:
         """Take in other weights, at the same address."""
-        _built().pack(
-            *(w_OI.data_ptr(), *w_OI.shape, self._blocks.data_ptr(), torch.get_num_threads())
-        )
+        target = self._blocks.data_ptr()
+        _built().pack(w_OI.data_ptr(), *w_OI.shape, target, torch.get_num_threads())
 
     def linear(self, x_TI: Tensor, addend: Tensor | None, largest: float) -> Tensor:
-        """[T, O] float32: the product of ``decoder.Matrix`` without blocks, to the last bit."""
+        """Return [T, O] float32: what ``decoder.Matrix`` computes without blocks, to the last bit.
+
+        Args:
+            addend: [O], or [T, O].
+            largest: code of an activation.
+        """
         x_TI = x_TI.contiguous().float()
         y_TO = torch.empty(len(x_TI), self.matrix.outputs)
-        added, step = None, 0  # of one row for all, or of a row each
+        step = 0  # between the rows of the addend
         if addend is not None:
-            added = addend.contiguous().float()
-            step = added.stride(0) if added.ndim == 2 else 0
+            addend = addend.contiguous().float()
+            step = addend.stride(0) if addend.ndim == 2 else 0
         _built().linear(
-            *(self.matrix, x_TI.data_ptr(), len(x_TI), largest),
-            *(_address(added), step),
-            *(y_TO.data_ptr(), torch.get_num_threads()),
+            self.matrix,
+            x_TI.data_ptr(),
+            len(x_TI),
+            largest,
+            _address(addend),
+            step,
+            y_TO.data_ptr(),
+            torch.get_num_threads(),
         )
         return y_TO
 
@@ -183,12 +191,11 @@ class NativeStep:
         self._products = sum(m.weight_OI.numel() for m in decoder.layers[0].matrices)
 
     def __call__(self, x_BH: Tensor, position_B: Tensor) -> Tensor:
-        """Return the hidden states [B, H] before the final norm, in the place of the embeddings."""
+        """Turn embeddings [B, H] into the hidden states before the final norm, in place."""
         work = len(x_BH) * self._products
-        _built().decode(
-            *(self._model, position_B.data_ptr(), len(x_BH), self._cache.length, x_BH.data_ptr()),
-            min(torch.get_num_threads(), 1 + work // THREAD_PAYS_FROM),
-        )
+        threads = min(torch.get_num_threads(), 1 + work // THREAD_PAYS_FROM)
+        batch, length = len(x_BH), self._cache.length
+        _built().decode(self._model, position_B.data_ptr(), batch, length, x_BH.data_ptr(), threads)
         return x_BH
 
 

@@ -1,7 +1,7 @@
-"""SGLang's ``/generate``: JSON in, sequences out, and back.
+"""SGLang's ``/generate``: from JSON to sequences, and back.
 
-A parameter this engine does not implement is refused by name. Ignoring it would sample from another
-distribution than the caller believes, which no later check could find.
+A parameter that this engine does not implement is refused by name. Ignoring it would sample from
+another distribution than the caller believes, which no later check could find.
 """
 
 import base64
@@ -32,7 +32,7 @@ class Sampling(Record, frozen=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
 
-    # Sent by every rollout, because a server may prefer other values: these ask for nothing.
+    # Rollouts send these neutral values, because a server may prefer others.
     min_p: Nothing = 0
     min_new_tokens: Nothing = 0
     frequency_penalty: Nothing = 0
@@ -41,7 +41,7 @@ class Sampling(Record, frozen=True):
 
 
 class Body(Record, frozen=True):
-    """A request, of one prompt or of a list."""
+    """A request with one prompt or a list of prompts."""
 
     input_ids: Annotated[list, Meta(min_length=1)]
     sampling_params: Any = None
@@ -68,7 +68,7 @@ class Generation:
     experts: bool = False
 
     def answer(self) -> dict | list[dict]:
-        """Return the body, once all sequences have ended."""
+        """Return the body of the answer; all sequences must have ended."""
         answers = [_answer(each, self.log_probs, self.experts) for each in self.sequences]
         return answers if self.batched else answers[0]
 
@@ -158,7 +158,7 @@ def _answer(sequence: Sequence, log_probs: bool, experts: bool) -> dict:
         ],
     }
     if log_probs:
-        # The third place is for a text, which nobody reads.
+        # SGLang's third value is the token's text.
         pairs = zip(sequence.log_probs, ids, strict=True)
         meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
     if experts:

@@ -1,4 +1,4 @@
-"""Weights from a folder: a checkpoint of either kind.
+"""Weights from a Hugging Face folder or a Megatron checkpoint.
 
 Files are memory-mapped: reading them costs page cache, not a second copy of the model. Nothing is
 unpickled.
@@ -21,10 +21,10 @@ from qurl_megatron.tensors.table import is_quantized
 
 
 def read_weights(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
-    """Return all tensors of a folder of any kind, as the decoder takes them.
+    """Return all tensors of a folder as the decoder takes them.
 
     Raises:
-        ConfigError: a file is damaged, holds a tensor twice, or is quantized in part.
+        ConfigError: a file is damaged, a tensor is there twice, or only some layers are quantized.
     """
     stored: dict[str, Tensor] = {}
     if find_torch_dist(folder):
@@ -39,10 +39,10 @@ def read_weights(folder: Path, decoder: Decoder) -> dict[str, Tensor]:
 
 
 def stored_scheme(folder: Path) -> str | None:
-    """Return the scheme of a folder whose weights are quantized already, or None.
+    """Return the scheme of a folder's weights if they are quantized already, else None.
 
     Raises:
-        ConfigError: they are quantized in a way that no embedded engine computes.
+        ConfigError: they are quantized in a way that the embedded engine cannot compute.
     """
     try:
         return export.read_quantization(read_config(description_of(folder)))
@@ -51,7 +51,7 @@ def stored_scheme(folder: Path) -> str | None:
 
 
 def refuse_other_scheme(folder: Path, scheme: str) -> None:
-    """Raise ``ConfigError`` where a folder is quantized already, and not to ``scheme``."""
+    """Raise ``ConfigError`` if a folder is quantized already, but not to ``scheme``."""
     stored = stored_scheme(folder)
     if stored not in (None, scheme):
         raise ConfigError(
@@ -61,10 +61,10 @@ def refuse_other_scheme(folder: Path, scheme: str) -> None:
 
 
 def _from_hugging_face(stored: dict[str, Tensor], decoder: Decoder) -> dict[str, Tensor]:
-    """Drop the repeated head of a tied model, take FP16 as FP32, quantize layers in high precision.
+    """Drop a tied model's copy of the head, convert FP16 to FP32, and quantize what is not yet.
 
     Raises:
-        ConfigError: some layers of the block are quantized already, and others are not.
+        ConfigError: only some of the layers to be quantized are quantized already.
     """
     of_block = [name for name in stored if is_quantized(name)]
     floats = [n for n in of_block if stored[n].is_floating_point() and stored[n].itemsize > 1]

@@ -1,12 +1,12 @@
 """Sampling whose noise is a pure function of (seed, position), and the log-probs of samples.
 
-Token t of a sequence is drawn by inverting the cumulative distribution at one uniform number
-``uniform(seed, t)``: a hash, not a generator with state. So the noise never depends on the rest of
-the batch, and a sequence that was interrupted and resumed draws the same numbers.
+Token t of a sequence is drawn by inverting the cumulative distribution at ``uniform(seed, t)``: a
+hash, not a generator with state. So the noise never depends on the rest of the batch, and a
+sequence that was interrupted and resumed draws the same numbers.
 
-The inversion works on two levels (blocks, then tokens of one block), in float64: a float32 running
-sum over 150k tokens would lose the tail, and a full float64 one would cost more than the model's
-head.
+The inversion works on two levels (blocks, then the tokens of one block), in float64. A float32
+running sum over 150k tokens would lose the tail, and a float64 one over all tokens would cost more
+than the model's head.
 
 Shapes: B sequences, V vocabulary, N blocks of K tokens.
 """
@@ -40,7 +40,7 @@ def sample(logits_BV: Tensor, state: SamplingState) -> tuple[Tensor, Tensor]:
 
     Returns:
         Tokens [B] int64 and their log-probs [B] float32: ``log_softmax(logits / temperature)`` over
-        the whole vocabulary, also where top_p or top_k (meant for evaluation) narrowed the choice.
+        the whole vocabulary, even if top_p or top_k (meant for evaluation) narrowed the choice.
     """
     scaled_BV = logits_BV / state.temperature_B[:, None]  # float32, whatever the logits are
     peak_B, best_B = scaled_BV.max(dim=-1)
@@ -62,7 +62,7 @@ def blocks(weight_BV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights in blocks, and the running sum over blocks in float64."""
     batch, vocab = weight_BV.shape
     weight_BNK = pad(weight_BV, (0, -vocab % BLOCK)).view(batch, -1, BLOCK)
-    # One block is short enough for float32; it is the sum over blocks that would lose the tail.
+    # Within one short block float32 is enough.
     return weight_BNK, weight_BNK.sum(dim=-1).double().cumsum(dim=-1)
 
 
@@ -94,13 +94,13 @@ def _filtered(weight_BV: Tensor, state: SamplingState) -> Tensor:
 
 
 def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """[B] float64 in [0, 1): SplitMix64 of the position in the stream that the seed selects."""
+    """Return float64 [B] in [0, 1): SplitMix64 at a position of the stream of a seed."""
     bits_B = _mix(_mix(seed_B) + (position_B + 1) * _signed(0x9E3779B97F4A7C15))
     return _shift(bits_B, 11).double() * 2.0**-53
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer; int64 products wrap, as the algorithm wants."""
+    """Return SplitMix64's finalizer; int64 products wrap, as the algorithm needs."""
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift(x, 31)

@@ -1,7 +1,7 @@
-"""The compiler with which SGLang and FlashInfer make kernels on a node, at their first use.
+"""The compiler with which SGLang and FlashInfer build kernels on a node, at their first use.
 
-``python -P -m qurl_megatron.engines.sglang.compiling`` makes one as they do. Where that fails, it
-prints a sentence and ends with 1.
+``python -P -m qurl_megatron.engines.sglang.compiling`` builds one in the same way. If that fails,
+it prints a sentence and exits with 1.
 """
 
 import os
@@ -30,20 +30,20 @@ ${CXX:-c++} -shared kernel.o -o kernel.so "-L$CUDA/lib64" "-L$CUDA/lib64/stubs" 
 def use_cuda_of_pip() -> None:
     """Set ``CUDA_HOME`` to the compiler that pip installed in this environment, unless it is set.
 
-    pip has the runtime as lib/libcudart.so.13 alone, and SGLang links lib64/libcudart.so.
+    pip installs the runtime only as lib/libcudart.so.13, and SGLang links lib64/libcudart.so.
     """
     cuda = Path(sysconfig.get_path("purelib"), "nvidia/cu13")
     if {"CUDA_HOME", "CUDA_PATH"} & {*os.environ} or not (cuda / "bin/nvcc").is_file():
         return
     kernels = os.environ.get("SGLANG_JIT_CACHE_DIR") or "~/.cache/sglang/jit"  # as SGLang
     links = Path(kernels).expanduser() / "cuda"
-    scratch = links / f".{os.getpid()}"  # other engines do the same meanwhile
+    scratch = links / f".{os.getpid()}"  # other engines may do the same at this moment
     try:
         links.mkdir(parents=True, exist_ok=True)
-        scratch.unlink(missing_ok=True)  # of one that was killed here, under the same number
+        scratch.unlink(missing_ok=True)  # left by a killed process with the same id
         scratch.symlink_to(cuda / "lib/libcudart.so.13")
         scratch.replace(links / "libcudart.so")
-    except OSError:  # read-only: with all kernels in it, nothing is compiled
+    except OSError:  # a read-only cache with all kernels in it needs no compiler
         return
     # In a container, LD_LIBRARY_PATH alone may lead to libcuda.so.
     inherited = [os.environ.get(name) for name in ("LIBRARY_PATH", "LD_LIBRARY_PATH")]
@@ -52,10 +52,10 @@ def use_cuda_of_pip() -> None:
 
 
 def fault(torch_cuda: str) -> str | None:
-    """Return why no kernel can be made here; None: one was.
+    """Return why no kernel can be built here; None if one was.
 
     Args:
-        torch_cuda: release that torch is built for, as "13.0".
+        torch_cuda: CUDA release that torch is built for, such as "13.0".
     """
     use_cuda_of_pip()
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"  # as SGLang looks for it

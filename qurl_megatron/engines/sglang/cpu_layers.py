@@ -1,7 +1,7 @@
 """W8A8 layers in plain torch, which SGLang 0.5.23 lacks on a machine without a GPU.
 
-SGLang's own CPU backend wants ``sgl_kernel`` built for AMX. Without that it still runs, on plain
-torch, once five gaps are filled:
+SGLang's own CPU backend wants ``sgl_kernel`` built for AMX. Without that it runs on plain torch,
+once five gaps are filled:
 
     sgl_kernel     imported everywhere; here a stub, whose functions fail when they are called
     torchvision    imported for images; PyPI's wheel expects two operators of the CUDA build
@@ -10,15 +10,15 @@ torch, once five gaps are filled:
     experts        of w8a8_int8 and w8a8_fp8, and unquantized ones split over ranks, one by one
     shared expert  whose gated output a Triton kernel adds
 
-Beside these, a paused scheduler sleeps instead of spinning, and flushing the cache does not walk
-over all of Python's objects: here the trainer computes on the same cores.
+In addition, a paused scheduler sleeps instead of spinning, and flushing the cache does not walk
+over all of Python's objects, because the trainer computes on the same cores.
 
-Both functions do nothing unless ``SGLANG_USE_CPU_ENGINE=1``, and nothing where there is CUDA.
+``install`` and ``register`` do nothing unless ``SGLANG_USE_CPU_ENGINE=1`` and there is no CUDA.
 
 Limits: no experts of compressed-tensors; no speculative decoding, LoRA, quantized KV cache,
 grammars or images; FP8 multiplies in FP32, so it shows what FP8 does to a model, not how fast it
-is; scales per tensor or block, and static activation scales, are not there; attention is torch's,
-and takes a batch's sequences one after another.
+is; no scales per tensor or block, and no static activation scales; attention is torch's, which
+takes the sequences of a batch one after another.
 """
 
 import functools
@@ -44,16 +44,16 @@ def wanted() -> bool:
 
 
 def registered() -> bool:
-    """Return whether ``register`` has done its work in this process."""
+    """Return whether ``register`` has been called in this process, and had something to do."""
     module = sys.modules.get("sglang.srt.layers.quantization.w8a8_int8")
     return module is not None and module.W8A8Int8LinearMethod.apply is _apply
 
 
 def install() -> None:
-    """Fill the gaps that show while SGLang is imported: before that, in each of its processes."""
+    """Fill the gaps that SGLang's imports need; call it before them, in each of its processes."""
     if not wanted():
         return
-    # One helper of the embedding is compiled otherwise: half a minute, and a C++ compiler.
+    # Otherwise a helper of the embedding is compiled, with a C++ compiler, for half a minute.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if "sgl_kernel" not in sys.modules:
         sys.modules["sgl_kernel"] = _Stub("sgl_kernel")
@@ -61,7 +61,7 @@ def install() -> None:
 
 
 def register() -> None:
-    """SGLang's plugin entry point (``sglang.srt.plugins``): put the W8A8 layers in."""
+    """Put the W8A8 layers in; SGLang's plugin entry point (``sglang.srt.plugins``)."""
     if not wanted():
         return
     install()
@@ -99,7 +99,7 @@ def register() -> None:
         if not hasattr(record, "__wrapped__"):
             scheduler.Scheduler._record_scheduler_state_for_paused_engine = _then_sleep(record)
 
-    # Where tokens' experts are kept; for a GPU it is pinned.
+    # Host memory for tokens' experts, which SGLang would pin for a GPU.
     pool_host.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(
         shape, dtype=dtype
     )
@@ -122,7 +122,7 @@ def _define_operators() -> None:
 
 
 class _Stub(types.ModuleType):
-    """Has any name that is asked for, and fails when one is called."""
+    """A module that has every name, as a function that fails when it is called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "Stand-in for kernels that exist for GPUs only.")
@@ -139,7 +139,7 @@ class _Stub(types.ModuleType):
 
 
 def _transpose(self, layer: Any) -> None:
-    """As SGLang does on GPUs; on CPU it would demand AMX."""
+    """Transpose as SGLang does on GPUs; on CPU it would demand AMX."""
     layer.weight = nn.Parameter(layer.weight.data.t(), requires_grad=False)
     layer.weight_scale = nn.Parameter(layer.weight_scale.data, requires_grad=False)
 
@@ -166,7 +166,7 @@ def _add_gated(x_TH: Tensor, gate_H: Tensor, shared_TH: Tensor, total_TH: Tensor
 
 
 def _experts(layer: Any, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts, [T, H]; other ranks' are numbered -1."""
+    """Return the weighted sum of each token's experts, [T, H]; -1 is an expert of another rank."""
     schemes = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
     scheme = schemes.get(layer.w13_weight.dtype, "none")
 
@@ -186,8 +186,9 @@ def _experts(layer: Any, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -
 
 
 def _then_sleep(record: Callable[[Any], None]) -> Callable[[Any], None]:
-    """SGLang's loop spins while it is paused, on the cores that the trainer quantizes with. It
-    sleeps until the next request instead, as it does when idle; its other ranks wait for it.
+    """Have SGLang's paused loop sleep until the next request, as it does when idle.
+
+    It would spin on the cores with which the trainer quantizes. Its other ranks wait for it.
     """
 
     @functools.wraps(record)
@@ -199,10 +200,10 @@ def _then_sleep(record: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _as_on_gpus(model_config: object, load_config: object, tp_size: int) -> object:
-    """SGLang pads heads and MLPs for AMX's tiles; here they are split and copied as on GPUs."""
+    """Split and copy heads and MLPs as on GPUs, where SGLang would pad them for AMX's tiles."""
     return model_config
 
 
 def _up_to_hopper(self, min_capability: int, error: bool = True, **_: object) -> bool:
-    """SGLang asks a GPU for its compute capability, and chooses the scheme by it."""
+    """Claim Hopper's compute capability, by which SGLang chooses the scheme."""
     return min_capability <= 90

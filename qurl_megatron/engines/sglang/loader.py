@@ -1,16 +1,16 @@
 """The hook that SGLang calls with each message of an update, on every rank, and the parameters of
 an SGLang model that an update writes.
 
-SGLang fuses q, k and v, and gate and up; stacks a layer's experts; splits them over
-tensor-parallel ranks; copies KV heads where there are more ranks than heads; pads the vocabulary;
-and keeps W8A8 weights of linear layers transposed, as [in, out] views of memory that is still
-[out, in], unless they have a scale per square. A target is a view of that memory in the orientation
-of the checkpoint, so that loading is a copy, and nothing is allocated or moved.
+SGLang fuses q, k and v, and gate and up; stacks a layer's experts; splits all of them over
+tensor-parallel ranks; copies KV heads if there are more ranks than heads; and pads the vocabulary.
+It keeps W8A8 weights of linear layers transposed, unless they have a scale per square: as [in, out]
+views of memory that is still [out, in]. A target is a view of that memory in the orientation of the
+checkpoint, so that loading is a copy, and nothing is allocated or moved.
 
-A weight's orientation shows in its strides, never in its shape: a square one has both.
+Only a weight's strides show its orientation: the shape of a square one fits both.
 
-SGLang's classes are known by their names, so this module needs no SGLang. Whatever it does not know
-is refused by name: a parameter that no update reaches would keep its old value unnoticed.
+SGLang's classes are recognized by name, so this module needs no SGLang. Whatever it does not know
+is refused by name, for a parameter that no update reaches would silently keep its old value.
 """
 
 import functools
@@ -68,7 +68,7 @@ class SGLangWeights:
             claims_of = _kind(module)
             if claims_of is None:
                 continue
-            shared = set(claimed)  # an output layer that is the embedding comes with it
+            shared = set(claimed)  # a tied output layer is claimed with the embedding
             for claim in claims_of(name, module):
                 if claim.parameter in shared:
                     continue
@@ -91,8 +91,8 @@ class SGLangWeights:
     def finish(self) -> None:
         """Give every transposed weight its [out, in] view back; the memory stays.
 
-        SGLang transposes every weight at the end of its own session, whatever happened, so it must
-        find them as a fresh load does.
+        SGLang transposes every weight at the end of its own session, in any case, so it must find
+        them as after a fresh load.
         """
         for name, module in self._model.named_modules():
             if _kind(module) in _SPLIT and _is_quantized(name, module):
@@ -102,11 +102,15 @@ class SGLangWeights:
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's hook: ``named_tensors`` is ``wire.payload``'s one pair, and the name the message."""
+    """Handle a message: SGLang's hook.
+
+    Args:
+        named_tensors: the one pair of ``wire.payload``, whose name is the message.
+    """
     try:
         message = Message.from_json(named_tensors[0][0])
     except ConfigError as error:
-        logger.error("%s", error)  # of no session, so there is nowhere to leave a receipt
+        logger.error("%s", error)  # it names no session, so no receipt can be left
         return
     if model not in _ends:
         _ends[model] = UpdateEnd(SGLangWeights(model))
@@ -116,7 +120,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 class _Claim(NamedTuple):
     target: Shard | None  # None: no update brings it
     parameter: int  # id
-    padding: int = 0  # elements beside the target that mean nothing
+    padding: int = 0  # unused elements besides the target
 
 
 def _refuse_model(model: nn.Module) -> None:
@@ -141,10 +145,10 @@ def _rank_and_size(module: Any) -> tuple[int, int]:
 
 
 def _is_quantized(name: str, module: Any) -> bool:
-    """Return whether it is W8A8, a scale per output channel or square, with dynamic token scales.
+    """Return whether a layer is W8A8 with a scale per output channel or square; False: unquantized.
 
     Raises:
-        ConfigError: any other way of quantizing.
+        ConfigError: it is quantized in any other way, or has static activation scales.
     """
     method = module.quant_method
     kind = type(method).__name__
@@ -198,7 +202,7 @@ def _refuse_other_squares(name: str, method: Any, *scales: Any) -> None:
 
 
 def _natural(name: str, module: Any) -> Tensor:
-    """Return the weight as [out, in], whichever way SGLang holds it now."""
+    """Return the weight as [out, in], in whichever orientation SGLang holds it now."""
     weight = module.weight.data
     if _kind(module) is _row_parallel:
         shape = (module.output_size, module.input_size_per_partition)
@@ -226,7 +230,7 @@ def _column_parallel(
     row = 0
     for part, rows, start, all_rows in parts:
         for kind, view in views.items():
-            unit = BLOCK if kind.endswith(SCALES[1]) else 1  # SGLang fuses whole squares alone
+            unit = BLOCK if kind.endswith(SCALES[1]) else 1  # SGLang fuses only whole squares
             value = view[row // unit : (row + rows) // unit]
             shape = (all_rows // unit, *view.shape[1:])
             target = Shard(f"{prefix}.{part}.{kind}", value, shape, 0, start // unit)
@@ -274,7 +278,7 @@ def _row_parallel(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def _row_values(name: str, module: Any) -> dict[str, Tensor]:
-    """Return a linear layer's parameters beside its weight: a value or scale per row, or square."""
+    """Return a linear layer's bias and scales: a value per row, or per square."""
     expected = {"bias"}
     if _is_quantized(name, module):
         expected |= {f"weight{end}" for end in SCALES}
@@ -283,7 +287,7 @@ def _row_values(name: str, module: Any) -> dict[str, Tensor]:
 
 
 def _experts(name: str, module: Any) -> Iterator[_Claim]:
-    """Yield claims of a layer's experts, stacked: of each its gate on its up, and its down.
+    """Yield claims of a layer's stacked experts: w13 has their gates above their ups, w2 the downs.
 
     With expert parallelism a rank holds a run of the experts, and an empty part of the others.
     """
@@ -313,7 +317,7 @@ def _experts(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def _refuse_experts(name: str, module: Any) -> None:
-    """Raise ``ConfigError`` unless the experts lie in memory as in the checkpoint."""
+    """Raise ``ConfigError`` unless experts have the checkpoint's layout in memory."""
     method, backend = module.quant_method, module.runner_backend
     usable = ("UnquantizedFusedMoEMethod", "W8A8Int8MoEMethod", "W8A8FP8MoEMethod", "Fp8MoEMethod")
     if type(method).__name__ not in usable:
@@ -361,7 +365,7 @@ def _vocabulary(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def _attention(name: str, module: Any) -> Iterator[_Claim]:
-    """Yield claims of the scales of an FP8 cache, which layers of "fp8" have in any case."""
+    """Yield claims of the scales of an FP8 cache, which layers of SGLang's "fp8" always have."""
     for kind, parameter in module.named_parameters(recurse=False):
         if (value := getattr(module, f"{kind}_float", None)) != 1.0:
             raise ConfigError(
@@ -372,10 +376,10 @@ def _attention(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def register() -> None:
-    """SGLang's plugin entry point (``sglang.srt.plugins``): set the cache's scales to 1 in an
-    engine that starts without weights.
+    """Have an engine that starts without weights set its cache's scales to 1; SGLang's plugin entry
+    point (``sglang.srt.plugins``).
 
-    SGLang would draw them by chance, and captured graphs keep them.
+    SGLang would draw random ones, and captured graphs keep them.
     """
     from sglang.srt.model_loader import loader
 
@@ -386,9 +390,9 @@ def register() -> None:
         initialize(model, *args, **kwargs)
         for name, value in model.state_dict().items():
             if name.endswith((".attn.k_scale", ".attn.v_scale")):
-                value.fill_(-1.0)  # as they are made: SGLang takes 1
+                value.fill_(-1.0)  # as in a new layer: SGLang then uses 1
 
-    if not hasattr(initialize, "__wrapped__"):  # it may be called again
+    if not hasattr(initialize, "__wrapped__"):  # ``register`` may be called twice
         loader.initialize_dummy_weights = initialize_others
 
 
@@ -398,7 +402,7 @@ def _unsplit(name: str, module: Any) -> Iterator[_Claim]:
 
 
 def _shared_gate(name: str, module: Any) -> Iterator[_Claim]:
-    """Return claims of a shared expert's gate; other layers of its class are not known."""
+    """Return claims of a shared expert's gate, and none for torch's other linear layers."""
     return _unsplit(name, module) if name.endswith(".mlp.shared_expert_gate") else iter(())
 
 

@@ -1,15 +1,14 @@
 """SGLang's server as one engine of a run: ``python -P -m qurl_megatron.engines.sglang.server``.
 
-Takes SGLang's own options, and two more. Our weight loader is always in it. Where there is no CUDA,
-the options that SGLang needs there are added, unless they are given.
+Takes SGLang's own options and two more, and always loads our weight loader. Without CUDA it adds
+the options that SGLang needs there, unless they are given.
 
 The API key comes in the environment (``QURL_API_KEY``), so no process list shows it. SGLang logs
-its arguments when it starts, and hands them to its other processes; the key is therefore put in
-after that, into the process that answers HTTP, and appears in neither. Requests without it get 401;
-``/health`` needs none.
+its arguments at the start, and hands them to its other processes. So the key is set after that, and
+only in the process that answers HTTP. Requests without it get 401; ``/health`` needs none.
 
-Importing this module is part of the design: SGLang's other processes are spawned, a spawned process
-imports the main module first, and this one fills the gaps of a machine without a GPU on the way.
+Importing this module has an effect: SGLang's other processes are spawned, a spawned process imports
+the main module first, and this one then fills the gaps of a machine without a GPU.
 """
 
 import argparse
@@ -35,7 +34,7 @@ os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "false"
 from qurl_megatron.config.env import unseen_gpus
 from qurl_megatron.engines.sglang import compiling, cpu_layers
 from qurl_megatron.engines.sglang.starting_sglang import ask_itself_directly, server_arguments
-from qurl_megatron.engines.starting import API_KEY, given_key
+from qurl_megatron.engines.starting import API_KEY, given_key, wait_for_end_of_stdin
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import facts_of
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         server_arguments(sglang_options, cuda=cuda, port=port, nccl_port=nccl_port)
     )
     if cpu_layers.wanted():
-        # One entry a rank is demanded; only the kernels that are not there would bind to it.
+        # SGLang demands an entry per rank, but only kernels that are missing here would use it.
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * args.tp_size))
     ask_itself_directly(args.host)
     args.resolve_once()
@@ -97,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def leases(model_path: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint that keeps the engine's lease."""
+    """Return the endpoint of the engine's lease."""
     try:
         facts = facts_of(model_path)
-    except ConfigError:  # on a hub, or a model that no run trains
+    except ConfigError:  # a name on a hub, or a model that no run trains
         facts = None
     lease = Lease(facts)
 
@@ -127,13 +126,13 @@ def _answer_packed(app: Any) -> None:
         except ValueError as error:
             status = getattr(error, "status_code", 400)
             return orjson_response({"error": {"message": str(error)}}, status)
-        # Experts of a long answer take tens of milliseconds, which would hold up all other answers.
+        # Packing the experts of a long answer takes tens of milliseconds: do not block the loop.
         content = await asyncio.to_thread(packed.pack, answers)
         return Response(content, media_type="application/msgpack")
 
 
 def _init_tokenizer_manager(key: str | None, *args, **kwargs):
-    """SGLang's own, at the first moment after it has logged its arguments."""
+    """Call SGLang's own function, after setting the key: here its arguments have been logged."""
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.runtime_context import get_context
 
@@ -149,33 +148,28 @@ def _announce(port: int, file: Path | None) -> None:
 
 
 def _exit_with_stdin() -> None:
-    """Standard input is a pipe whose other end the trainer holds: it closes when the trainer dies.
-
-    Read past Python's buffer, whose lock would keep the interpreter from ending.
-    """
-    while os.read(0, 4096):
-        pass
+    wait_for_end_of_stdin()
     _end_children()
     os._exit(0)
 
 
 def _end_children() -> None:
-    """SIGKILL: a stopped or stuck scheduler would react to nothing else."""
+    """Send SIGKILL: a stopped or stuck scheduler reacts to nothing else."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()
-        except psutil.NoSuchProcess:  # ended by itself meanwhile
+        except psutil.NoSuchProcess:  # it has just ended
             continue
 
 
 def _keep_port() -> socket.socket:
     """Return a socket bound to a free port, which nobody else gets until SGLang listens there.
 
-    It can, for this socket does not listen, and both allow an address to be used again. A port that
-    SGLang chooses for its ranks is only looked at first: of engines that start together, two may
-    choose the same.
+    SGLang can, since this socket does not listen and both allow their address to be reused. If
+    SGLang chose the port of its ranks by itself, two engines that start together could choose the
+    same.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

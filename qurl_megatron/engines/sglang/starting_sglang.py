@@ -1,6 +1,6 @@
-"""Start the SGLang servers of this machine: with which Python, on which GPUs, with which options.
+"""Start this machine's SGLang servers: their Python, GPUs and options.
 
-The fleet calls ``launches``; the server calls ``server_arguments``, on the machine where it runs.
+The fleet calls ``launches``; the server itself calls ``server_arguments``.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ CPU_OPTIONS = {
 def quantization_config(scheme: str) -> dict:
     """Return the config by which SGLang's own loaders make layers of a scheme.
 
-    The output layer keeps the model's format; those of FP8 skip it without a list.
+    The output layer keeps the model's format, which FP8 loaders know without a list.
     """
     if SCHEMES[scheme].block:
         return CONFIGS[scheme]
@@ -63,7 +63,7 @@ def engine_launch(
     # -P: the working folder may have another copy of this package, or of anything.
     command = [str(python), "-P", "-m", "qurl_megatron.engines.sglang.server"]
     command += [str(part) for pair in options.items() for part in pair]
-    # Trainer and engine speak token ids; with the tokenizer goes the need for its files.
+    # Trainer and engine exchange token ids, so the engine needs no tokenizer files.
     command += ["--exit-with-stdin", "--skip-tokenizer-init"]
     if start.routed:
         command.append("--enable-return-routed-experts")
@@ -90,25 +90,22 @@ def server_arguments(argv: Sequence[str], *, cuda: bool, port: int, nccl_port: i
     }
     if not cuda:
         options |= CPU_OPTIONS
-    added = [
-        part
-        for option, value in options.items()
-        if option not in option_names
-        for part in (option, value)
-        if part is not None
-    ]
+    added: list[str] = []
+    for option, value in options.items():
+        if option not in option_names:
+            added += [option] if value is None else [option, value]
     return [*argv, *added, "--custom-weight-loader", LOADER]
 
 
 def ask_itself_directly(host: str) -> None:
-    """Keep this process's requests to ``host``, which SGLang makes to warm up, from a proxy."""
+    """Have this process's requests to ``host``, SGLang's warm-up, bypass a proxy."""
     direct_hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     hosts = ",".join(filter(None, (direct_hosts, host, "127.0.0.1", "::1")))
     os.environ.update(no_proxy=hosts, NO_PROXY=hosts)
 
 
 def compiler_fault(config: RolloutConfig) -> str | None:
-    """Return why engines on this machine's GPUs could not compile their kernels; None: they can."""
+    """Return why engines on this machine cannot compile kernels for its GPUs; None: they can."""
     command = [str(sglang_python(config.sglang_python)), "-P", "-m", compiling.__name__]
     process = subprocess.run(command, capture_output=True, text=True)
     lines = process.stderr.strip().splitlines() or [f"{command[0]} ended with {process.returncode}"]
@@ -116,7 +113,7 @@ def compiler_fault(config: RolloutConfig) -> str | None:
 
 
 def refuse_not_installed(config: RolloutConfig) -> None:
-    """Raise ``ConfigError`` where no Python with SGLang is there."""
+    """Raise ``ConfigError`` if there is no Python with SGLang."""
     sglang_python(config.sglang_python)
 
 
@@ -132,7 +129,7 @@ def launches(start: Start) -> list[Launch]:
     python = sglang_python(config.sglang_python)
     if gpus and (wrong := misplaced(config, gpus, start.trainer_ranks)):
         raise ConfigError(wrong)
-    if start.empty:  # it needs to know the model's shape alone
+    if start.empty:  # the model's description is enough
         start = replace(start, model_dir=description_of(start.model_dir))
     return [
         engine_launch(start, python, port, [*_devices(config, index), *config.engine_args])
@@ -141,10 +138,10 @@ def launches(start: Start) -> list[Launch]:
 
 
 def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | None:
-    """Return the reason why the engines cannot be on the GPUs they would get; None: they can.
+    """Return why the engines cannot have the GPUs that they would get; None: they can.
 
     Args:
-        gpus: that the leading rank sees.
+        gpus: number that the leading rank sees.
         trainer_ranks: on this machine.
     """
     first = config.engine_first_gpu
@@ -177,7 +174,7 @@ def sglang_python(setting: str) -> Path:
         return Path(setting)
     usual = Path(".venv-sglang/bin/python")
     if usual.is_file():
-        return usual.absolute()  # not resolved: the link makes it the environment's
+        return usual.absolute()  # not resolved: only through the link is it the environment's
     if importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "rollout.backend=sglang needs SGLang: neither .venv-sglang exists here nor is it "
