@@ -126,12 +126,12 @@ class Versions:
                 blob, seconds = timed(put)
                 training[rank] += seconds
                 gathered.append(blob)
-            message = Message("bucket", session, self._version, index, transport)
+            message = Message("bucket", session, index, transport)
             text, seconds = timed(partial(_described, message, gathered))
             leading += seconds
             _, seconds = timed(partial(self._take, text))
             engine += seconds
-        check = payload(Message("check", session, self._version, rounds, transport))
+        check = payload(Message("check", session, rounds, transport))
         _, seconds = timed(partial(self._take, check))
         engine += seconds
         (receipt,), seconds = timed(partial(self._senders[0].receipts, session, 1))

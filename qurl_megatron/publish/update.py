@@ -190,7 +190,7 @@ class Update:
     ) -> None:
         session, transport = self._session[engine.name], self._describe(engine.name, engine.tp)
         turn = self.turns.get(engine.name, (0, 1))
-        message = Message(action, session, self.version, index, transport, turn=turn)
+        message = Message(action, session, index, transport, turn=turn)
         # Where all ranks get the same blobs, their payload is made once.
         payload_of = functools.cache(functools.partial(payload, message))
         payloads = [payload_of(blobs(engine, rank) if blobs else b"") for rank in range(engine.tp)]

@@ -27,7 +27,7 @@ from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.record import LARGEST, Count, Malformed, Record, Seconds, decode
 from qurl_megatron.tensors.slice import Shard, Slice, part_at
 
-FORMAT = "qurl-update-3"
+FORMAT = "qurl-update-4"
 LOADER = "qurl_megatron.engines.sglang.loader.load"
 """``load_format`` of our updates: the function that SGLang imports and calls with each message."""
 
@@ -106,7 +106,6 @@ class Message(Record, frozen=True, tag_field="format", tag=FORMAT):
 
     action: Action
     session: str  # one publication to one engine
-    version: Count
     index: Count = 0  # of a bucket; of ``check``: how many there were
     transport: dict[str, Any] = {}  # {"kind": "files" | "memory" | ...}
     blobs: tuple[Blob, ...] = ()

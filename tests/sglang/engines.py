@@ -241,7 +241,7 @@ class Publication:
 
     def call(self, action: str, index: int = 0, blobs: Sequence[Blob] = ()) -> None:
         transport = self.senders[0].describe("engine", self.server.case.tensor)
-        message = Message(action, self.session, self.version, index, transport, tuple(blobs))
+        message = Message(action, self.session, index, transport, tuple(blobs))
         ranks = self.server.case.tensor
         self.server.client.update_weights_from_tensor([payload(message)] * ranks)
 
@@ -253,7 +253,7 @@ class Publication:
         self.call("finish")
         self.server.client.end_weight_update()
         self.server.client.flush()
-        self.server.client.set_weight_version(self.version)
+        self.server.client.set_weight_version(str(self.version))
         self.server.client.resume()
 
 

@@ -156,7 +156,7 @@ def test_an_update_session_brings_what_a_folder_brings(model, scheme, tmp_path):
     end = UpdateEnd(engine.decoder)
     with torch.inference_mode():
         for action, index, blobs in (("bucket", 0, (blob,)), ("check", 1, ()), ("finish", 1, ())):
-            end.handle(Message(action, "one", 1, index, sender.describe("engine-0", 1), blobs))
+            end.handle(Message(action, "one", index, sender.describe("engine-0", 1), blobs))
     assert [receipt.error for receipt in sender.receipts("one", 1)] == [None]
     updated, expected = (sequence(range(2, 30), 24, seed=1) for _ in range(2))
     finish(engine, updated)

@@ -180,7 +180,7 @@ class Bomb:
 def test_messages_of_an_update_are_read_and_nothing_is_unpickled(live, monkeypatch):
     monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("unpickled"))
     monkeypatch.setattr(pickle, "load", lambda *_: pytest.fail("unpickled"))
-    text = payload(Message("check", "one", 1))
+    text = payload(Message("check", "one"))
     body = {"load_format": LOADER, "serialized_named_tensors": [text]}
     bomb = base64.b64encode(pickle.dumps([Bomb(), "{}"])).decode()
     live.post("/begin_weight_update", {})

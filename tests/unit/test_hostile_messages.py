@@ -37,7 +37,7 @@ def almost(true: str | bytes) -> st.SearchStrategy[bytes]:
 
 PIECE = Piece("w", "int8", (4, 8), 0, 12, 64, "0a1b")
 MESSAGE = Message(
-    "bucket", "v7-engine-0-01", 7, 2, {"kind": "files"}, (Blob({"path": "/x"}, 96, (PIECE,)),)
+    "bucket", "v7-engine-0-01", 2, {"kind": "files"}, (Blob({"path": "/x"}, 96, (PIECE,)),)
 )
 RECEIPT = Receipt("v7-engine-0-01", 0, None, 100, 0.5, "ab")
 HELLO = Hello("link", "refusal")

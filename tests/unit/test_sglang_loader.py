@@ -66,7 +66,7 @@ class Engine:
 
     def say(self, action: str, index: int = 0, blobs: tuple = (), turn=(0, 1), **transport) -> None:
         told = {"kind": "test", **transport}
-        message = Message(action, self.session, 1, index, told, blobs, turn=turn)
+        message = Message(action, self.session, index, told, blobs, turn=turn)
         self.end.handle(Message.from_json(message.to_json()))
 
     def bucket(self, *blobs: Blob) -> None:
