@@ -68,10 +68,11 @@ class Rows:
     """State of the running sequences in columns of numbers, with the rows of the cache."""
 
     @torch.inference_mode()
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         def column(dtype: torch.dtype) -> Tensor:
             return torch.zeros(rows, dtype=dtype, device=device)
 
+        self._vocab = vocab
         self.row = torch.arange(rows, device=device)
         self.length = column(torch.int64)  # prompt and generated tokens
         self.start = column(torch.int64)  # prompt tokens
@@ -83,8 +84,7 @@ class Rows:
         self.top_k = column(torch.int64)
         self.stop_ids = torch.full((rows, 1), -1, device=device)
 
-    def join(self, first_row: int, joining: list[Sequence], length: int, vocab: int) -> None:
-        self._vocab = vocab
+    def join(self, first_row: int, joining: list[Sequence]) -> None:
         width = max(len(sequence.stop_ids) for sequence in joining)
         if width > self.stop_ids.shape[1]:
             wider = self.stop_ids.new_full((len(self.row), width), -1)
@@ -93,7 +93,6 @@ class Rows:
         width = self.stop_ids.shape[1]
         columns: dict[str, list] = defaultdict(list)
         for sequence in joining:
-            assert sequence.total <= length, "a sequence is longer than its row"
             greedy = sequence.temperature < GREEDY
             columns["length"].append(_prefix_length(sequence))
             columns["start"].append(len(sequence.prompt))
@@ -102,7 +101,7 @@ class Rows:
             columns["temperature"].append(1.0 if greedy else sequence.temperature)
             columns["greedy"].append(greedy)
             columns["top_p"].append(sequence.top_p)
-            columns["top_k"].append(sequence.top_k if sequence.top_k > 0 else vocab)
+            columns["top_k"].append(sequence.top_k if sequence.top_k > 0 else self._vocab)
             padding = [-1] * (width - len(sequence.stop_ids))
             columns["stop_ids"].append([*sorted(sequence.stop_ids), *padding])
         rows = slice(first_row, first_row + len(joining))
@@ -146,7 +145,7 @@ class Engine:
         self.paused = False
         self.generated = 0
         self._recomputed = False  # by the latest step
-        self._batch = Rows(max_rows, decoder.device)
+        self._batch = Rows(max_rows, decoder.arch.vocab, decoder.device)
 
     @property
     def decode_step(self) -> str:
@@ -238,7 +237,7 @@ class Engine:
     def _prefill(self, joining: list[Sequence]) -> None:
         first_row, cache, device = len(self.running), self.cache, self.decoder.device
         self.running += joining
-        self._batch.join(first_row, joining, cache.tokens.shape[1], self.decoder.arch.vocab)
+        self._batch.join(first_row, joining)
         # Neighbours with the same prompt share its prefill; ``owner`` is each row's prompt.
         owner, prefixes, prompt_rows = [], [], []
         for offset, sequence in enumerate(joining):

@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if reason := unseen_gpus():
         sys.exit(f"qurl: {reason}")
-    if torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    if cuda:
         compiling.use_cuda_of_pip()
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.plugins import load_plugins
@@ -74,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     reserved = [_keep_port() for _ in range(2)]
     port, nccl_port = (each.getsockname()[1] for each in reserved)
-    cuda = torch.cuda.is_available()
     args = prepare_server_args(
         server_arguments(sglang_options, cuda=cuda, port=port, nccl_port=nccl_port)
     )

@@ -131,10 +131,16 @@ def launches(start: Start) -> list[Launch]:
         raise ConfigError(wrong)
     if start.empty:  # the model's description is enough
         start = replace(start, model_dir=description_of(start.model_dir))
-    return [
-        engine_launch(start, python, port, [*_devices(config, index), *config.engine_args])
-        for index, port in enumerate(start.port_files.values())
-    ]
+    result = []
+    for index, port in enumerate(start.port_files.values()):
+        options: list[str] = []
+        if gpus:
+            first = config.engine_first_gpu + index * config.engine_tensor
+            options += ["--base-gpu-id", str(first)]
+            if config.colocate:
+                options.append("--enable-memory-saver")  # the trainer borrows its memory
+        result.append(engine_launch(start, python, port, [*options, *config.engine_args]))
+    return result
 
 
 def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | None:
@@ -181,14 +187,3 @@ def sglang_python(setting: str) -> Path:
             "installed beside this package; run `make sglang`, or set rollout.sglang_python"
         )
     return Path(sys.executable)
-
-
-def _devices(config: RolloutConfig, index: int) -> list[str]:
-    """Return options that give one SGLang engine its GPUs, and let it give their memory back."""
-    if not torch.cuda.device_count():
-        return []
-    first = config.engine_first_gpu + index * config.engine_tensor
-    options = ["--base-gpu-id", str(first)]
-    if config.colocate:
-        options.append("--enable-memory-saver")
-    return options
