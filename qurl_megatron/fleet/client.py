@@ -120,7 +120,7 @@ def in_parallel(
 
 
 class EngineClient:
-    """Blocking and thread-safe. Every failure is an EngineError that names the engine."""
+    """Requests to one engine; ``session`` is for generation."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         if names_a_user(url):

@@ -179,11 +179,12 @@ class Publisher:
             for index in range(self._shards.rounds):
                 fill = partial(self._fill, index, version, engines, failures, spent)
                 alive = self._agree(fill, self._load)
-                engines, failures = self._without(engines, alive), {}
+                self._drop_lost(engines, alive)
+                engines, failures = alive, {}
                 self.sender.deliver(index)
                 spent.send_s += time.perf_counter() - spent.filled
             served = self._agree(self.sender.settle, self._commit)
-            self._without(engines, served)
+            self._drop_lost(engines, served)
         self.sender.finish()
         return {
             **self._drift.metrics(),
@@ -252,11 +253,9 @@ class Publisher:
             self.timeline.add(span)
         return self._update.sizes
 
-    def _without(self, engines: Mapping[str, int], alive: Mapping[str, int]) -> Mapping[str, int]:
-        """Drop the engines that are not alive; return the others."""
+    def _drop_lost(self, engines: Mapping[str, int], alive: Mapping[str, int]) -> None:
         for engine in engines.keys() - alive.keys():
             self.sender.drop(engine)
-        return alive
 
     def _fill(
         self,

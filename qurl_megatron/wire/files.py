@@ -62,8 +62,8 @@ class FolderSender(Sender):
         """
         path = self.folder / RECEIPTS / name
         with refusing(path):
-            for look in range(2):
-                if look:
+            for refresh in (False, True):
+                if refresh:
                     _refresh(path.parent)
                 with contextlib.suppress(FileNotFoundError):
                     content = path.read_bytes()

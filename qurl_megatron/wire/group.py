@@ -184,12 +184,12 @@ def chains_of(
     def rank(engine: str) -> tuple[bool, float]:
         return engine not in proven, 0 if engine in proven else -places.get(engine, math.inf)
 
-    alike: dict[int, list[str]] = {}
+    by_size: dict[int, list[str]] = {}
     for engine in sorted(engines, key=rank):
-        alike.setdefault(engines[engine], []).append(engine)
+        by_size.setdefault(engines[engine], []).append(engine)
     chains: list[list[str]] = []
-    for ranks, names in alike.items():
-        count = max(1, senders // (ranks * len(alike)))  # engines that training ranks feed
+    for ranks, names in by_size.items():
+        count = max(1, senders // (ranks * len(by_size)))  # engines that training ranks feed
         chains += [names[first::count] for first in range(min(count, len(names)))]
     return chains
 
