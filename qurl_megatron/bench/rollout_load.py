@@ -14,10 +14,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import aiohttp
 import numpy as np
 
 from qurl_megatron.fleet.answer import Asked, answer_limit, parsed
-from qurl_megatron.fleet.client import EngineClient, EngineError, Session
+from qurl_megatron.fleet.client import EngineClient, EngineError, generations
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.kit.event_loop import run
 
@@ -99,9 +100,9 @@ def drive(
 
     async def answer_all() -> None:
         answered = 0
-        async with client.session() as session:
+        async with generations() as http:
             start = time.perf_counter()
-            requests = [asyncio.create_task(_answer(session, ask, start)) for ask in asks]
+            requests = [asyncio.create_task(_answer(client, http, ask, start)) for ask in asks]
             for request in asyncio.as_completed(requests):
                 answer = await request
                 outcome.answers.append(answer)
@@ -114,12 +115,14 @@ def drive(
     return outcome
 
 
-async def _answer(session: Session, ask: Ask, start: float) -> TimedAnswer:
+async def _answer(
+    client: EngineClient, http: aiohttp.ClientSession, ask: Ask, start: float
+) -> TimedAnswer:
     params = {"max_new_tokens": ask.tokens, "ignore_eos": True, "temperature": 1.0}
     limit, rid = answer_limit([Asked("", ask.tokens)]), uuid.uuid4().hex
     tokens, failure = 0, ""
     try:
-        [answer] = await session.generate([ask.prompt], [params], [rid], parsed, limit=limit)
+        [answer] = await client.generate(http, [ask.prompt], [params], [rid], parsed, limit=limit)
         tokens = len(answer["output_ids"])
     except EngineError as error:  # never sent again, and never counted as done
         failure = str(error)

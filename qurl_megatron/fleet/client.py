@@ -17,7 +17,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -120,7 +120,7 @@ def in_parallel(
 
 
 class EngineClient:
-    """Requests to one engine; ``session`` is for generation."""
+    """Requests to one engine."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         if names_a_user(url):
@@ -173,12 +173,6 @@ class EngineClient:
         if version is None:
             raise EngineError(f"{self.url} reports no weight_version; this server is too old")
         return shortened(str(version))
-
-    @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator["Session"]:
-        """Open a session for many generations at once on the running event loop."""
-        async with _http(force_close=True) as http:  # never reuse a dead engine's connection
-            yield Session(self, http)
 
     def pause(self, mode: str) -> None:
         self._request("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
@@ -324,15 +318,9 @@ class EngineClient:
             )
         return answer
 
-
-class Session:
-    """Generation on an event loop; cancelling a call drops its connection, and the request."""
-
-    def __init__(self, client: EngineClient, http: aiohttp.ClientSession) -> None:
-        self._client, self._http = client, http
-
     async def generate(
         self,
+        http: aiohttp.ClientSession,
         input_ids: Sequence[Sequence[int]],
         params: Sequence[dict],
         rid: Sequence[str],
@@ -342,9 +330,10 @@ class Session:
         cache_key: str | None = None,
         routed: bool = False,
     ) -> Read:
-        """Return ``read``'s result for the body of an answer.
+        """Return ``read``'s result for the body of an answer; if cancelled, drop the request.
 
         Args:
+            http: ``generations()``.
             read: must keep no parsed object: there are millions of small ones.
             limit: bytes that the body has at most.
             cache_key: SGLang's extra_key; only requests with equal keys share cached prefixes.
@@ -360,20 +349,22 @@ class Session:
             body["extra_key"] = cache_key
         if routed:
             body["return_routed_experts"] = True
-        client, content = self._client, orjson.dumps(body)
-        ask = functools.partial(
-            client._exchange, self._http, content=content, timeout_s=client.timeout_s, limit=limit
-        )
-        endpoint = packed.ENDPOINT if client.packs else GENERATE
+        content = orjson.dumps(body)
+        endpoint = packed.ENDPOINT if self.packs else GENERATE
         try:
-            answer = await ask(endpoint)
+            answer = await self._exchange(http, endpoint, content, self.timeout_s, limit)
         except EngineError as error:
             if error.status != 404 or endpoint == GENERATE:
                 raise
-            client.packs, endpoint = False, GENERATE  # SGLang's own server
-            answer = await ask(endpoint)
-        with uncollected(), client.believing(endpoint):
+            self.packs, endpoint = False, GENERATE  # SGLang's own server
+            answer = await self._exchange(http, endpoint, content, self.timeout_s, limit)
+        with uncollected(), self.believing(endpoint):
             return read(answer)
+
+
+def generations() -> aiohttp.ClientSession:
+    """Open a session for many generations at once, of any engines, on the running event loop."""
+    return _http(force_close=True)  # never reuse a dead engine's connection
 
 
 def _http(**settings: Any) -> aiohttp.ClientSession:

@@ -33,7 +33,7 @@ from qurl_megatron.fleet.answer import (
     answer_limit,
     read_answers,
 )
-from qurl_megatron.fleet.client import EngineClient, EngineError, Session
+from qurl_megatron.fleet.client import EngineClient, EngineError, generations
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.fleet.turns import Response, Turns, hash63
 from qurl_megatron.kit import event_loop
@@ -153,17 +153,16 @@ class _Collection:
         # Waiting for an engine: items, and which one (None: the least loaded).
         self.waiting: deque[tuple[list[Response], EngineRecord | None]] = deque()
         self.flights: dict[asyncio.Future, _Flight] = {}
-        self.sessions: dict[EngineClient, Session] = {}
         self.sent = 0
         # Responses that left a failed engine since the last look.
         self.moved: Counter[EngineRecord] = Counter()
 
     async def run(self) -> list[Sample]:
-        async with contextlib.AsyncExitStack() as self.stack:
+        async with generations() as self.http:
             try:
                 self._deal()
                 while self.waiting or self.flights or self.talks:
-                    await self._launch()
+                    self._launch()
                     await self._settle()
                     await self._look()
             finally:
@@ -186,7 +185,7 @@ class _Collection:
             if share:
                 self.waiting.append((share, engine))
 
-    async def _launch(self) -> None:
+    def _launch(self) -> None:
         """Send waiting items to engines that have room."""
         while self.waiting:
             items, engine = self.waiting[0]
@@ -198,14 +197,13 @@ class _Collection:
                 return  # all are full
             self.waiting.popleft()
             flight = _Flight(items, engine, engine.failures, engine.version)
-            client = engine.api
-            if client not in self.sessions:  # a restarted engine has a new one
-                self.sessions[client] = await self.stack.enter_async_context(client.session())
-            task = asyncio.create_task(self._fly(flight, self.sessions[client], self.sent))
+            task = asyncio.create_task(self._fly(flight, engine.api, self.sent))
             self.flights[task] = flight
             self.sent += 1
 
-    async def _fly(self, flight: _Flight, session: Session, number: int) -> list[Part | Malformed]:
+    async def _fly(
+        self, flight: _Flight, client: EngineClient, number: int
+    ) -> list[Part | Malformed]:
         fleet, requests = self.fleet, [item.request() for item in flight.items]
         expected = []
         for index, (item, (ids, _)) in enumerate(zip(flight.items, requests, strict=True)):
@@ -223,7 +221,8 @@ class _Collection:
             )
             return read_answers(content, expected, rules)
 
-        return await session.generate(
+        return await client.generate(
+            self.http,
             [ids for ids, _ in requests],
             [params for _, params in requests],
             [request.rid for request in expected],

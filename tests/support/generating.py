@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from qurl_megatron.fleet.answer import Asked, answer_limit, parsed
-from qurl_megatron.fleet.client import EngineClient
+from qurl_megatron.fleet.client import EngineClient, generations
 from qurl_megatron.kit import event_loop
 
 
@@ -31,9 +31,9 @@ def generate(
     limit = answer_limit([Asked(rid, params.get("max_new_tokens", 128)) for rid in rids])
 
     async def ask() -> list[dict]:
-        async with client.session() as session:
-            return await session.generate(
-                input_ids, [params] * len(rids), rids, read, limit=limit, routed=routed
+        async with generations() as http:
+            return await client.generate(
+                http, input_ids, [params] * len(rids), rids, read, limit=limit, routed=routed
             )
 
     return event_loop.run(ask())
