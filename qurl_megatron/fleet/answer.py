@@ -83,10 +83,6 @@ class Routed:
     top_k: int
     count: int  # of a layer's experts
 
-    @property
-    def token_bytes(self) -> int:
-        return 6 * self.layers * self.top_k  # SGLang's: base64 of int32
-
 
 @dataclass(frozen=True)
 class Rules:
@@ -158,7 +154,8 @@ def answer_limit(asked: Sequence[Asked], routed: Routed | None = None) -> int:
     """Return an upper bound on the bytes of the answers to these requests."""
     limit = ANSWER_BYTES * (1 + len(asked)) + TOKEN_BYTES * sum(each.budget for each in asked)
     if routed:
-        limit += routed.token_bytes * sum(each.given + each.budget for each in asked)
+        token_bytes = 6 * routed.layers * routed.top_k  # SGLang's: base64 of int32
+        limit += token_bytes * sum(each.given + each.budget for each in asked)
     return limit
 
 

@@ -57,10 +57,6 @@ class EngineError(Foreseen, RuntimeError):
         self.status = status  # of the HTTP answer, where there was one
         self.faulty = faulty  # the answer cannot be true
 
-    def of(self, purpose: str) -> "EngineError":
-        """Return this error as the reason why ``purpose`` failed."""
-        return EngineError(f"{purpose} failed: {self}", status=self.status, faulty=self.faulty)
-
     @property
     def refused(self) -> bool:
         """Whether the engine refused our key; another engine may take it."""

@@ -132,11 +132,6 @@ class EngineRecord:
         return self.client
 
     @property
-    def busy(self) -> tuple[float, int]:
-        """Its load: tokens in flight per rank, then responses."""
-        return self.tokens_in_flight / self.tp, self.in_flight
-
-    @property
     def cause(self) -> str:
         """First line of the reason, without the log behind it."""
         return self.reason.partition("\n")[0].rstrip(":")
@@ -394,12 +389,16 @@ class Fleet:
         Returns:
             The engine; None if all are full, or none serves.
         """
+
+        def load(engine: EngineRecord) -> tuple[float, int]:
+            return engine.tokens_in_flight / engine.tp, engine.in_flight
+
         with self.lock:
             free = []
             for engine in self.serving():
                 if limit is None or not engine.in_flight or engine.in_flight + requests <= limit:
                     free.append(engine)
-            chosen = min(free, key=lambda engine: engine.busy, default=None)
+            chosen = min(free, key=load, default=None)
             if wanted is not None and wanted.state == "serving":
                 chosen = wanted
             if chosen is not None:
@@ -524,7 +523,8 @@ class Fleet:
         results, errors = in_parallel(act, list(engines), self.config.update_timeout_s)
         for engine, error in errors.items():
             engine.failed_updates += 1
-            self.fail(engine, error.of(purpose))
+            message = f"{purpose} failed: {error}"
+            self.fail(engine, EngineError(message, status=error.status, faulty=error.faulty))
         if not results:
             reasons = "; ".join(f"{e}: {e.cause}" for e in errors) or self.why_not()
             raise EngineError(f"{purpose} failed on {how_many(len(errors), 'engine')}: {reasons}")

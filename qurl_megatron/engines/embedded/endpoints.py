@@ -227,15 +227,14 @@ class EngineThread:
 class _Handlers:
     def __init__(self, worker: EngineThread, model_path: str) -> None:
         self.worker, self.model_path = worker, model_path
-        folder, engine = description_of(model_path), worker.engine
-        vocab = engine.decoder.arch.vocab
+        folder, decoder = description_of(model_path), worker.engine.decoder
         self.limits = RequestLimits(
-            vocab,
-            engine.max_total_tokens,
-            read_eos(folder),
-            routed=engine.decoder.arch.experts is not None,
+            vocab=decoder.arch.vocab,
+            max_total_tokens=min(worker.engine.cache.capacity, decoder.arch.max_position),
+            eos=read_eos(folder),
+            routed=decoder.arch.experts is not None,
         )
-        self._end = UpdateEnd(engine.decoder)
+        self._end = UpdateEnd(decoder)
         self._lease = Lease(facts_of(folder))
 
     async def health(self, request: Request) -> Response:

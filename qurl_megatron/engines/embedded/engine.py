@@ -152,10 +152,6 @@ class Engine:
         """Return "native", or why torch computes the decode steps."""
         return native.refusal(self.decoder) or "native"
 
-    @property
-    def max_total_tokens(self) -> int:
-        return min(self.cache.capacity, self.decoder.arch.max_position)
-
     def add(self, sequences: list[Sequence]) -> None:
         self.waiting.extend(sequences)
 
