@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL | str:
     if loaded.source() & 0xFFFFFFFF != zlib.crc32(SOURCE.read_bytes()):
         return f"{BUILT.name} is built from another {SOURCE.name}; {BUILT_BY}"
     loaded.pack.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int]
-    matrix_and_input = [POINTER(_Matrix), c_void_p, c_int64, c_float]
+    matrix_and_input: list = [POINTER(_Matrix), c_void_p, c_int64, c_float]
     loaded.linear.argtypes = [*matrix_and_input, c_void_p, c_int64, c_void_p, c_int]
     loaded.decode.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int64, c_void_p, c_int]
     return loaded
