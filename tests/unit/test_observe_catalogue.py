@@ -2,17 +2,15 @@
 
 import math
 import random
-import re
 
 from qurl_megatron.kit.errors import CAUSES
 from qurl_megatron.observe.catalogue import METRICS, known
 from qurl_megatron.observe.drawing import SECTIONS
 from qurl_megatron.observe.progress import FIELDS
-from qurl_megatron.observe.report import write_report
 from qurl_megatron.observe.text import reading
 from qurl_megatron.training.groups import Draft
 from qurl_megatron.training.guard import THRESHOLDS
-from tests.support.observe_fake_run import fake_metrics, write_fake_run
+from tests.support.observe_fake_run import fake_metrics
 
 
 def test_what_is_drawn_counted_and_watched_is_known():
@@ -41,10 +39,3 @@ def test_values_read_alike_wherever_they_are_shares():
     assert reading("rollout/rho_geometric_max", 3e9) == "3·10⁹"
     assert reading("sync/load_s", 75) == "1m15s"
     assert reading("sync/version", math.nan) == reading("policy/ratio_mean", math.nan) == "nan"
-
-
-def test_the_report_says_what_a_metric_is_in_the_order_of_the_catalogue(tmp_path):
-    page = write_report(write_fake_run(tmp_path, 2)).read_text()
-    assert '<code title="positions that hold padding">train/padding_fraction</code>' in page
-    groups = re.findall(r'<th scope="rowgroup">(\w+)</th>', page)
-    assert groups[:3] == ["reward", "eval", "response"] and groups[-1] == "sampling"

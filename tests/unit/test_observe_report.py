@@ -23,8 +23,34 @@ KEYS = {key for section in SECTIONS.values() for key in section}
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    run_dir = write_fake_run(tmp_path_factory.mktemp("runs") / "int8-acr", 12, planned=20)
+def finished(tmp_path_factory):
+    return write_fake_run(tmp_path_factory.mktemp("runs") / "int8-acr", 12, planned=20)
+
+
+@pytest.fixture(scope="module")
+def page(finished):
+    return write_report(finished).read_text()
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory):
+    """The page of a run with odd names and numbers, a broken recipe, and a guard that acted."""
+    run_dir = write_fake_run(tmp_path_factory.mktemp("runs") / "run", 6)
+    evil = {"evil/\x1b[2J\u202e\u2028\ud800</script><img src=x>": 1.0}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for metrics in (evil, {"policy/loss": "NaN", "rollout/rho_max": "Infinity"}):
+            file.write(json.dumps({"step": 6, "time": 2e9, "metrics": metrics}) + "\n")
+    (run_dir / "config.toml").write_text("not [ toml <script>")
+    events = (
+        (1, "guard", "halted: it <b>broke</b>"),
+        (2, "guard", "warning: policy/entropy = 0.1 is below guard.entropy_below = 0.5"),
+        (3, "fleet", "engine-1 died: <killed>"),
+        (6, "guard", "halted: reward/mean = 0.01 is below guard.reward_below = 0.05"),
+    )
+    with (run_dir / "timeline.jsonl").open("w") as file:
+        for step, lane, name in events:
+            span = {"lane": lane, "name": name, "step": step, "start": 1.8e9, "end": 1.8e9}
+            file.write(json.dumps(span) + "\n")
     return write_report(run_dir).read_text()
 
 
@@ -47,15 +73,9 @@ def test_the_report_shows_every_picture_of_a_full_run(page):
             assert picture.title in page and picture.caption in page
 
 
-def test_the_page_has_no_character_that_steers_what_shows_it(tmp_path):
-    run_dir = write_fake_run(tmp_path / "run", 3)
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        names = {"evil/\x1b[2J\u202e\u2028\ud800</script><img src=x>": 1.0}
-        file.write(json.dumps({"step": 3, "time": 1.0, "metrics": names}) + "\n")
-    (run_dir / "config.toml").write_text("not [ toml <script>")
-    page = write_report(run_dir).read_text()
-    assert "<pre>not [ toml &lt;script&gt;</pre>" in page and "<script" not in page
-    assert "evil/?[2J???&lt;/script&gt;&lt;img src=x&gt;" in page
+def test_the_page_has_no_character_that_steers_what_shows_it(troubled):
+    assert "<pre>not [ toml &lt;script&gt;</pre>" in troubled and "<script" not in troubled
+    assert "evil/?[2J???&lt;/script&gt;&lt;img src=x&gt;" in troubled
 
 
 def test_pictures_whose_metrics_are_absent_are_left_out(tmp_path):
@@ -116,30 +136,23 @@ def test_pictures_are_drawn_as_svg_whose_text_is_text(page):
         assert re.search(r"<text[^>]*>\d", drawing)
 
 
-def test_non_finite_values_are_left_out_and_reported(tmp_path):
-    run_dir = write_fake_run(tmp_path, 4)
-    extra = {"policy/loss": "NaN", "rollout/rho_max": "Infinity"}
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 5, "time": 2e9, "metrics": extra}) + "\n")
-    page = write_report(run_dir).read_text()
-    assert "<code>rollout/rho_max</code> at 1 step" in page
-    assert _pictures(page) == KEYS
+def test_non_finite_values_are_left_out_and_reported(troubled):
+    assert "<code>rollout/rho_max</code> at 1 step" in troubled
+    assert _pictures(troubled) == KEYS
 
 
 def _text(html):
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
 
 
-def test_tile_legend_and_drawing_have_the_same_ends(tmp_path):
-    run_dir = write_fake_run(tmp_path, 40)
-    history = History(read_metrics(run_dir / "metrics.jsonl"))
-    page = write_report(run_dir).read_text()
+def test_tile_legend_and_drawing_have_the_same_ends(finished, page):
+    history = History(read_metrics(finished / "metrics.jsonl"))
     axes = Figure().add_subplot()
     draw(axes, SECTIONS["Learning"]["reward"], history)
     line = next(line for line in axes.lines if line.get_xdata()[0] == 1 and line.get_lw() == 1.9)
     first, last = (number(value) for value in line.get_ydata()[[0, -1]])
     (figure,) = re.findall(r'<figure id="reward".*?</figure>', page, flags=re.S)
-    assert f" Reward {first} → {last} step 1 to step 40" in _text(page)
+    assert f" Reward {first} → {last} step 1 to step 12" in _text(page)
     assert f"rollout reward {last} " in _text(figure)
 
 
@@ -150,37 +163,25 @@ def test_the_contents_lead_to_every_section(page):
     assert [title for _, title in titles] == [*SECTIONS, "Details"]
 
 
-def write_events(run_dir, *events):
-    lines = [
-        {"lane": lane, "name": name, "step": step, "start": 1.8e9, "end": 1.8e9}
-        for step, lane, name in events
-    ]
-    (run_dir / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_what_the_guard_did_stands_at_the_head_of_the_page(tmp_path):
-    run_dir = write_fake_run(tmp_path, 6)
-    write_events(
-        run_dir,
-        (1, "guard", "halted: it <b>broke</b>"),
-        (2, "guard", "warning: policy/entropy = 0.1 is below guard.entropy_below = 0.5"),
-        (3, "fleet", "engine-1 died: <killed>"),
-        (6, "guard", "halted: reward/mean = 0.01 is below guard.reward_below = 0.05"),
-    )
-    page = write_report(run_dir).read_text()
-    banners = re.findall(r'<p class="warning alarm">(.*?)</p>', page)
+def test_what_the_guard_did_stands_at_the_head_of_the_page(troubled):
+    banners = re.findall(r'<p class="warning alarm">(.*?)</p>', troubled)
     assert banners == [
         "<strong>Halted at step 1, and started again.</strong> it &lt;b&gt;broke&lt;/b&gt;",
         "<strong>Halted at step 6.</strong> reward/mean = 0.01 is below guard.reward_below = 0.05",
     ]
-    assert page.index("Halted") < page.index("<h2>")
-    assert "<td>guard: warning: policy/entropy = 0.1 is below" in page
-    assert "<td>engine-1 died: &lt;killed&gt;" in page
+    assert troubled.index("Halted") < troubled.index("<h2>")
+    assert "<td>guard: warning: policy/entropy = 0.1 is below" in troubled
+    assert "<td>engine-1 died: &lt;killed&gt;" in troubled
 
 
-def test_the_same_run_gives_the_same_page(tmp_path):
-    run_dir = write_fake_run(tmp_path, 2)
-    assert write_report(run_dir).read_bytes() == write_report(run_dir).read_bytes()
+def test_the_same_run_gives_the_same_page(finished, page):
+    assert write_report(finished).read_text() == page
+
+
+def test_it_says_what_a_metric_is_in_the_order_of_the_catalogue(page):
+    assert '<code title="positions that hold padding">train/padding_fraction</code>' in page
+    groups = re.findall(r'<th scope="rowgroup">(\w+)</th>', page)
+    assert groups[:3] == ["reward", "eval", "response"] and groups[-1] == "sampling"
 
 
 def test_smoothing_keeps_a_constant_and_a_slope_in_the_middle():
