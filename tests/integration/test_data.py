@@ -34,22 +34,20 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def test_verls_table_and_slimes_lines_are_trained_on_as_they_are(model, tmp_path):
+def test_verls_table_is_trained_on_and_slimes_lines_are_held_out_as_they_are(model, tmp_path):
     verl = verl_table(tmp_path / "verl.parquet", QUESTIONS)
     slime = slime_lines(tmp_path / "slime.jsonl", QUESTIONS)
     (tmp_path / "recipe.toml").write_text(f'[model]\npath = "{model}"\n')
-    for path, other, held_out in ((verl, slime, 2), (slime, verl, 0)):
-        run = tmp_path / path.stem
-        files = (f"data.path={path}", f"data.eval_path={other}", f"train.eval_prompts={held_out}")
-        more = (*files, f"train.run_dir={run}", "train.save_rollouts=true")
-        done = qurl("train", tmp_path / "recipe.toml", *SETTINGS, *more)
-        assert f"data.path={path}: 6 prompts in prompt (chats), answers in " in done.stdout
-        assert "; kept as metadata: " in done.stdout
-        assert (f"data.eval_path={other}: 6 prompts" in done.stdout) == bool(held_out)
-        assert "1 of 6 training prompts are longer than data.max_prompt_tokens=20" in done.stdout
-        prompts = [sample["prompt"] for sample in rollouts(run, 1)]
-        [zero] = [prompt for prompt in prompts[::2] if prompt["answer"] == "1"]
-        start = "system you add user 0" if path == verl else "user 0"
-        assert [WORDS[i] for i in zero["input_ids"]] == f"{start} + 1 = assistant".split()
-        about = zero["metadata"]
-        assert about["data_source"] == "sums/main" if path == verl else about["rm_type"] == "math"
+    run = tmp_path / "run"
+    files = (f"data.path={verl}", f"data.eval_path={slime}", "train.eval_prompts=2")
+    more = (*files, f"train.run_dir={run}", "train.save_rollouts=true")
+    done = qurl("train", tmp_path / "recipe.toml", *SETTINGS, *more)
+    for file in files[:2]:
+        assert f"{file}: 6 prompts in prompt (chats), answers in " in done.stdout
+    assert "; kept as metadata: " in done.stdout
+    assert "1 of 6 training prompts are longer than data.max_prompt_tokens=20" in done.stdout
+    prompts = [sample["prompt"] for sample in rollouts(run, 1)]
+    [zero] = [prompt for prompt in prompts[::2] if prompt["answer"] == "1"]
+    text = "system you add user 0 + 1 = assistant"
+    assert [WORDS[i] for i in zero["input_ids"]] == text.split()
+    assert zero["metadata"]["data_source"] == "sums/main"

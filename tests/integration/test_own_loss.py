@@ -37,18 +37,17 @@ def finished(recipe, name: str, *settings: str) -> Run:
     return run
 
 
-def test_a_loss_of_ones_own_trains_on_two_ranks_resumes_and_is_noticed_when_edited(recipe):
-    ours = finished(recipe, "ours", "parallel.tensor=2", "train.steps=3")
-    finished(recipe, "own", OWN, "parallel.tensor=2", "train.steps=2")
-    own = finished(recipe, "own", OWN, "parallel.tensor=2", "train.steps=3")  # resumes
-    for step in (1, 2, 3):
+def test_a_loss_of_ones_own_trains_on_two_ranks_and_is_noticed_when_edited(recipe):
+    ours = finished(recipe, "ours", "parallel.tensor=2", "train.steps=2")
+    own = finished(recipe, "own", OWN, "parallel.tensor=2", "train.steps=2")
+    for step in (1, 2):
         expected, found = ours.metrics()[step], own.metrics()[step]
         assert {name: found[name] for name in SAME} == {name: expected[name] for name in SAME}
         assert found["loss/abs_advantage"] > 0 and "policy/clip_fraction" not in found
-    assert own.metrics()[3]["optimizer/grad_norm"] > 0
+    assert own.metrics()[2]["optimizer/grad_norm"] > 0
 
     losses = recipe.parent / "losses.py"
     losses.write_text(ACR.replace("return value", "return 2 * value"))
-    again = finished(recipe, "own", OWN, "parallel.tensor=2", "train.steps=4")
-    notice = "has changed since step 3: the policy learns by the new one from here on"
+    again = finished(recipe, "own", OWN, "parallel.tensor=2", "train.steps=3")  # resumes
+    notice = "has changed since step 2: the policy learns by the new one from here on"
     assert f"the code of algo.function={losses}:acr {notice}" in again.stdout()

@@ -24,8 +24,6 @@ from tests.support.plain_transformers import Answer, answers
 from tests.support.runs import LEARNING, Run, metrics, qurl, rollouts
 from tests.support.tools import tool
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
@@ -131,7 +129,6 @@ PROMPTS = [
 # of the answers must be the same.
 FOLDERS = {
     "warm start": (None, "none", 1.0),
-    "folded FP32": (("export",), "none", 1.0),
     "unfolded BF16": (("export", "--unfold-uaq"), "none", 1.0),
     "FP8": (("quantize", "--scheme", "fp8", "--dtype", "float32"), "fp8", 1.0),
     # transformers rounds INT8 activations by another scale than engines do.
@@ -195,18 +192,6 @@ def test_stopped_by_a_signal_and_started_again_it_measures_the_same(recipe, unin
     held_out = [(step, "samples/held-out") for step in (0, 4)]
     assert sorted(tables) == sorted([*held_out, (1, "samples/train"), (4, "samples/train")])
     assert [call["exit_code"] for call in called if call["call"] == "finish"] == [0, 0]
-
-
-def test_a_missing_wandb_is_said_before_anything_is_loaded(recipe, uninterrupted, tmp_path):
-    (tmp_path / "wandb.py").write_text("raise ImportError('no such package')\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    more = ("observe.wandb_project=rl", f"train.run_dir={tmp_path / 'run'}")
-    done = qurl("train", recipe, *more, PYTHONPATH=path, code=2)
-    assert done.stdout == ""
-    assert re.fullmatch(
-        r"qurl: observe\.wandb_project needs .*`pip install wandb`.*\n", done.stderr
-    )
-    assert not (tmp_path / "run").exists()
 
 
 def test_whatever_is_killed_nothing_is_left_and_it_goes_on_at_once(recipe, uninterrupted):
@@ -287,24 +272,17 @@ def test_damage_in_the_newest_checkpoint_is_named_and_the_one_before_goes_on(rec
     )
 
 
-def test_weights_that_a_step_breaks_are_not_saved_and_a_saner_start_works(recipe, uninterrupted):
+def test_weights_that_a_step_breaks_are_not_saved(recipe, uninterrupted):
     run_dir = recipe.parent / "broken"
-    command = ("train", recipe, "parallel.tensor=2", f"train.run_dir={run_dir}", "train.steps=2")
-    done = qurl(
-        *command, "optimizer.lr=1e9", "optimizer.warmup_steps=4", "checkpoint.every=1", code=3
-    )
+    options = ("parallel.tensor=2", "train.steps=2", "checkpoint.every=1")
+    options += ("optimizer.lr=1e9", "optimizer.warmup_steps=4", f"train.run_dir={run_dir}")
+    done = qurl("train", recipe, *options, code=3)
     assert re.fullmatch(
         r"qurl: step 1 broke the policy: .*weight on rank \d has .*; nothing of it is published or "
         r"saved; start again with a smaller optimizer\.lr\n",
         done.stderr,
     )
     assert not list((run_dir / "checkpoints").glob("*"))
-    done = qurl(*command, "optimizer.lr=1e6", "train.eval_prompts=0")  # saner, but not sane
-    assert re.search(
-        r"weights, step 1: the norm of the weights has grown from \S+ to \d\S+e\+0[78]; "
-        r"optimizer\.lr=1e\+06 is far too large",
-        done.stdout,
-    )
 
 
 def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(recipe):
@@ -331,8 +309,10 @@ def test_batches_are_generated_while_the_policy_trains_and_never_get_too_old(rec
             *("quant.scheme=fp8", "train.align=full", "parallel.context=2"),
             *("train.max_tokens=96", "train.packed=true"),
         ],
-        ["quant.scheme=none", "model.dtype=bfloat16"],
-        ["algo.name=ppo", "algo.kl_coef=0.01", "algo.epochs=2", "parallel.data=2"],
+        [
+            *("quant.scheme=none", "model.dtype=bfloat16", "parallel.data=2"),
+            *("algo.name=ppo", "algo.kl_coef=0.01", "algo.epochs=2"),
+        ],
     ],
     ids=" ".join,
 )

@@ -7,7 +7,7 @@ import pytest
 
 from qurl_megatron.data.rows import Question
 from qurl_megatron.data.tokenizer import Tokenizer
-from tests.support.runs import LEARNING, metrics, qurl, rollouts
+from tests.support.runs import LEARNING, as_if_killed_after, metrics, qurl, rollouts
 
 CALCULATOR = Path(__file__).parents[2] / "launch/environments/calculator.py"
 WRONG = """
@@ -93,8 +93,8 @@ def test_the_policy_trains_on_what_it_wrote_around_the_calculators_words(recipe,
 
 
 def test_a_run_that_was_interrupted_has_the_conversations_of_one_that_was_not(recipe, whole):
-    train(recipe, "parts", "train.steps=2")
-    train(recipe, "parts", "rollout.turn_timeout_s=20", "rollout.environment_workers=1")
-    parts = recipe.parent / "parts"
+    parts = as_if_killed_after(2, whole[0])
+    (parts / "rollouts/step_000003.jsonl").unlink()
+    train(recipe, parts.name, "rollout.turn_timeout_s=20", "rollout.environment_workers=1")
     assert rollouts(parts, 3) == rollouts(whole[0], 3)
     assert metrics(parts)[3] == metrics(whole[0])[3]

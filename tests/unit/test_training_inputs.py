@@ -1,6 +1,7 @@
 """What a run reads is checked before ranks start, and by a dry run."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,13 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_a_model_is_made(reci
     assert main(["train", str(recipe), "train.run_dir=/proc/run", "reward.kind=exact"]) == 2
     said = "/proc/run cannot be written (No such file or directory): set train.run_dir to another"
     assert capsys.readouterr().err == f"qurl: {said} folder\n" and not Path("model").exists()
+
+
+def test_a_missing_wandb_is_said_before_a_model_is_made(recipe, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["train", str(recipe), "observe.wandb_project=rl", "reward.kind=exact"]) == 2
+    assert "qurl: observe.wandb_project needs" in capsys.readouterr().err
+    assert not Path("model").exists()
 
 
 @pytest.mark.parametrize(
