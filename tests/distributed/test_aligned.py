@@ -22,7 +22,7 @@ from tests.support.cases import all_but
 from tests.support.engine_models import decoding_by, engine_for, finish, sequence
 from tests.support.models import as_stored, random_samples, tiny_checkpoint
 from tests.support.policies import (
-    assert_same_weights,
+    assert_goes_on,
     batches,
     build,
     delivered,
@@ -377,10 +377,8 @@ def score_then_load_and_go_on(device, config, run_dir, out) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_loaded_policy_takes_the_same_next_step_bit_for_bit(dtype, backend, qwen2, tmp_path):
     config = aligned_recipe(qwen2, dict(tensor=2, data=2), "full", dtype=dtype)
-    run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
-    run_on_ranks(save_then_go_on, 4, backend, tmp_path, config, run, a)
-    run_on_ranks(score_then_load_and_go_on, 4, backend, tmp_path, config, run, b)
-    assert_same_weights(b, a)
+    bodies = (save_then_go_on, score_then_load_and_go_on)
+    assert_goes_on(config, config, backend, tmp_path, bodies=bodies)
 
 
 def test_recomputed_activations_are_rounded_as_they_were(backend, qwen2, tmp_path):

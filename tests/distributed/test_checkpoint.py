@@ -24,7 +24,7 @@ from tests.support.models import tiny_checkpoint
 from tests.support.policies import (
     EXPERT_LAYOUTS,
     LAYOUTS,
-    assert_same_weights,
+    assert_goes_on,
     build,
     improve_at,
     joined,
@@ -34,6 +34,9 @@ from tests.support.policies import (
     whole,
 )
 from tests.support.ranks import run_on_ranks, run_with_stand_in
+
+ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3}
+"""Of weights after a step in another layout."""
 
 
 @pytest.mark.crossed
@@ -52,12 +55,8 @@ def test_a_loaded_policy_takes_the_same_next_step(
     dtype, before, after, exact, backend, qwen2, tmp_path
 ):
     saving, loading = (recipe(qwen2, layout, dtype=dtype) for layout in (before, after))
-    run = tmp_path / "run"
-    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
-    run_on_ranks(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a)
-    run_on_ranks(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b)
-    rounding = 1e-5 if dtype == "float32" else 1e-3
-    assert_same_weights(b, a, rounding=0.0 if exact else rounding)
+    rounding = 0.0 if exact else ROUNDING[dtype]
+    assert_goes_on(saving, loading, backend, tmp_path, rounding=rounding)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
@@ -76,11 +75,8 @@ def test_experts_go_on_on_other_ranks(dtype, before, after, backend, tmp_path):
     layouts = {**LAYOUTS, **EXPERT_LAYOUTS, "alone": {}}
     model = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
     saving, loading = (recipe(model, layouts[name], dtype=dtype) for name in (before, after))
-    run, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
-    run_on_ranks(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a)
-    run_on_ranks(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b)
-    rounding = 1e-5 if dtype == "float32" else 1e-3
-    assert_same_weights(b, a, rounding=0.0 if before == after else rounding)
+    rounding = 0.0 if before == after else ROUNDING[dtype]
+    assert_goes_on(saving, loading, backend, tmp_path, rounding=rounding)
 
 
 def load_with_another_optimizer(device, config, run_dir):
@@ -101,13 +97,10 @@ def test_a_schedule_goes_on_bit_by_bit_and_a_changed_optimizer_takes_effect(qwen
     """Not what the optimizer saved of itself."""
     cosine = OptimizerConfig(lr=1e-3, warmup_steps=1, schedule="cosine", decay_steps=8)
     config = replace(recipe(qwen2, {}, dtype="bfloat16"), optimizer=cosine)
-    run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
-    run_on_ranks(save_then_go_on, 1, "gloo", tmp_path, config, run, a)
-    run_on_ranks(load_and_go_on, 1, "gloo", tmp_path, config, run, b)
-    assert_same_weights(b, a)
+    assert_goes_on(config, config, "gloo", tmp_path)
     other = replace(cosine, lr=5e-4, schedule="linear", beta1=0.8, beta2=0.9, eps=1e-6)
     changed = replace(config, optimizer=other)
-    run_on_ranks(load_with_another_optimizer, 1, "gloo", tmp_path, changed, run)
+    run_on_ranks(load_with_another_optimizer, 1, "gloo", tmp_path, changed, tmp_path / "run")
 
 
 def build_both(config, ranks):
@@ -162,15 +155,9 @@ def load_both_and_go_on(device, config, run_dir, out):
 def test_a_loaded_critic_takes_the_same_next_step(before, after, dtype, backend, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", "llama")
     saving, loading = (recipe(folder, layout, dtype=dtype) for layout in (before, after))
-    run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
-    run_on_ranks(
-        save_both_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, run, a
-    )
-    run_on_ranks(
-        load_both_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, run, b
-    )
-    assert any("critic." in name for name in torch.load(a))
-    assert_same_weights(b, a, rounding=0.0 if before == after else 1e-5)
+    bodies, rounding = (save_both_then_go_on, load_both_and_go_on), 0.0 if before == after else 1e-5
+    assert_goes_on(saving, loading, backend, tmp_path, rounding=rounding, bodies=bodies)
+    assert any("critic." in name for name in torch.load(tmp_path / "a.pt"))
 
 
 def test_a_run_with_a_critic_converts_to_the_policy_alone(backend, tmp_path):
@@ -393,28 +380,24 @@ def save_where_there_is_no_room(device, config, run_dir, disk):
         checkpoint.save(run_dir, policy, TrainState(step=2), keep=2)
 
 
-@pytest.mark.parametrize("layout", [dict(tensor=2)], ids=str)
 def test_a_disk_that_is_full_at_a_checkpoint_is_told_on_every_rank_and_the_old_one_stays(
-    layout, tmp_path
+    qwen2, tmp_path
 ):
-    config = recipe(tiny_checkpoint(tmp_path / "model", "qwen2"), layout, dtype="bfloat16")
+    config = recipe(qwen2, dict(tensor=2), dtype="bfloat16")
     with small_disk(tmp_path / "disk", "16m") as disk:
-        world = config.parallel.world_size
-        run_on_ranks(
-            save_where_there_is_no_room, world, "gloo", tmp_path, config, disk / "run", disk
-        )
+        places = (disk / "run", disk)
+        run_on_ranks(save_where_there_is_no_room, 2, "gloo", tmp_path, config, *places)
 
 
-@pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("run_ranks", [run_on_ranks, run_with_stand_in])
+@pytest.mark.parametrize(
+    ("run_ranks", "step"), [(run_on_ranks, 0), (run_with_stand_in, 0), (run_with_stand_in, 2)]
+)
 def test_every_adam_goes_on_from_a_checkpoint_before_its_first_step_and_after(
     run_ranks, step, qwen2, tmp_path
 ):
     """Transformer Engine's makes its state in its first step."""
     config = recipe(qwen2, dict(data=2), dtype="bfloat16")
-    run, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
     save = functools.partial(save_then_go_on, step=step)
     load = functools.partial(load_and_go_on, step=step, used=True)
-    for body, out in ((save, a), (load, b)):
-        run_ranks(body, 2, "gloo", tmp_path, config, run, out)
-    assert_same_weights(b, a)
+    how = {"bodies": (save, load), "runners": (run_ranks, run_ranks)}
+    assert_goes_on(config, config, "gloo", tmp_path, **how)

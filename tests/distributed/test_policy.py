@@ -22,7 +22,7 @@ from tests.support.policies import (
     assert_same_training,
     build,
     check_masters,
-    of_the_first_minibatch,
+    first_gradients,
     recipe,
     reference_gradients,
     relative,
@@ -130,14 +130,6 @@ def test_bf16_weights_have_fp32_masters_that_hold_the_exact_folded_checkpoint(
     expected = fold_uaq(load_file(folder / "model.safetensors"), read_config(folder), 1.5)
     config = recipe(folder, layout, dtype="bfloat16")
     run_on_ranks(check_masters, config.parallel.world_size, backend, tmp_path, config, expected)
-
-
-def first_gradients(device, config, samples, out) -> None:
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks, reference=Reference())
-        gradients = of_the_first_minibatch(policy, samples, config)
-        if ranks.leads:
-            torch.save(gradients, out)
 
 
 @pytest.mark.parametrize("family", all_but(FAMILIES, "qwen3", "llama", "mistral"))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from qurl_megatron.actor.megatron import megatron_runtime
-from qurl_megatron.actor.policy import Reference
 from qurl_megatron.config import TrainConfig
 from qurl_megatron.data.dealing import shuffled
 from qurl_megatron.data.responses import Responses
@@ -21,7 +20,7 @@ from tests.support.policies import (
     PACKED,
     assert_same_training,
     build,
-    of_the_first_minibatch,
+    first_gradients,
     recipe,
     reference_gradients,
     relative,
@@ -76,21 +75,14 @@ def test_every_layout_replays_what_one_process_does(
     assert 1 < told["policy/expert_load_max"] < 2
 
 
-def first_gradients(device, config, out) -> None:
-    with megatron_runtime(config.parallel) as ranks:
-        policy = build(config, ranks, reference=Reference())
-        gradients = of_the_first_minibatch(policy, SAMPLES, config)
-        if ranks.leads:
-            torch.save(gradients, out)
-
-
 def test_gradients_equal_autograd_with_the_same_experts(backend, tmp_path):
     """Of transformers in float64, whose routers are told the experts."""
     folder = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
     algo = {**ALGO, "kl_coef": 0.0}  # the reference chooses its own
     config = replaying(folder, dict(expert=2, data=2), recompute=True, **algo)
-    run_on_ranks(first_gradients, 2, backend, tmp_path, config, tmp_path / "gradients.pt")
-    actual = torch.load(tmp_path / "gradients.pt")
+    out = tmp_path / "gradients.pt"
+    run_on_ranks(first_gradients, 2, backend, tmp_path, config, SAMPLES, out)
+    actual = torch.load(out)
     first = shuffled(16, 2, seed=1)[0]
     for name, value in reference_gradients(folder, SAMPLES, first, config, prepare=tell).items():
         assert relative(actual[name], value) < 2e-5, name

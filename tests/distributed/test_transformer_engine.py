@@ -22,12 +22,10 @@ from tests.support.policies import (
     LAYOUTS,
     PACKED,
     ROUNDING,
+    assert_goes_on,
     assert_same_training,
-    assert_same_weights,
-    load_and_go_on,
     recipe,
     run,
-    save_then_go_on,
 )
 from tests.support.published import assert_published, publish
 from tests.support.ranks import run_on_ranks, run_with_stand_in
@@ -133,10 +131,8 @@ def test_a_loaded_policy_takes_the_same_next_step(
 ):
     folder = tiny_checkpoint(tmp_path / "model", family)
     saving, loading = (recipe(folder, layout, dtype="bfloat16") for layout in (before, after))
-    saved, a, b = tmp_path / "run", tmp_path / "a.pt", tmp_path / "b.pt"
-    saver(save_then_go_on, saving.parallel.world_size, backend, tmp_path, saving, saved, a)
-    loader(load_and_go_on, loading.parallel.world_size, backend, tmp_path, loading, saved, b)
-    assert_same_weights(b, a, rounding=0.0 if before == after else 1e-3)
+    how = {"rounding": 0.0 if before == after else 1e-3, "runners": (saver, loader)}
+    assert_goes_on(saving, loading, backend, tmp_path, **how)
 
 
 @pytest.mark.thorough("nccl")

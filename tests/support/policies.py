@@ -162,6 +162,16 @@ def of_the_first_minibatch(policy, samples, config: RunConfig) -> dict[str, torc
     return whole(policy, gradient(policy))
 
 
+def first_gradients(device, config: RunConfig, samples, out: Path) -> None:
+    from qurl_megatron.actor.policy import Reference
+
+    with megatron_runtime(config.parallel) as ranks:
+        policy = build(config, ranks, reference=Reference())
+        gradients = of_the_first_minibatch(policy, samples, config)
+        if ranks.leads:
+            torch.save(gradients, out)
+
+
 def reference_gradients(
     folder, samples, dealt, config, *, prepare=lambda model, sample: None
 ) -> dict[str, torch.Tensor]:
@@ -334,6 +344,27 @@ def load_and_go_on(device, config, run_dir, out, *, step=1, used=False):
         checkpoint.load(path, policy)
         improve_at(policy, config, step + 1)
         save_weights(policy, out)
+
+
+def assert_goes_on(
+    saving: RunConfig,
+    loading: RunConfig,
+    backend: str,
+    tmp_path: Path,
+    *,
+    rounding: float = 0.0,
+    bodies=(save_then_go_on, load_and_go_on),
+    runners=(run_on_ranks, run_on_ranks),
+) -> None:
+    """Saved by one run and loaded by another, a policy takes the same next step.
+
+    The checkpoint is in ``tmp_path / "run"``, the weights after the next step in a.pt and b.pt.
+    """
+    saved, a, b = (tmp_path / name for name in ("run", "a.pt", "b.pt"))
+    for place, (config, out) in enumerate(((saving, a), (loading, b))):
+        world, arguments = config.parallel.world_size, (backend, tmp_path, config, saved, out)
+        runners[place](bodies[place], world, *arguments)
+    assert_same_weights(b, a, rounding=rounding)
 
 
 def check_masters(device, config: RunConfig, expected: dict) -> None:
