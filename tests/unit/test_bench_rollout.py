@@ -32,13 +32,6 @@ def test_lengths_have_the_mean_that_they_are_called_by_though_they_are_cut_off(m
     assert lengths == long_tailed(512, mean=mean, longest=longest)
 
 
-@pytest.mark.parametrize("longest, percent", [(10**9, 9), (256, 4)])
-def test_the_longest_hundredth_has_the_share_of_tokens_that_is_documented(longest, percent):
-    lengths = sorted(long_tailed(6400, mean=64, longest=longest))
-    assert round(100 * sum(lengths[-64:]) / sum(lengths)) == percent
-    assert f"{percent} %" in long_tailed.__doc__
-
-
 def test_samples_of_a_group_share_its_prompt_and_no_repeat_has_a_prompt_of_another():
     shape = dict(samples=2, prompt=8, vocab=64)
     asks = groups([4, 5, 6, 7], seed=0, **shape)

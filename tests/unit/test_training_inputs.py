@@ -142,7 +142,9 @@ def test_chats_are_refused_before_a_model_without_a_template_is_made(recipe, cap
 def test_a_simulated_scheme_is_said_to_be_one_at_start(recipe, capsys):
     given = ["warmstart.steps=0", "quant.scheme=int4"]
     assert main(["train", str(recipe), *given]) == 2  # for the model alone
-    assert simulation("int4") in capsys.readouterr().out.splitlines()
+    said = simulation("int4")
+    assert said in capsys.readouterr().out.splitlines()
+    assert "simulated: codes from -7 to 7 are kept" in said and not simulation("int8")
 
 
 def test_a_dry_run_encodes_prompts_where_there_is_a_tokenizer(recipe):
