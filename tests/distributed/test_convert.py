@@ -12,34 +12,27 @@ from qurl_megatron.checkpoints.to_megatron import to_megatron
 from qurl_megatron.tensors.arch import read_config
 from qurl_megatron.training.state import TrainState, latest
 from tests.support.cases import all_but
-from tests.support.logits import assert_logits
-from tests.support.models import tiny_checkpoint
+from tests.support.logits import LAYOUTS, assert_logits
+from tests.support.models import FAMILIES, tiny_checkpoint
 from tests.support.policies import (
     EXPERT_LAYOUTS,
-    LAYOUTS,
     build,
     improve_at,
     recipe,
     save_weights,
     whole,
 )
+from tests.support.policies import LAYOUTS as TRAINER_LAYOUTS
 from tests.support.ranks import run_on_ranks
 
-LOADED = {
-    "qwen2": "alone",
-    "qwen3": "TP2",
-    "llama": "PP2",  # tied: both stages have the embedding
-    "mistral": "TP2",
-    "qwen3_moe": "TP2 x PP2",
-    "qwen2_moe": "PP2",
-}
 
-
-@pytest.mark.parametrize("family", all_but(LOADED, nccl=["qwen3_moe"]))
-def test_megatron_core_loads_a_conversion_in_any_layout(family, backend, tmp_path):
+@pytest.mark.crossed
+@pytest.mark.parametrize("family", all_but(FAMILIES, nccl=["qwen3_moe"]))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_megatron_core_loads_a_conversion_in_every_layout(family, layout, backend, tmp_path):
     # 101 rows do not divide over two ranks: the vocabulary is padded.
     hf = tiny_checkpoint(tmp_path / "hf", family, vocab_size=101)
-    out, layout = tmp_path / "megatron", {"alone": {}, **LAYOUTS}[LOADED[family]]
+    out = tmp_path / "megatron"
     run(to_megatron(open_checkpoint(hf), out, uaq_scale=1.5, tensor=2, file_bytes=20_000))
     assert_logits(hf, layout, backend, tmp_path, converted=out)
 
@@ -68,7 +61,7 @@ def train_and_save(device, config, run_dir, weights) -> None:
 )
 def test_a_trained_checkpoint_converts_from_its_fp32_masters(family, layout, backend, tmp_path):
     hf = tiny_checkpoint(tmp_path / "hf", family)
-    config = recipe(hf, {**LAYOUTS, **EXPERT_LAYOUTS}[layout], dtype="bfloat16")
+    config = recipe(hf, {**TRAINER_LAYOUTS, **EXPERT_LAYOUTS}[layout], dtype="bfloat16")
     ranks, saved = config.parallel.world_size, tmp_path / "weights.pt"
     run_on_ranks(train_and_save, ranks, backend, tmp_path, config, tmp_path / "run", saved)
     masters = torch.load(saved)

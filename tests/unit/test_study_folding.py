@@ -97,5 +97,18 @@ def test_a_third_more_codes_change_since_two_thirds_of_the_weights_take_part():
     assert flips[1] / flips[0] == pytest.approx(1 + 0.5 * share, rel=0.05)
 
 
+SHAPES = sorted((ROOT / "launch/models").glob("*/config.json"))
+OF_THE_PAPER = [path for path in SHAPES if not path.parent.name.startswith("Qwen3")]
+
+
+@pytest.mark.parametrize("path", OF_THE_PAPER, ids=str)
+def test_in_the_papers_models_two_thirds_of_the_linear_weights_take_part(path):
+    config = json.loads(path.read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    part, rest = hidden * (hidden + 2 * kv + 2 * inner), hidden * (hidden + inner)
+    assert part / (part + rest) == pytest.approx(2 / 3, abs=0.02)
+
+
 def test_the_page_has_the_table_of_the_record():
     assert table(json.loads(RECORD.read_text())) in PAGE
