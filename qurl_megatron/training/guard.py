@@ -131,51 +131,46 @@ THRESHOLDS = (
 class Verdict:
     """Judgement of one step's metrics; the same on every rank."""
 
-    counts: dict[str, int]  # for the next ``Guard``
+    counts: dict[str, int]  # steps in a row, by watched threshold, for the next judgement
     metrics: dict[str, float]
     reason: str = ""  # a threshold tripped at this step
     halt: bool = False
 
 
-class Guard:
-    """Counts the steps in a row at which each threshold was crossed."""
+def judge(
+    config: GuardConfig, counts: Mapping[str, int], step: int, metrics: Mapping[str, float]
+) -> Verdict:
+    """Count a step's crossings, and decide.
 
-    def __init__(self, config: GuardConfig, counts: Mapping[str, int]) -> None:
-        """Go on from the counts of the last ``Verdict``, which are empty for a fresh run."""
-        self.config = config
-        # 0 is not watched; a threshold that is new, or was left alone meanwhile, begins at 0.
-        self.watched = [t for t in THRESHOLDS if getattr(config, t.key)]
-        self.counts = {t.name: counts.get(t.name, 0) for t in self.watched}
-
-    def judge(self, step: int, metrics: Mapping[str, float]) -> Verdict:
-        """Count a step's crossings, and decide.
-
-        Args:
-            metrics: of all ranks; a threshold whose metric is missing stays as it is.
-        """
-        if not self.watched:
-            return Verdict({}, {})
-        halts, patience = self.config.action == "halt", self.config.patience
-        reasons = []
-        for threshold in self.watched:
-            name = next((name for name in threshold.metrics if name in metrics), None)
-            if name is None:
-                continue
-            value, limit = metrics[name], getattr(self.config, threshold.key)
-            count = 0
-            if threshold.crossed(value, limit):
-                count = self.counts[threshold.name] + 1
-            self.counts[threshold.name] = count
+    Args:
+        counts: of the last ``Verdict``; empty for a fresh run.
+        metrics: of all ranks; a threshold whose metric is missing stays as it is.
+    """
+    halts = config.action == "halt"
+    new_counts: dict[str, int] = {}
+    reasons = []
+    for threshold in THRESHOLDS:
+        limit = getattr(config, threshold.key)
+        if not limit:  # not watched
+            continue
+        # A threshold that is new, or was left alone meanwhile, begins at 0.
+        count = counts.get(threshold.name, 0)
+        name = next((name for name in threshold.metrics if name in metrics), None)
+        if name is not None:
+            value = metrics[name]
+            count = count + 1 if threshold.crossed(value, limit) else 0
             # The count is beyond it if the run was only warned, then restarted with another action.
-            if count == patience or (halts and count > patience):
+            if count == config.patience or (halts and count > config.patience):
                 reasons.append(_reason(threshold, name, value, limit, step, count))
-        guard_metrics = {f"guard/{name}": float(count) for name, count in self.counts.items()}
-        guard_metrics["guard/tripped"] = float(max(self.counts.values()) >= patience)
-        reason = "; ".join(reasons)
-        halt = halts and bool(reasons)
-        if halt:  # started again, the run has all of its patience
-            self.counts = dict.fromkeys(self.counts, 0)
-        return Verdict(dict(self.counts), guard_metrics, reason, halt)
+        new_counts[threshold.name] = count
+    if not new_counts:
+        return Verdict({}, {})
+    guard_metrics = {f"guard/{name}": float(count) for name, count in new_counts.items()}
+    guard_metrics["guard/tripped"] = float(max(new_counts.values()) >= config.patience)
+    halt = halts and bool(reasons)
+    if halt:  # started again, the run has all of its patience
+        new_counts = dict.fromkeys(new_counts, 0)
+    return Verdict(new_counts, guard_metrics, "; ".join(reasons), halt)
 
 
 def _reason(

@@ -33,7 +33,7 @@ from qurl_megatron.observe.timeline import HALTED
 from qurl_megatron.publish.drift import of_an_update
 from qurl_megatron.publish.publisher import Publisher
 from qurl_megatron.training import checkpoint
-from qurl_megatron.training.guard import Collapse, Guard, NotFinite, Verdict, check_losses, examine
+from qurl_megatron.training.guard import Collapse, NotFinite, Verdict, check_losses, examine, judge
 from qurl_megatron.training.layout import deliver
 from qurl_megatron.training.lead import Lead, Rollout
 from qurl_megatron.training.state import TrainState
@@ -56,9 +56,6 @@ class Run:
     state: TrainState  # after the newest step, the same on every rank
     saved: int | None  # the newest step that is on disk
     engines: Offering | None = None  # of this machine, on its first rank
-
-    def __post_init__(self) -> None:
-        self.guard = Guard(self.config.guard, self.state.guard)
 
     def to_the_end(self) -> None:
         """Run steps until the last one or a stop; ``state`` is then also on disk.
@@ -194,7 +191,7 @@ class Run:
     def _judge(self, metrics: dict[str, float]) -> Verdict:
         """Return the guard's verdict on the step before its version is published, on all ranks."""
         step = self.state.step
-        verdict = self.guard.judge(step, metrics)
+        verdict = judge(self.config.guard, self.state.guard, step, metrics)
         self.state = replace(self.state, guard=verdict.counts)
         if verdict.reason:
             consequence = HALTED if verdict.halt else "warning"
