@@ -74,8 +74,8 @@ def start(config: RunConfig, fork: Path | None = None) -> int:
         raise ConfigError(_missing(config))
     models = find_models(config)
     check_division(config, models.policy)
-    for check in _model_checks(config, models.policy):
-        check()
+    longest_prompt(config.rollout, models.policy)
+    refuse_without_tokenizer(config)
     if placed:
         end_with_launcher()
         with mustered(Path(config.train.run_dir), key="train.run_dir"):
@@ -99,8 +99,12 @@ def look_over(config: RunConfig, arch: Arch) -> tuple[list[str], list[str]]:
         The mistakes, each of which prevents the start, and remarks on the data; a sentence each.
     """
     data: list[str] = []
-    checks = [*_model_checks(config, arch), *_own_checks(config)]
-    checks.append(lambda: data.extend(describe_data(config)))
+    checks = [
+        partial(longest_prompt, config.rollout, arch),
+        partial(refuse_without_tokenizer, config),
+        *_own_checks(config),
+        lambda: data.extend(describe_data(config)),
+    ]
     mistakes = []
     for check in checks:
         try:
@@ -108,14 +112,6 @@ def look_over(config: RunConfig, arch: Arch) -> tuple[list[str], list[str]]:
         except ConfigError as error:
             mistakes.append(str(error))
     return list(dict.fromkeys(mistakes)), data
-
-
-def _model_checks(config: RunConfig, arch: Arch) -> list[Callable[[], object]]:
-    """Return the checks that the model and its tokenizer can roll out this recipe."""
-    return [
-        partial(longest_prompt, config.rollout, arch),
-        partial(refuse_without_tokenizer, config),
-    ]
 
 
 def _own_checks(config: RunConfig) -> list[Callable[[], object]]:
@@ -243,27 +239,27 @@ def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> in
     from qurl_megatron.training.guard import Collapse
     from qurl_megatron.wire.group import LinkError
 
-    codes: dict[type[Exception], int] = {ConfigError: 2, Collapse: 3}
-    codes |= dict.fromkeys((EngineError, RankLost, LinkError, RewardDown), 1)
     try:
         refuse_environment()
         use_transformer_engine()  # reports a broken one before Megatron trips over it
         from qurl_megatron.training.train import train
 
         finished = train(config, stop, prepare)
-    except tuple(codes) as error:
-        failures.keep(error)
-        tell(f"qurl: {error}")
-        _leave(next(code for kind, code in codes.items() if isinstance(error, kind)))
+    except ConfigError as error:
+        _fail(error, f"qurl: {error}", 2)
+    except Collapse as error:
+        _fail(error, f"qurl: {error}", 3)
+    except (EngineError, RankLost, LinkError, RewardDown) as error:
+        _fail(error, f"qurl: {error}", 1)
     except BaseException as error:
-        failures.keep(error)
-        tell(printable(traceback.format_exc()))
-        _leave(1)
+        _fail(error, printable(traceback.format_exc()), 1)
     return 0 if finished else 128 + (stop.signal or signal.SIGTERM)
 
 
-def _leave(code: int) -> NoReturn:
-    """Leave without goodbyes: other ranks may be in a collective that this one will never join."""
+def _fail(error: BaseException, message: str, code: int) -> NoReturn:
+    """End the process at once: other ranks may be in a collective that it will never join."""
+    failures.keep(error)
+    tell(message)
     for child in multiprocessing.active_children():
         child.kill()  # nobody else would end it
     sys.stdout.flush()
