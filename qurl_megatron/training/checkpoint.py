@@ -154,7 +154,7 @@ def _write_sharded(sharded: dict[str, Any], folder: Path, policy: Policy) -> dic
             sharded,
             str(folder),
             FullyParallelSaveStrategyWrapper(strategy, policy.ranks.copies.group),
-            content_metadata={k: v for k, v in _metadata(policy).items() if k != "dp_cp_group"},
+            content_metadata=_FORMAT,
         )
     except CheckpointException:  # on all ranks, one of which knows the system's reason
         for refused in filter(None, everywhere(_system_error(strategy.failure))):
@@ -202,6 +202,13 @@ def load(checkpoint: Path, policy: Policy, critic: Critic | None = None) -> None
         torch.cuda.set_rng_state(loaded["rng"]["cuda"])
 
 
+_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""How Megatron lays out a checkpoint, which it also writes into it."""
+
 _CUT_OFF = (EOFError, pickle.UnpicklingError, OSError)
 """Errors that torch and pickle raise for a truncated file, where Megatron reads it itself."""
 
@@ -242,7 +249,7 @@ def _sharded_state(policy: Policy, critic: Critic | None, *, loading: bool) -> d
 
 def _sharded(trained: Trained, *, loading: bool) -> dict[str, Any]:
     """Return model, optimizer and schedule as Megatron saves them."""
-    metadata = _metadata(trained)
+    metadata = {**_FORMAT, "dp_cp_group": trained.ranks.copies.group}
     in_place(trained.optimizer)
     model = trained.gpt.sharded_state_dict(metadata=metadata)
     if loading:
@@ -295,15 +302,6 @@ def _restore(trained: Trained, loaded: dict[str, Any]) -> None:
     trained.scheduler.num_steps = 0  # the loaded count is added to it
     trained.scheduler.load_state_dict(loaded["scheduler"])
     trained.weights_changed()
-
-
-def _metadata(trained: Trained) -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": trained.ranks.copies.group,
-    }
 
 
 def _reason(error: BaseException) -> str:
