@@ -52,11 +52,6 @@ class Critic(Trained):
                 trained.write_master(parameter, fp32.pop(name))
         return trained
 
-    def apply(self) -> dict[str, float]:
-        return {
-            name.replace("optimizer/", "critic/"): value for name, value in super().apply().items()
-        }
-
 
 class ValueHead(nn.Module):
     """Hidden states to values, in place of GPTModel's output layer and with its signature.

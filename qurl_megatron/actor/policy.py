@@ -160,13 +160,12 @@ class Policy(Trained):
         return super()._schedule(microbatches, finish, forward_only=forward_only)
 
     def before_pass(self, batch: TokenBatch) -> None:
-        if self.routing:
-            routes, counted = batch.routes, None
-            if self._free:
-                routes = None
-            else:
-                counted = own_part(batch.real, batch, self.ranks)
-            self.routing.give(batch, routes, counted)
+        if not self.routing:
+            return
+        if self._free:
+            self.routing.give(batch, None, None)
+        else:
+            self.routing.give(batch, batch.routes, own_part(batch.real, batch, self.ranks))
 
     def after_pass(self) -> None:
         if self.routing and self._routes is not None:

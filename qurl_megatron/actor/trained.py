@@ -90,13 +90,17 @@ class Trained:
         self.optimizer.zero_grad()
         return self._schedule(microbatches, share, forward_only=False)
 
-    def apply(self) -> dict[str, float]:
-        """Make one optimizer step on the accumulated gradients."""
+    def apply(self) -> tuple[float, float]:
+        """Make one optimizer step on the accumulated gradients.
+
+        Returns:
+            The norm of the gradient before it was clipped, and the learning rate.
+        """
         self.scheduler.step(1)
         lr = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
         self.weights_changed()
-        return {"optimizer/grad_norm": float(grad_norm), "optimizer/lr": float(lr)}
+        return float(grad_norm), float(lr)
 
     def before_pass(self, batch: TokenBatch) -> None:
         """Called before each microbatch's forward pass."""
@@ -176,7 +180,7 @@ class Trained:
 
         The ranges of ``ranks.copies_of`` it make up the whole.
         """
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for optimizer in optimizer_parts(self.optimizer):
             if parameter in optimizer.model_param_gbuf_map:
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 return slice(owned.start, owned.end)
@@ -254,13 +258,18 @@ def with_optimizer(
     return ddp, chained, scheduler
 
 
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """Return Megatron's optimizers, one for each kind of parameter; a single one is not chained."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def _make_state(optimizer: Any) -> None:
     """Make Adam's moments now, where every kind of Adam would make them in its first step.
 
     Engines that share the GPU are sized by the memory they find free, and Megatron saves and loads
     moments as if they were there.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
     for state in torch_adam_states(optimizer):
         state["step"] = torch.tensor(0.0)
@@ -271,7 +280,7 @@ def torch_adam_states(optimizer: Any) -> Iterator[dict[str, Any]]:
 
     It counts steps per parameter; the fused ones count per group, from their first step.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             yield from part.optimizer.state.values()
 

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor, nn
 
+from qurl_megatron.actor.trained import optimizer_parts
 from qurl_megatron.checkpoints.integrity import FileSum
 from qurl_megatron.tensors.slice import Slice
 
@@ -58,7 +59,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Slice]:
 
 def in_place(optimizer: Any) -> None:
     """Have a Megatron optimizer's distributed parts read and write their state where it lies."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         if hasattr(part, "sharded_param_state_fully_reshardable"):
             part.sharded_param_state_fully_reshardable = partial(_state_of, part)
             # The memory behind the boxes is filled by the time this is called.

@@ -195,14 +195,12 @@ def _update(model: Trained, minibatch: Minibatch, loss: Loss) -> list[dict[str, 
     """Make one optimizer update; return metrics of every microbatch and of the update."""
     metrics = model.accumulate(minibatch, loss)
     try:
-        measured = model.apply()
+        grad_norm, lr = model.apply()
     except RuntimeError as error:  # of torch's Adam, on every rank
         if "without overflow" not in str(error):
             raise
         raise NotFinite("an update by this learning rate does not fit into FP32") from error
-    update: dict[str, Metric] = {}
-    for name, value in measured.items():
-        if name.endswith("/grad_norm"):
-            check_gradient(model, value)
-        update[name] = Max(value) if name.endswith("/lr") else Mean(value, 1.0)
+    check_gradient(model, grad_norm)
+    owner = "critic" if isinstance(model, Critic) else "optimizer"
+    update = {f"{owner}/grad_norm": Mean(grad_norm, 1.0), f"{owner}/lr": Max(lr)}
     return [*metrics, update] if model.ranks.counted else [update]

@@ -91,11 +91,11 @@ def learn(critic, number: int) -> dict[str, float]:
 
     ranks = critic.ranks
     seen = critic.accumulate(minibatch(ranks, number), ValueLoss(ranks.context, clip=CLIP))
-    applied = critic.apply()
+    grad_norm, lr = critic.apply()
     gathered = everywhere(seen if ranks.counted else [])
     measured = values(merge(metrics for rank in gathered for metrics in rank))
     loss = merge(m for rank in gathered for m in rank)["critic/loss"].total
-    return {**measured, "critic/loss": loss, **applied}
+    return {**measured, "critic/loss": loss, "critic/grad_norm": grad_norm, "critic/lr": lr}
 
 
 def observe(device, config, out) -> None:
