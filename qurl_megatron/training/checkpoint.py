@@ -117,7 +117,7 @@ def save(
     return final
 
 
-def evaluated(run_dir: Path, state: TrainState) -> None:
+def add_evaluation(run_dir: Path, state: TrainState) -> None:
     """Add the evaluation's outcome to the checkpoint of a step that was saved without it.
 
     Raises:

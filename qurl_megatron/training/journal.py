@@ -36,7 +36,7 @@ from qurl_megatron.observe.text import percent
 from qurl_megatron.observe.timeline import Span, Timeline
 from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.training.mismatch import Alarms
-from qurl_megatron.training.state import RECIPE, Claim, TrainState, scored, stopped
+from qurl_megatron.training.state import RECIPE, Claim, TrainState, score_sentence, stop_sentence
 from qurl_megatron.types import Sample
 
 Proximal = Mapping[int, np.ndarray]
@@ -64,7 +64,6 @@ class Journal:
         """
         self.claimed, self.config, self.run_dir = claimed, claimed.config, claimed.run_dir
         self._weight_norm, self._mismatch = weight_norm, Alarms()
-        self._last = state  # with the newest score
         self._refused: ConfigError | None = None
         resume = state.step + 1 if state.step else 0
         evaluates = state.unevaluated and self.config.train.eval_prompts > 0
@@ -129,7 +128,7 @@ class Journal:
         self.progress.alarm(f"{lane}, step {step}: {text}")
         self.timeline.event(lane, text, step)
 
-    def happened(self, step: int, events: Sequence[Mapping[str, Any]]) -> None:
+    def record_events(self, step: int, events: Sequence[Mapping[str, Any]]) -> None:
         """Record the engines' events (``Fleet.drain``), and raise an alarm for lost engines."""
         for event in events:
             description = " ".join(
@@ -182,17 +181,16 @@ class Journal:
 
         self._keep(path, write)
 
-    def evaluated(self, step: int, samples: Sequence[Sample], tally: Tally) -> float:
-        """Write and print an evaluation's outcome; return its score."""
+    def evaluated(self, state: TrainState, samples: Sequence[Sample], tally: Tally) -> float:
+        """Write and print the outcome of an evaluation of ``state``; return its score."""
         right_or_wrong = self.config.reward.right_or_wrong
         score = sum(sample.reward for sample in samples) / len(samples)
         measured = {"eval/accuracy" if right_or_wrong else "eval/reward": score}
         if tally.failed:
             measured["eval/failed_fraction"] = tally.failed / len(samples)
-        self._log(step, measured)
-        before, self._last = self._last, self._last.scored(step, score)
-        print(scored(before, self._last, right_or_wrong=right_or_wrong), flush=True)
-        self._show_held_out(step, samples)
+        self._log(state.step, measured)
+        print(score_sentence(state, score, right_or_wrong=right_or_wrong), flush=True)
+        self._show_held_out(state.step, samples)
         return score
 
     def _show_held_out(self, step: int, samples: Sequence[Sample]) -> None:
@@ -230,7 +228,7 @@ class Journal:
         self.progress.close()
         print(state.summary(right_or_wrong=self.config.reward.right_or_wrong))
         if stopped_by and not state.finished(self.config.train.steps):
-            print(stopped(stopped_by, state.step, self.config.train.steps))
+            print(stop_sentence(stopped_by, state.step, self.config.train.steps))
         if state.step or state.accuracy is not None:  # else there is nothing to draw yet
             history = History(read_metrics(self.run_dir / "metrics.jsonl"))
             if acted := what_acted(history, asdict(self.config.algo)):

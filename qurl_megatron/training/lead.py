@@ -148,17 +148,17 @@ class Lead:
         """Generate the unanswered batches, now that the engines have the weights again."""
         self._ahead.retry()
 
-    def evaluate(self, step: int) -> float:
-        """Return the score on the held-out prompts, at rollout precision.
+    def evaluate(self, state: TrainState) -> float:
+        """Return the score of ``state`` on the held-out prompts, at rollout precision.
 
         Raises:
             Interrupted: a stop was requested meanwhile.
             EngineError, ConfigError, RewardDown: as ``take``.
         """
         samples, tally = self.answer_held_out()
-        self._tell_unscored(tally, step)
-        self._tell_left_out(samples, step)
-        return self.journal.evaluated(step, samples, tally)
+        self._tell_unscored(tally, state.step)
+        self._tell_left_out(samples, state.step)
+        return self.journal.evaluated(state, samples, tally)
 
     def answer_held_out(self) -> tuple[list[Sample], Tally]:
         """Return graded responses to the held-out prompts."""
@@ -190,13 +190,13 @@ class Lead:
         self, step: int, metrics: Mapping[str, float], advantages: Mapping[int, float]
     ) -> None:
         """Write a step's metrics and examples, and the engines' events meanwhile."""
-        self.journal.step(step, {**metrics, **self.happened(step)})
+        self.journal.step(step, {**metrics, **self.drain_events(step)})
         self.journal.keep_examples(step, self.kept, advantages)
 
-    def happened(self, step: int) -> dict[str, float]:
+    def drain_events(self, step: int) -> dict[str, float]:
         """Record the engines' events since the last call; return their metrics."""
         events, metrics = self.fleet.drain()
-        self.journal.happened(step, events)
+        self.journal.record_events(step, events)
         return metrics
 
     def recover(self) -> None:

@@ -240,10 +240,10 @@ class Run:
 
     def _evaluate(self) -> None:
         """Score the held-out prompts. A run that ends meanwhile makes up for it later."""
-        step, self.state = self.state.step, replace(self.state, unevaluated=True)
+        self.state = state = replace(self.state, unevaluated=True)
         HERE.enter("evaluate")
-        score = self._healed(lambda: self._on_lead(lambda lead: lead.evaluate(step)), step)
-        self.state = self.state.scored(step, score)
+        score = self._healed(lambda: self._on_lead(lambda lead: lead.evaluate(state)), state.step)
+        self.state = state.scored(score)
 
     def _make_up_for_an_evaluation(self) -> None:
         """Evaluate before the first step of a run or fork, or where an evaluation was stopped.
@@ -256,7 +256,7 @@ class Run:
         self.state = replace(self.state, unevaluated=False)
         if owed:
             run_dir = Path(self.config.train.run_dir)
-            self._on_lead(lambda _: checkpoint.evaluated(run_dir, self.state))
+            self._on_lead(lambda _: checkpoint.add_evaluation(run_dir, self.state))
 
     def _save(self) -> None:
         run_dir, keep = Path(self.config.train.run_dir), self.config.checkpoint.keep
@@ -281,7 +281,7 @@ class Run:
                 raise ConfigError(f"{cause}; {error}" if cause else str(error)) from error
 
         def close(lead: Lead) -> None:
-            lead.happened(step)  # in a step that was not finished
+            lead.drain_events(step)  # in a step that was not finished
             if isinstance(cause, Collapse):
                 lead.journal.finish(self.state)  # the report says more than one sentence
 

@@ -76,11 +76,11 @@ class TrainState:
         """Return whether a run of so many steps has nothing left to do."""
         return self.step >= steps and not self.unevaluated
 
-    def scored(self, step: int, score: float) -> "TrainState":
-        """Return the state once ``step`` is evaluated."""
-        before = score if step == self.begun else self.accuracy_before
+    def scored(self, score: float) -> "TrainState":
+        """Return the state once its step is evaluated."""
+        before = score if self.step == self.begun else self.accuracy_before
         return replace(
-            self, accuracy=score, accuracy_step=step, accuracy_before=before, unevaluated=False
+            self, accuracy=score, accuracy_step=self.step, accuracy_before=before, unevaluated=False
         )
 
     def without_scores(self) -> "TrainState":
@@ -112,25 +112,24 @@ def _wording(*, right_or_wrong: bool) -> tuple[str, str]:
     return ("accuracy", ".1%") if right_or_wrong else ("reward", ".3f")
 
 
-def scored(before: TrainState, now: TrainState, *, right_or_wrong: bool) -> str:
+def score_sentence(before: TrainState, score: float, *, right_or_wrong: bool) -> str:
     """Return a sentence on an evaluation's score, and the change since the one before.
 
     Args:
-        before: the state without its score.
+        before: the state at the evaluated step, without the score.
     """
-    assert now.accuracy is not None, "it has its score"
     kind, shown = _wording(right_or_wrong=right_or_wrong)
-    sentence = f"step {now.accuracy_step}: held-out {kind} {now.accuracy:{shown}}"
+    sentence = f"step {before.step}: held-out {kind} {score:{shown}}"
     if before.accuracy is None:
         return sentence
-    gain = now.accuracy - before.accuracy
+    gain = score - before.accuracy
     change = f"{gain:+.3f}"
     if right_or_wrong:
         change = f"{100 * gain:+.1f} points"
     return f"{sentence} ({change} since step {before.accuracy_step})"
 
 
-def stopped(by: str, step: int, steps: int) -> str:
+def stop_sentence(by: str, step: int, steps: int) -> str:
     """Return a sentence for the person who stopped a run: the step that is saved."""
     if not step:
         return f"stopped by {by} before its first step was done: nothing is saved"

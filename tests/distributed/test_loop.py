@@ -36,7 +36,7 @@ def start(device, config, refusals: int, why: str) -> None:
         lead = SimpleNamespace(
             recover=lambda: said.append("recovered"),
             published=lambda version: said.append(f"published {version}"),
-            happened=lambda step: said.append(f"happened by {step}"),
+            drain_events=lambda step: said.append(f"happened by {step}"),
         )
         run = Run(
             config=config,

@@ -89,7 +89,7 @@ def halt_where_the_disk_is_full(device) -> None:
 
     recipe = RunConfig(model=ModelConfig(path="x"), data=DataConfig(task="chain_sum"))
     with megatron_runtime(ParallelConfig(data=2)) as ranks:
-        lead = SimpleNamespace(happened=lambda step: {}, journal=SimpleNamespace(finish=finish))
+        lead = SimpleNamespace(drain_events=lambda step: {}, journal=SimpleNamespace(finish=finish))
         mine = lead if ranks.leads else None
         run = Run(recipe, SimpleNamespace(ranks=ranks), None, None, mine, TrainState(3), 3)
         with pytest.raises(Collapse, match="reward fell; report.html cannot.*; step 3 is saved"):

@@ -189,9 +189,9 @@ def test_an_evaluation_that_cannot_be_added_leaves_its_checkpoint_whole(source, 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_record", refuse)
         with pytest.raises(ConfigError, match="No space left on device"):
-            checkpoint.evaluated(source, told)
+            checkpoint.add_evaluation(source, told)
         assert whole(folder) and [*folder.parent.iterdir()] == [folder]
-    checkpoint.evaluated(source, told)
+    checkpoint.add_evaluation(source, told)
     assert TrainState.read(folder) == told and whole(folder)
 
 
@@ -206,5 +206,5 @@ def test_an_evaluation_that_cannot_be_added_leaves_its_checkpoint_whole(source, 
     ],
 )
 def test_only_what_a_run_began_with_is_the_score_before(state, before):
-    after = state.scored(state.step, 0.7)
+    after = state.scored(0.7)
     assert (after.accuracy_before, after.accuracy, after.unevaluated) == (before, 0.7, False)

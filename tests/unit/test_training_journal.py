@@ -53,14 +53,17 @@ def answers(*rewards: float) -> list[Sample]:
 
 def test_a_run_leaves_metrics_examples_and_events_and_goes_on_where_it_was(config, run_dir, capsys):
     with opened(config, run_dir, remarks=["settings changed: x"]) as journal:
-        assert journal.evaluated(0, answers(1.0, 0.0, 0.0, 0.0), Tally(4)) == 0.25
-        journal.happened(1, [{"engine": "e0", "event": "died", "message": "by 9\nx", "time": 5.0}])
+        assert journal.evaluated(FRESH, answers(1.0, 0.0, 0.0, 0.0), Tally(4)) == 0.25
+        journal.record_events(
+            1, [{"engine": "e0", "event": "died", "message": "by 9\nx", "time": 5.0}]
+        )
         with journal.timer(1).phase("train"):
             pass
         journal.step(1, STEP)
         journal.keep_examples(1, dict(enumerate(answers(1.0))), {0: 0.5})
         journal.step(2, {**STEP, "optimizer/weight_norm": 1e9})
-        journal.evaluated(2, answers(1.0, 0.0, 1.0, 1.0), Tally(4))
+        later = replace(FRESH.scored(0.25), step=2)
+        journal.evaluated(later, answers(1.0, 0.0, 1.0, 1.0), Tally(4))
     said = capsys.readouterr().out
     assert "settings changed: x\n" in said and "*** fleet, step 1: e0 died by 9\n" in said
     assert "*** weights, step 2: " in said and "optimizer.lr=1e-06 is far too large" in said
@@ -76,7 +79,7 @@ def test_a_run_leaves_metrics_examples_and_events_and_goes_on_where_it_was(confi
     # What is not in the checkpoint is done again; the evaluation of its step too, if it is owed.
     state = TrainState(step=2, unevaluated=True)
     with opened(config, run_dir, state) as journal:
-        journal.evaluated(2, answers(1.0), Tally(1))
+        journal.evaluated(state, answers(1.0), Tally(1))
     with opened(config, run_dir, replace(state, step=1, unevaluated=False)) as journal:
         journal.step(2, STEP)
     records = [(one.step, one.metrics) for one in read_metrics(run_dir / "metrics.jsonl")]

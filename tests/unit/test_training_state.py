@@ -23,7 +23,7 @@ from qurl_megatron.training.state import (
     latest,
     recipe_of,
     refuse_other_run,
-    scored,
+    score_sentence,
 )
 from qurl_megatron.training.train import adapt
 from tests.support.descriptions import RECIPE_TEXT
@@ -213,8 +213,9 @@ def test_scores_are_compared_only_with_scores_measured_alike():
     assert "25.0% before, 50.0% after (+25.0 points)" in state.summary(right_or_wrong=True)
     assert "reward 0.250 before, 0.500 after" in state.summary(right_or_wrong=False)
     state = replace(state, accuracy_step=9)
-    now = state.scored(10, 0.4375)
-    assert scored(state, now, right_or_wrong=True).endswith("43.8% (-6.2 points since step 9)")
+    sentence = score_sentence(state, 0.4375, right_or_wrong=True)
+    assert sentence.endswith("43.8% (-6.2 points since step 9)")
+    now = state.scored(0.4375)
     later = replace(now, step=12)
     assert later.summary(right_or_wrong=False).endswith("0.250 before, 0.438 after step 10")
     changed = replace(later, accuracy_before=None)
