@@ -22,6 +22,7 @@ from qurl_megatron.checkpoints.source import Reader
 from qurl_megatron.checkpoints.uaq import folded
 from qurl_megatron.config import ModelConfig, ParallelConfig
 from qurl_megatron.config.env import use_transformer_engine
+from qurl_megatron.data.dealing import round_up
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import Arch, Experts
 
@@ -219,7 +220,7 @@ def _accumulate_in_place(model: GPTModel) -> None:
 
 def padded_vocab(arch: Arch, ranks: Ranks) -> int:
     """Return the vocabulary rounded up to a multiple of the tensor-parallel size."""
-    return -(-arch.vocab // ranks.tensor.size) * ranks.tensor.size
+    return round_up(arch.vocab, ranks.tensor.size)
 
 
 def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[str, Op]:

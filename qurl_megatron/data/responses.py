@@ -18,13 +18,6 @@ from torch import Tensor
 from qurl_megatron.types import Sample
 
 
-def _routes(samples: Sequence[Sample]) -> tuple[np.ndarray, ...] | None:
-    first = next((sample.routes for sample in samples if sample.routes is not None), None)
-    if first is None:
-        return None
-    return tuple(first[:0] if s.routes is None else s.routes for s in samples)
-
-
 @dataclass(frozen=True, eq=False)
 class Summary:
     """The facts that every rank has of every response of a step."""
@@ -95,12 +88,16 @@ class Responses:
             tokens += [np.array(prompt_ids, dtype=np.int32), sample.response_ids]
             masks.append(sample.written)
             log_probs.append(sample.behaviour_log_probs[sample.written])
+        routes = None
+        some_routes = next((s.routes for s in samples if s.routes is not None), None)
+        if some_routes is not None:
+            routes = tuple(some_routes[:0] if s.routes is None else s.routes for s in samples)
         return Responses(
             summary,
             torch.from_numpy(np.concatenate(tokens)),
             torch.from_numpy(np.concatenate(masks, dtype=np.uint8)),
             torch.from_numpy(np.concatenate([np.empty(0, np.float32), *log_probs])),
-            _routes(samples),
+            routes,
         )
 
     @staticmethod

@@ -74,8 +74,8 @@ def _refuse_chats_without_template(config: RunConfig, files: dict[str, DataFile]
         raise ConfigError(
             f"{chat}: a chat needs a chat template, which the small model that warmstart.steps "
             f"makes at model.path={path} does not have; set model.path to an instruction-tuned "
-            "model, or "
-            "ask plain text (data.chat=false, and data.prompt_key=prompt.0.content for one turn)"
+            "model, or ask plain text (data.chat=false, and data.prompt_key=prompt.0.content for "
+            "one turn)"
         )
 
 
@@ -126,22 +126,21 @@ def describe_data(config: RunConfig) -> list[str]:
     Raises:
         ConfigError: as ``read_prompts``.
     """
-    data, held_out = config.data, config.train.eval_prompts
-    folder = Path(config.model.path)
+    folder, unread = Path(config.model.path), "is not there yet"
     if folder.is_dir():
         described = description_of(folder)
         if any((described / name).is_file() for name in FILES):
             prompts = read_prompts(config)
             return [*prompts.remarks(), *doubts(config, prompts.files)]
+        unread = f"holds no {FILES[0]}"
     files = check_files(config)
     if not files:
-        training_questions(data)
-        held_out_questions(data, held_out)
+        training_questions(config.data)
+        held_out_questions(config.data, config.train.eval_prompts)
     return [
         *(file.summary for file in files.values()),
         *doubts(config, files),
-        f"how long prompts are is not checked: model.path={folder} "
-        + (f"holds no {FILES[0]}" if folder.is_dir() else "is not there yet"),
+        f"how long prompts are is not checked: model.path={folder} {unread}",
     ]
 
 

@@ -34,7 +34,10 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
     chunks = 1 if ranks.context.size == 1 else 2 * ranks.context.size
     multiple = chunks * ranks.tensor.size
     weights = _weights(counted_tokens(summary, config), config, step)
-    longest = max(summary.totals)
+    lengths = [round_up(n, chunks if train.packed else multiple) for n in summary.totals]
+    budget = 0
+    if train.max_tokens:
+        budget = max(multiple, train.max_tokens // multiple * multiple)
 
     def laid_out(microbatch: list[int]) -> TokenBatch:
         parts = [weights[i] for i in microbatch]
@@ -42,16 +45,17 @@ def lay_out(ranks: Ranks, samples: Responses, config: RunConfig, *, step: int) -
             return pack_samples(
                 samples, microbatch, parts, sequence_multiple=chunks, multiple=multiple
             )
-        length = max(summary.totals[i] for i in microbatch) if train.max_tokens else longest
-        return pad_samples(samples, microbatch, parts, length=round_up(length, multiple))
+        length = max(lengths)
+        if train.max_tokens:
+            length = max(lengths[i] for i in microbatch)
+        return pad_samples(samples, microbatch, parts, length=length)
 
-    sequence_multiple = chunks if train.packed else multiple
     dealt = deal(
         _minibatches(len(summary), config, step),
-        [round_up(n, sequence_multiple) for n in summary.totals],
+        lengths,
         ranks.data.size,
         train.micro_batch,
-        budget=train.max_tokens and max(multiple, train.max_tokens // multiple * multiple),
+        budget=budget,
         packed=train.packed,
         in_step=ranks.expert.size > 1,
     )

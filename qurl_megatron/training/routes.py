@@ -67,15 +67,18 @@ def _received(
         return part
 
     # One rank per stage and share of the responses receives it, and passes it to its neighbours.
-    local, takers = memory(indices), everywhere((ranks.counted, list(indices), ranks.pipeline.rank))
-    for rank, (takes, responses, stage) in enumerate(takers):
-        if not (takes and ranks.leads):
-            continue
-        if rank == ranks.rank:
-            local = filled(responses, stage)
-        else:
-            dist.send(filled(responses, stage).view(torch.uint8), rank)
-    if ranks.counted and not ranks.leads:
+    local = memory(indices)
+    requests = everywhere((ranks.counted, list(indices), ranks.pipeline.rank))
+    if ranks.leads:
+        for rank, (receives, responses, stage) in enumerate(requests):
+            if not receives:
+                continue
+            choices = filled(responses, stage)
+            if rank == ranks.rank:
+                local = choices
+            else:
+                dist.send(choices.view(torch.uint8), rank)
+    elif ranks.counted:
         dist.recv(local.view(torch.uint8), 0)
     for axis, takes_part in ((ranks.context, ranks.tensor.rank == 0), (ranks.tensor, True)):
         if takes_part and axis.size > 1:

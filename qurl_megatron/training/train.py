@@ -50,7 +50,7 @@ from qurl_megatron.training.state import (
     Claim,
     TrainState,
     claim,
-    stopped,
+    stop_sentence,
     tell_done,
 )
 from qurl_megatron.wire.group import check_host
@@ -76,21 +76,23 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
             on_lead(prepare, ranks, waiting_for="checking rewards")
         begin = partial(claim, run_dir, config)
         claimed = kept_on_lead(begin, ranks, waiting_for="taking the run directory")
-        newest = newest_whole(run_dir, ranks)
-        if newest and newest[1].finished(config.train.steps):
-            tell = partial(tell_done, run_dir, newest[1], config)
-            on_lead(lambda: tell(held(claimed).changes), ranks, waiting_for="its last words")
+        folder, before = newest_whole(run_dir, ranks) or (None, TrainState())
+        if folder and before.finished(config.train.steps):
+            on_lead(
+                lambda: tell_done(run_dir, before, config, held(claimed).changes),
+                ranks,
+                waiting_for="its last words",
+            )
             return True
         if config.transport in ("group", "relay") and (host := config.sync.host):
             on_lead(lambda: check_host(host), ranks, waiting_for="looking at sync.host")
 
-        refuse_damaged_together(sources(config, resumed=newest is not None), ranks)
-        read = partial(_read_prompts, config, newest)
+        refuse_damaged_together(sources(config, resumed=folder is not None), ranks)
+        read = partial(_read_prompts, config, folder, before)
         prompts = kept_on_lead(read, ranks, waiting_for="reading the data")
         policy, critic = models_of(config, ranks)
-        if newest:
-            checkpoint.load(newest[0], policy, critic)
-        before = newest[1] if newest else TrainState()
+        if folder:
+            checkpoint.load(folder, policy, critic)
         state, remarks = on_lead(
             lambda: adapt(config, held(claimed), before),
             ranks,
@@ -111,7 +113,7 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
             try:
                 lead = kept_on_lead(start, ranks, waiting_for="starting engines")
             except Interrupted:
-                last_words = stopped(stop.by, state.step, config.train.steps)
+                last_words = stop_sentence(stop.by, state.step, config.train.steps)
                 on_lead(lambda: print(last_words, flush=True), ranks, waiting_for="its last words")
                 return False
             sender = make_sender(config.sync, config.rollout, policy, run_dir)
@@ -127,7 +129,7 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
                 timeline=lead.journal.timeline if lead else None,
             )
             with publisher:
-                saved = state.step if newest else None
+                saved = state.step if folder else None
                 run = Run(config, policy, critic, publisher, lead, state, saved, engines)
                 run.to_the_end()
             on_lead(
@@ -138,13 +140,16 @@ def train(config: RunConfig, stop: StopRequest, prepare: Callable[[], None] | No
     return run.state.finished(config.train.steps)
 
 
-def _read_prompts(config: RunConfig, newest: tuple[Path, TrainState] | None) -> PromptStream:
-    """Read the prompts of the run, and print remarks on them before models load."""
-    checkpoint_path, state = newest or (config.model.path, None)
+def _read_prompts(config: RunConfig, folder: Path | None, state: TrainState) -> PromptStream:
+    """Read the prompts of the run, and print remarks on them before models load.
+
+    Args:
+        folder: checkpoint that the run goes on from.
+    """
     prompts = read_prompts(config, state)
     for remark in prompts.remarks():
         print(remark, flush=True)
-    print(f"loading {checkpoint_path}", flush=True)
+    print(f"loading {folder or config.model.path}", flush=True)
     return prompts
 
 
