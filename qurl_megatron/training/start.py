@@ -99,7 +99,7 @@ def look_over(config: RunConfig, arch: Arch) -> tuple[list[str], list[str]]:
         The mistakes, each of which prevents the start, and remarks on the data; a sentence each.
     """
     data: list[str] = []
-    checks = [
+    checks: list[Callable[[], object]] = [
         partial(longest_prompt, config.rollout, arch),
         partial(refuse_without_tokenizer, config),
         *_own_checks(config),

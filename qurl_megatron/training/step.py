@@ -202,5 +202,8 @@ def _update(model: Trained, minibatch: Minibatch, loss: Loss) -> list[dict[str, 
         raise NotFinite("an update by this learning rate does not fit into FP32") from error
     check_gradient(model, grad_norm)
     owner = "critic" if isinstance(model, Critic) else "optimizer"
-    update = {f"{owner}/grad_norm": Mean(grad_norm, 1.0), f"{owner}/lr": Max(lr)}
+    update: dict[str, Metric] = {
+        f"{owner}/grad_norm": Mean(grad_norm, 1.0),
+        f"{owner}/lr": Max(lr),
+    }
     return [*metrics, update] if model.ranks.counted else [update]
