@@ -27,13 +27,13 @@ T = TypeVar("T")
 WAIT = timedelta(hours=2)
 """How long a rank waits for another before it gives up on it; rollouts take longest. NCCL's too."""
 
-WARN_IN_VAIN = (
+UNHELPFUL = (
     "rerun_state_machine",  # of its own creation, in every process
     "models.gpt.gpt_model",  # 0.19: the class is deprecated
     "distributed.distributed_data_parallel",  # 0.19: it works a layout out by itself
     "dist_checkpointing.strategies.torch",  # 0.19: a plain save goes by way of a deprecated one
 )
-"""Parts of Megatron-Core whose warnings the user of a run can do nothing about."""
+"""Parts of Megatron-Core whose warnings leave the user of a run nothing to do."""
 
 
 class RankLost(Exception):
@@ -114,7 +114,7 @@ def megatron_runtime(config: ParallelConfig, *, seed: int = 0) -> Iterator[Ranks
     device = _device()
     if device.type == "cpu":
         cpu.install()
-    for part in WARN_IN_VAIN:
+    for part in UNHELPFUL:
         logging.getLogger(f"megatron.core.{part}").setLevel(logging.ERROR)
     from megatron.core import parallel_state, tensor_parallel
 

@@ -82,23 +82,25 @@ class _Router:
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Any
     ) -> tuple[Tensor, Tensor]:
         """Return scores and numbers of each token's experts, [T, K] of scores [T, E]."""
-        given_TK, balance, again = self.replay, self.balance, False
-        if self.earlier is not None and torch.is_grad_enabled():  # the backward pass asks
-            (given_TK, balance), again = self.earlier.popleft(), True
-        elif self.earlier is not None:
-            self.earlier.append((given_TK, balance))
+        given_TK, balance, counted = self.replay, self.balance, self.counted
+        if self.earlier is not None:
+            if torch.is_grad_enabled():  # the backward pass asks again
+                given_TK, balance = self.earlier.popleft()
+                counted = None
+            else:
+                self.earlier.append((given_TK, balance))
         values, own_TK = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen_TK = own_TK
         if given_TK is not None:
             replayed_TK = given_TK.long() - 1
             chosen_TK = torch.where(replayed_TK >= 0, replayed_TK, own_TK)
             values = scores.gather(1, chosen_TK)
-            if self.counted is not None and not again:
-                replayed = self.counted & (replayed_TK[:, 0] >= 0)
+            if counted is not None:
+                replayed = counted & (replayed_TK[:, 0] >= 0)
                 differs = replayed & (chosen_TK[:, :, None] != own_TK[:, None, :]).all(-1).any(-1)
                 self.differing.append(torch.stack([differs.sum(), replayed.sum()]))
-        if self.counted is not None and not again:
-            once = self.counted.long().repeat_interleave(topk)
+        if counted is not None:
+            once = counted.long().repeat_interleave(topk)
             load_E = chosen_TK.new_zeros(scores.shape[1])
             self.loads.append(load_E.scatter_add_(0, chosen_TK.flatten(), once))
         self.chosen = chosen_TK

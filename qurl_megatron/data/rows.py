@@ -45,7 +45,7 @@ class Columns:
 
     prompt: str = ""
     answer: str = ""
-    needed: bool = True  # answers; rows without one have an empty one where they are not
+    needed: bool = True  # each row must have an answer; else a missing one is empty
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from qurl_megatron.types import Sample
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them defines the tokens
 BATCH = 1024  # prompts that are split at once
 ENVIRONMENT = "> "  # before an environment's words, for a reader
-SAID = "~what the policy said~"  # in a template's output: where its turn ends
+MARK = "~what the policy said~"  # shows where the policy's turn ends in a template's output
 
 
 class Tokenizer:
@@ -150,7 +150,7 @@ class Tokenizer:
         """
         if not chat:
             return tuple(self._wrapped(message["content"], add_special_tokens=False)["input_ids"])
-        turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}, message)
+        turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, message)
         try:
             text = self._rendered(Question("", "", turns=turns), chat)
         except ConfigError as error:
@@ -158,7 +158,7 @@ class Tokenizer:
                 f"{error}; this was a message of the environment with role {message['role']!r}: "
                 "have rollout.environment answer with another role, such as user"
             ) from None
-        _, marker, after_marker = text.partition(SAID)
+        _, marker, after_marker = text.partition(MARK)
         if not marker:
             other = "user" if message["role"] != "user" else "tool"
             raise ConfigError(
@@ -175,7 +175,7 @@ class Tokenizer:
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def said(self, sample: Sample) -> tuple[str, str]:
+    def texts_of(self, sample: Sample) -> tuple[str, str]:
         """Return the text of a response, and the policy's own turns of it, one per line.
 
         In the first, lines of an environment begin with ``ENVIRONMENT``.

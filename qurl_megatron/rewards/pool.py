@@ -189,7 +189,7 @@ def graded(
     """
     texts, policy_texts = [], []
     for sample in samples:
-        text, policy_text = tokenizer.said(sample)
+        text, policy_text = tokenizer.texts_of(sample)
         texts.append(text)
         policy_texts.append(policy_text)
     scores = rewards.grade(items_of(samples, policy_texts), stop)

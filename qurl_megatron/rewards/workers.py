@@ -25,8 +25,8 @@ from qurl_megatron.kit.children import children_cores, on_cores, without_launche
 from qurl_megatron.kit.errors import ConfigError, Unscored
 from qurl_megatron.kit.undertaker import bury, spare
 
-TRIES = 2  # workers that may die of a question before it is to blame
-STARTS = 3  # failed starts in a row that are no accident
+TRIES = 2  # workers that a question may kill before it counts as a crash
+STARTS = 3  # failed starts in a row after which no more are tried
 START_S = 120.0  # sympy takes seconds to import, many on a busy machine
 LOOK_S = 0.2  # between checks whether an answer is still wanted
 LINE_BYTES = 1 << 24  # longest answer
@@ -46,7 +46,7 @@ class Abandoned(RuntimeError):
 
 
 class Died(Exception):
-    """A worker has ended, or said something that is no answer."""
+    """A worker has ended, or sent something that is no answer."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,8 @@ class WorkerPool:
     start_s: float = START_S
 
     def __enter__(self) -> Self:
-        self.left, self.lock = False, threading.Lock()  # held to start and to end a worker
+        self.left = False
+        self.lock = threading.Lock()  # taken to start and to end a worker
         self.workers = [Worker(self) for _ in range(self.count)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self.workers:
@@ -151,7 +152,7 @@ class Worker:
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
         self.process: subprocess.Popen | None = None
-        self.ready = False  # it said so
+        self.ready = False  # the process has reported that it is
 
     def ask(self, question: str) -> dict[str, Any]:
         """

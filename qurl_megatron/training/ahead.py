@@ -33,7 +33,7 @@ Cursor = dict[str, Any]
 @dataclass(frozen=True)
 class _Pending:
     step: int
-    drawn: Draft
+    draft: Draft
     future: "Future[Draft]"
     cursor: Cursor  # where it began to draw
 
@@ -76,20 +76,20 @@ class Ahead:
     def admit(self, version: int) -> None:
         """Begin every batch that may be generated from ``version``, which engines have now."""
         while self._next <= min(version + 1 + self.max_staleness, self._last):
-            cursor, drawn = self._draw()
-            future = self._begin(self._next, drawn)
-            self._pending.append(_Pending(self._next, drawn, future, cursor))
+            cursor, draft = self._draw()
+            future = self._begin(self._next, draft)
+            self._pending.append(_Pending(self._next, draft, future, cursor))
             self._next += 1
 
     def retry(self) -> None:
         """Restart the batches that no engine could answer: the same prompts, so nothing is lost."""
         for index, batch in enumerate(self._pending):
             if batch.future.done() and isinstance(batch.future.exception(), EngineError):
-                future = self._begin(batch.step, batch.drawn)
+                future = self._begin(batch.step, batch.draft)
                 self._pending[index] = replace(batch, future=future)
 
-    def _begin(self, step: int, drawn: Draft) -> "Future[Draft]":
-        return self._pool.submit(self._produce, step, drawn, self._closing.is_set)
+    def _begin(self, step: int, draft: Draft) -> "Future[Draft]":
+        return self._pool.submit(self._produce, step, draft, self._closing.is_set)
 
     def take(self, step: int, stop: Callable[[], bool]) -> tuple[Draft, Cursor]:
         """Wait for the batch of ``step``; return it, and the place where the run draws next.

@@ -108,7 +108,7 @@ def save(
         for rank_sums in together(write):
             sums |= rank_sums
         on_lead(finish, ranks, waiting_for="the end of a checkpoint")
-    except _Alone as error:
+    except _RefusedOnLead as error:
         refusal_here = refusal(error.refused, final, key="train.run_dir", size=size)
         raise ConfigError(f"checkpoint {refusal_here}; older checkpoints stay") from error
     except ConfigError as error:
@@ -134,8 +134,8 @@ def add_evaluation(run_dir: Path, state: TrainState) -> None:
             write_record(folder, record)
 
 
-class _Alone(Exception):
-    """Rank 0 could not write in a collective, and the other ranks wait for it."""
+class _RefusedOnLead(Exception):
+    """Rank 0 alone could not write, in a collective in which the other ranks wait for it."""
 
     def __init__(self, refused: OSError) -> None:
         self.refused = refused
@@ -146,7 +146,7 @@ def _write_sharded(sharded: dict[str, Any], folder: Path, policy: Policy) -> dic
 
     Raises:
         OSError: a rank could not write; raised on all ranks.
-        _Alone: rank 0 could not write, and the others do not know.
+        _RefusedOnLead: rank 0 could not write, and the others do not know.
     """
     strategy = OneTensorAtATime("torch_dist", 1)
     try:
@@ -162,7 +162,7 @@ def _write_sharded(sharded: dict[str, Any], folder: Path, policy: Policy) -> dic
         raise
     except (OSError, RuntimeError) as error:
         if refused := _system_error(error):
-            raise _Alone(refused) from error
+            raise _RefusedOnLead(refused) from error
         raise
     return strategy.sums
 

@@ -55,7 +55,7 @@ def fork(source: Path, config: RunConfig) -> None:
         )
     files = changed_files(config.data, (state.cursor or {}).get("files", {}))
     keys = {change.key for change in setting_changes}
-    begins = forked(state, keys, files, evaluates=config.train.eval_prompts > 0)
+    begins = state_of_fork(state, keys, files, evaluates=config.train.eval_prompts > 0)
     changed = [*map(str, setting_changes), *(f"other data in {file}" for file in files.values())]
     how = "unchanged"
     if changed:
@@ -67,7 +67,7 @@ def fork(source: Path, config: RunConfig) -> None:
     print(f"{run_dir} {origin}", flush=True)
 
 
-def forked(
+def state_of_fork(
     state: TrainState, keys: set[str], files: dict[str, str], *, evaluates: bool
 ) -> TrainState:
     """Return the part of the other run's state that the fork begins with.

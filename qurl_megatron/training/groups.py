@@ -22,7 +22,7 @@ from qurl_megatron.rewards import overlong_penalty
 from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.types import Prompt, Sample
 
-LOWEST_SHARE = 0.25  # of useful groups, at least assumed: no round draws more than 4 times its need
+LOWEST_SHARE = 0.25  # of useful groups, the least assumed: no round draws over 4 times its need
 ENVIRONMENT_CAUSES = ("timeouts", "crashes", "exceptions", "invalid")
 
 Group = Sequence[Sample]
@@ -89,8 +89,8 @@ class Draft:
         if self.max_refills is None or self.refills == self.max_refills:
             return 0
         count = len(self.groups)
-        share = max(self.useful_groups, LOWEST_SHARE * count)
-        return min(math.ceil(self.unfilled * count / share), self.group_count)
+        assumed_useful = max(self.useful_groups, LOWEST_SHARE * count)
+        return min(math.ceil(self.unfilled * count / assumed_useful), self.group_count)
 
     def chosen(self) -> list[Group]:
         """Return the groups to train on, in the order in which their prompts were drawn.
@@ -140,8 +140,8 @@ def fill(
     return draft
 
 
-def kept_of(summary: Summary, count: int) -> list[int]:
-    """Return the indices of the responses kept as examples, the same on every rank."""
+def example_indices(summary: Summary, count: int) -> list[int]:
+    """Return which responses are kept as examples, the same on every rank."""
     return telling(summary.rewards_R.tolist(), summary.prompts_R.tolist(), count)
 
 

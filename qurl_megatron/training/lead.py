@@ -31,8 +31,8 @@ from qurl_megatron.training.ahead import Ahead
 from qurl_megatron.training.groups import (
     Draft,
     conversation_metrics,
+    example_indices,
     fill,
-    kept_of,
     mean_overlong_penalty,
     reward_metrics,
     routing_metrics,
@@ -133,12 +133,12 @@ class Lead:
         timer.add("rollout", waited - grading)
         timer.add("reward", grading)
         samples = [sample for group in draft.chosen() for sample in group]
-        metrics = self._measured(step, draft, samples)
-        self._tell(step, draft, samples)
+        metrics = self._metrics(step, draft, samples)
+        self._raise_alarms(step, draft, samples)
         self.samples = samples if self.config.train.save_rollouts else []
         responses = Responses.of(samples)
         count = self.config.observe.samples
-        self.kept = {index: samples[index] for index in kept_of(responses.summary, count)}
+        self.kept = {index: samples[index] for index in example_indices(responses.summary, count)}
         if self.config.rollout.colocate:  # until the next version the trainer has the memory
             with suppress(EngineError):  # those that refuse are out; the next version heals them
                 self.fleet.release()
@@ -246,7 +246,7 @@ class Lead:
             step,
         )
 
-    def _measured(self, step: int, draft: Draft, samples: list[Sample]) -> dict[str, Metric]:
+    def _metrics(self, step: int, draft: Draft, samples: list[Sample]) -> dict[str, Metric]:
         config, rollout, reward = self.config, self.config.rollout, self.config.reward
         # Groups that only fill up the batch teach nothing, so their rewards are left out.
         learnt: list[Sample] = []
@@ -267,7 +267,7 @@ class Lead:
             metrics["reward/overlong_penalty"] = penalty
         return metrics
 
-    def _tell(self, step: int, draft: Draft, samples: list[Sample]) -> None:
+    def _raise_alarms(self, step: int, draft: Draft, samples: list[Sample]) -> None:
         self._tell_left_out(samples, step)
         self._tell_unscored(draft.graded, step)
         if draft.unfilled:

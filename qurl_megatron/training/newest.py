@@ -32,7 +32,7 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     reading = "reading the run directory"
     for folder in reversed(on_lead(lambda: folders(run_dir), ranks, waiting_for=reading)):
         try:
-            look = partial(_look, folder)
+            look = partial(_state_and_sums, folder)
             state, record = on_lead(look, ranks, waiting_for=str(folder))
         except Unreadable:
             raise
@@ -53,7 +53,7 @@ def newest_whole(run_dir: Path, ranks: Ranks) -> tuple[Path, TrainState] | None:
     return None
 
 
-def _look(folder: Path) -> tuple[TrainState, dict[str, FileSum]]:
+def _state_and_sums(folder: Path) -> tuple[TrainState, dict[str, FileSum]]:
     """Return the state and the record of a checkpoint.
 
     Raises:
@@ -86,13 +86,13 @@ def refuse_damaged_together(paths: Mapping[str, str], ranks: Ranks) -> None:
         ConfigError: one is damaged.
     """
     for key, path in paths.items():
-        record = partial(_recorded, Path(path))
+        record = partial(_folder_and_sums, Path(path))
         folder, sums = on_lead(record, ranks, waiting_for=f"{key}={path}")
         if damage := find_damage(folder, sums, ranks, key=key):
             raise ConfigError(f"{damage}; {FIX}")
 
 
-def _recorded(path: Path) -> tuple[Path, dict[str, FileSum]]:
+def _folder_and_sums(path: Path) -> tuple[Path, dict[str, FileSum]]:
     """Return the folder that a path leads to, and its record; raise ``ConfigError`` if wrong."""
     folder = find_torch_dist(path) or path
     record = read_record(folder) or {}

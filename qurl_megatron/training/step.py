@@ -16,7 +16,7 @@ from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Responses, Summary
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
 from qurl_megatron.training.credit import attach_advantages, attach_correction, rejected_responses
-from qurl_megatron.training.groups import kept_of
+from qurl_megatron.training.groups import example_indices
 from qurl_megatron.training.guard import NotFinite, check_gradient
 from qurl_megatron.training.journal import Proximal
 from qurl_megatron.training.layout import Minibatch, averaged_without, lay_out, layout_metrics
@@ -81,7 +81,7 @@ def improve(
     metrics: list[dict[str, Metric]] = []
     advantages: dict[int, float] = {}
     if ranks.last_stage and ranks.counted:
-        advantages = mean_advantages(batches, kept_of(summary, config.observe.samples))
+        advantages = mean_advantages(batches, example_indices(summary, config.observe.samples))
         metrics += [credit, layout_metrics(batches, summary)]
 
     learners: list[tuple[Trained, Loss]] = []
@@ -161,9 +161,9 @@ def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:
             for batch in batches
             for index, part in zip(batch.indices, batch.proximal.split(batch.lengths), strict=True)
         }
-    everywhere: list[Proximal] | None = [{}] * ranks.world_size if ranks.leads else None
-    dist.gather_object(own_scores, everywhere)
-    return {i: log_probs for part in everywhere or () for i, log_probs in part.items()}
+    gathered: list[Proximal] | None = [{}] * ranks.world_size if ranks.leads else None
+    dist.gather_object(own_scores, gathered)
+    return {i: log_probs for part in gathered or () for i, log_probs in part.items()}
 
 
 def mean_advantages(batches: Sequence[TokenBatch], kept: Collection[int]) -> dict[int, float]:

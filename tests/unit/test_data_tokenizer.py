@@ -90,7 +90,7 @@ def test_of_a_conversation_a_reader_sees_who_said_what_and_a_reward_the_policy_a
         Prompt(0, (1,), "", ""), ids, (-1.0,) * len(ids), "stop", versions, written=written
     )
     first, last = (tokenizer.decode(list(part)) for part, mine in parts if mine)
-    assert tokenizer.said(sample) == (f"{first}\n> 17\n{last}", f"{first}\n{last}")
+    assert tokenizer.texts_of(sample) == (f"{first}\n> 17\n{last}", f"{first}\n{last}")
     assert example_of(sample, 1, "train").tokens == sum(written) < len(ids)
 
 

@@ -23,7 +23,7 @@ from qurl_megatron.observe.samples import (
     select,
     telling,
 )
-from qurl_megatron.training.groups import kept_of
+from qurl_megatron.training.groups import example_indices
 from qurl_megatron.training.step import mean_advantages
 from qurl_megatron.types import Prompt, Sample
 from tests.support.examples import example, keep
@@ -162,5 +162,5 @@ def test_an_advantage_is_the_mean_over_a_response_and_told_of_kept_ones_with_tok
     )
     batch = pad_samples(step, range(4), [1.0] * 4, length=6)
     batch = replace(batch, advantages=torch.tensor([1.0, 2, 5, 7, 7, 7, 7]))
-    assert kept_of(step.summary, 3) == [1, 2, 3]
+    assert example_indices(step.summary, 3) == [1, 2, 3]
     assert mean_advantages([batch], [0, 1, 2]) == {0: 1.5, 1: 5.0}

@@ -28,7 +28,7 @@ class Numbers:
     def read(self, questions, *, chat):
         return (tuple(map(ord, question.text)) for question in questions)
 
-    def said(self, sample):
+    def texts_of(self, sample):
         text = " ".join(map(str, sample.response_ids))
         return text, text
 

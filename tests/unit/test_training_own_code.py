@@ -7,7 +7,7 @@ import pytest
 
 from qurl_megatron.config import RewardConfig, load
 from qurl_megatron.rewards.own_code import checksums
-from qurl_megatron.training.fork import forked
+from qurl_megatron.training.fork import state_of_fork
 from qurl_megatron.training.state import TrainState
 from qurl_megatron.training.train import adapt
 from tests.support.descriptions import RECIPE_TEXT
@@ -50,8 +50,8 @@ def test_what_was_edited_is_said_and_parts_what_was_measured_before_from_what_co
     assert after.accuracy is after.accuracy_before is None
     assert taken_up(config, after)[1] == []
     # A fork to another function has nothing of this one to be held against.
-    assert forked(state, {key}, {}, evaluates=True).own_code.keys() == {*FILES} - {key}
-    assert forked(state, set(), {}, evaluates=True).own_code == state.own_code
+    assert state_of_fork(state, {key}, {}, evaluates=True).own_code.keys() == {*FILES} - {key}
+    assert state_of_fork(state, set(), {}, evaluates=True).own_code == state.own_code
 
 
 def test_code_that_has_gone_is_for_others_to_refuse(config, tmp_path):
