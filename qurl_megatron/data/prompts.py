@@ -43,7 +43,6 @@ class PromptStream:
         self.files = data_files(config, held_out=bool(held_out), answers=answers)
         self.questions, eval_questions = self._questions(held_out)
         self._lengths = [len(ids) for ids in tokenizer.read(self.questions, chat=config.chat)]
-        self.longest = max(self._lengths)
         limit = config.max_prompt_tokens
         self.too_long = {i for i, n in enumerate(self._lengths) if n > limit}
         self.held_out: list[Prompt] = []
@@ -87,7 +86,7 @@ class PromptStream:
         if self.too_long:
             sentences.append(
                 f"{len(self.too_long)} of {len(self.questions)} training prompts are {limit} and "
-                f"left out; the longest has {self.longest} tokens"
+                f"left out; the longest has {max(self._lengths)} tokens"
             )
         if self.held_out_too_long:
             total = self.held_out_too_long + len(self.held_out)

@@ -20,7 +20,7 @@ TRAIN_SEED, HELD_OUT_SEED = 1, 1_000_000_001  # far apart: item i of a task is d
 HELD_OUT_SHARE = 8  # one text in eight is held out
 
 
-def data_files(config: DataConfig, *, held_out: bool, answers: bool = True) -> dict[str, DataFile]:
+def data_files(config: DataConfig, *, held_out: bool, answers: bool) -> dict[str, DataFile]:
     """Read the files of a run, by key; none where it has a task.
 
     Args:

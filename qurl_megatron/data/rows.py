@@ -121,13 +121,13 @@ def changed_files(config: DataConfig, checksums: Mapping[str, str]) -> dict[str,
         Their names in messages, by key.
     """
     now = {"data.path": config.path, "data.eval_path": config.eval_path}
-    return {
-        key: f"{key}={now[key]}"
-        for key, checksum in checksums.items()
-        if os.path.isfile(now[key])
-        and os.access(now[key], os.R_OK)
-        and checksum_of(Path(now[key])) != checksum
-    }
+    changed = {}
+    for key, checksum in checksums.items():
+        path = now[key]
+        readable = os.path.isfile(path) and os.access(path, os.R_OK)
+        if readable and checksum_of(Path(path)) != checksum:
+            changed[key] = f"{key}={path}"
+    return changed
 
 
 def look_up(row: Mapping[str, Any], path: str, default: Any = None) -> Any:

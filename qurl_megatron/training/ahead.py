@@ -61,7 +61,7 @@ class Ahead:
         """
         self._draw, self._produce, self._cursor = draw, produce, cursor
         self._next, self._last = first, last
-        self.max_staleness = max_staleness
+        self._max_staleness = max_staleness
         self._closing = Event()
         self._pending: deque[_Pending] = deque()
         self._pool = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="rollout")
@@ -75,7 +75,7 @@ class Ahead:
 
     def admit(self, version: int) -> None:
         """Begin every batch that may be generated from ``version``, which engines have now."""
-        while self._next <= min(version + 1 + self.max_staleness, self._last):
+        while self._next <= min(version + 1 + self._max_staleness, self._last):
             cursor, draft = self._draw()
             future = self._begin(self._next, draft)
             self._pending.append(_Pending(self._next, draft, future, cursor))

@@ -32,7 +32,20 @@ from qurl_megatron.data.pack import TokenBatch
 from qurl_megatron.data.responses import Summary
 from qurl_megatron.observe.metrics import Mean, Metric
 from qurl_megatron.rewards import overlong_penalty
+from qurl_megatron.training.layout import averaged_without
 from qurl_megatron.training.losses import with_scores
+
+
+def attach_worth(
+    ranks: Ranks, batches: Sequence[TokenBatch], summary: Summary, config: RunConfig, *, step: int
+) -> tuple[list[TokenBatch], dict[str, Metric]]:
+    """Return the microbatches with what each token is worth, and metrics; all ranks call it."""
+    corrected, rejections = attach_correction(ranks, batches, config.correction)
+    if ranks.last_stage and config.correction.rejects:
+        rejected = rejected_responses(ranks, corrected, len(summary))
+        corrected = averaged_without(rejected, corrected, summary, config, step=step)
+    worth, metrics = attach_advantages(ranks, corrected, summary, config)
+    return worth, rejections | metrics
 
 
 def attach_correction(

@@ -78,11 +78,11 @@ class PolicyLoss:
         if batch.proximal is None:  # there has been no update since the rollouts
             batch = replace(batch, proximal=current.detach())
             measured = batch_mismatch(batch, algo.cap)
-        wholes: dict[str, Tensor] = {}  # denominators of shares, where these are not all tokens
+        denominators: dict[str, Tensor] = {}  # of shares that are not of all tokens
         if algo.function:
             value, means = self._from_user(current, batch)
         else:
-            value, means, wholes = self._objective(current, batch)
+            value, means, denominators = self._objective(current, batch)
         means["policy/entropy"] = entropy
         if algo.entropy_coef:
             value = value + algo.entropy_coef * entropy
@@ -96,19 +96,19 @@ class PolicyLoss:
             value = torch.where(batch.kept, value, 0.0)
         loss = -(batch.weights * value).sum()
         means["policy/kl_from_proximal"] = k3(batch.proximal, current.detach())
-        total, *sums = _fetched_sums(loss, *means.values(), *wholes.values())
+        total, *sums = _fetched_sums(loss, *means.values(), *denominators.values())
         counts = dict.fromkeys(means, float(len(current)))
-        counts |= zip(wholes, sums[len(means) :], strict=True)
-        metrics = {name: Mean(s, counts[name]) for name, s in zip(means, sums, strict=False)}
-        for name in wholes:
-            if not counts[name]:  # an empty denominator
-                del metrics[name]
-        return loss, {"policy/loss": Mean(total, 0.0), **metrics, **measured}
+        counts |= zip(denominators, sums[len(means) :], strict=True)
+        metrics: dict[str, Metric] = {"policy/loss": Mean(total, 0.0)}
+        for name, numerator in zip(means, sums, strict=False):
+            if counts[name] or name not in denominators:  # no share of nothing
+                metrics[name] = Mean(numerator, counts[name])
+        return loss, metrics | measured
 
     def _objective(
         self, current: Tensor, batch: TokenBatch
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Return the objective of each token, its metrics per token, and the wholes of shares."""
+        """Return the objective of each token, its metrics per token, and denominators of shares."""
         algo, correction = self.algo, self.correction
         terms = objective_terms(
             current,

@@ -13,13 +13,13 @@ from qurl_megatron.actor.policy import Policy
 from qurl_megatron.actor.trained import Loss, Trained
 from qurl_megatron.config import RunConfig
 from qurl_megatron.data.pack import TokenBatch
-from qurl_megatron.data.responses import Responses, Summary
+from qurl_megatron.data.responses import Responses
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Timer, merge
-from qurl_megatron.training.credit import attach_advantages, attach_correction, rejected_responses
+from qurl_megatron.training.credit import attach_worth
 from qurl_megatron.training.groups import example_indices
 from qurl_megatron.training.guard import NotFinite, check_gradient
 from qurl_megatron.training.journal import Proximal
-from qurl_megatron.training.layout import Minibatch, averaged_without, lay_out, layout_metrics
+from qurl_megatron.training.layout import Minibatch, lay_out, layout_metrics
 from qurl_megatron.training.losses import PolicyLoss, Scorer, ValueLoss, attach_values, with_scores
 from qurl_megatron.training.mismatch import batch_mismatch
 from qurl_megatron.training.routes import with_routes
@@ -72,7 +72,7 @@ def improve(
         )
         if critic:
             batches = attach_values(critic, batches)
-        batches, credit = _attach_worth(ranks, batches, summary, config, step=step)
+        batches, credit = attach_worth(ranks, batches, summary, config, step=step)
     if config.train.save_rollouts:
         proximal = gather_proximal(ranks, batches)
         if scored:
@@ -134,18 +134,6 @@ def attach_scores(
         with policy.reference():
             scored = with_scores(scored, "reference", policy.score(batches, log_probs))
     return scored
-
-
-def _attach_worth(
-    ranks: Ranks, batches: Sequence[TokenBatch], summary: Summary, config: RunConfig, *, step: int
-) -> tuple[list[TokenBatch], dict[str, Metric]]:
-    """Return the microbatches with each token's worth (``credit``) and metrics of it."""
-    corrected, rejections = attach_correction(ranks, batches, config.correction)
-    if ranks.last_stage and config.correction.rejects:
-        rejected = rejected_responses(ranks, corrected, len(summary))
-        corrected = averaged_without(rejected, corrected, summary, config, step=step)
-    worth, metrics = attach_advantages(ranks, corrected, summary, config)
-    return worth, rejections | metrics
 
 
 def gather_proximal(ranks: Ranks, batches: Sequence[TokenBatch]) -> Proximal:

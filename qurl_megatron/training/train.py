@@ -241,7 +241,7 @@ def leading(
     state: TrainState,
     weight_norm: float,
     prompts: PromptStream,
-    remarks: Sequence[str] = (),
+    remarks: Sequence[str],
 ) -> Iterator[Lead]:
     """Inside, engines and workers are up; leaving ends them.
 
