@@ -250,14 +250,10 @@ def parameter_ops(arch: Arch, ranks: Ranks, *, aligned: bool = False) -> dict[st
     for op in ops:
         expert = _EXPERT.search(op.megatron)
         if expert is None or int(expert[0]) in experts:
-            name = _counted_from(layers.start, _LAYER, op.megatron)
-            name = _counted_from(experts.start, _EXPERT, name)
+            name = _LAYER.sub(lambda number: str(int(number[0]) - layers.start), op.megatron)
+            name = _EXPERT.sub(lambda number: str(int(number[0]) - experts.start), name)
             named[_GROUPED.sub(r"\2.weight\1", name) if fused else name] = op
     return named
-
-
-def _counted_from(first: int, number: re.Pattern[str], name: str) -> str:
-    return number.sub(lambda match: str(int(match[0]) - first), name)
 
 
 def load_weights(

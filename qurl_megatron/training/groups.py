@@ -14,11 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from qurl_megatron.config import RewardConfig
 from qurl_megatron.data.responses import Summary
 from qurl_megatron.observe.metrics import Max, Mean, Metric, Sum
 from qurl_megatron.observe.samples import telling
-from qurl_megatron.rewards import overlong_penalty
 from qurl_megatron.rewards.pool import Tally
 from qurl_megatron.types import Prompt, Sample
 
@@ -190,13 +188,3 @@ def conversation_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     for cause in ENVIRONMENT_CAUSES:
         metrics[f"environment/{cause}"] = Sum(failures[cause])
     return metrics
-
-
-def mean_overlong_penalty(samples: Sequence[Sample], limit: int, reward: RewardConfig) -> Mean:
-    """Return the mean that the soft punishment of long responses adds to the reward."""
-    total = 0.0
-    for sample in samples:
-        total += overlong_penalty(
-            sample.written_tokens, limit, reward.overlong_fraction, reward.overlong_penalty
-        )
-    return Mean(total, len(samples))

@@ -21,10 +21,10 @@ from qurl_megatron.fleet.turns import Turns
 from qurl_megatron.kit.clock import now
 from qurl_megatron.kit.errors import Interrupted
 from qurl_megatron.kit.stop import stop_comes
-from qurl_megatron.observe.metrics import Metric, Timer
+from qurl_megatron.observe.metrics import Mean, Metric, Timer
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.observe.timeline import Span
-from qurl_megatron.rewards import RewardPool
+from qurl_megatron.rewards import RewardPool, overlong_penalty
 from qurl_megatron.rewards.pool import Tally, graded, refuse_none_scored
 from qurl_megatron.rewards.workers import Abandoned
 from qurl_megatron.training.ahead import Ahead
@@ -33,7 +33,6 @@ from qurl_megatron.training.groups import (
     conversation_metrics,
     example_indices,
     fill,
-    mean_overlong_penalty,
     reward_metrics,
     routing_metrics,
     sample_metrics,
@@ -263,8 +262,12 @@ class Lead:
             metrics |= routing_metrics(samples)
         metrics |= draft.graded.metrics()
         if reward.overlong_fraction > 0:
-            penalty = mean_overlong_penalty(samples, rollout.max_new_tokens, reward)
-            metrics["reward/overlong_penalty"] = penalty
+            limit, fraction = rollout.max_new_tokens, reward.overlong_fraction
+            penalties = 0.0
+            for sample in samples:
+                length = sample.written_tokens
+                penalties += overlong_penalty(length, limit, fraction, reward.overlong_penalty)
+            metrics["reward/overlong_penalty"] = Mean(penalties, len(samples))
         return metrics
 
     def _raise_alarms(self, step: int, draft: Draft, samples: list[Sample]) -> None:
