@@ -97,8 +97,8 @@ def against_kl(axes: Axes, records: Sequence[Record]) -> None:
         pairs = differences(record, (arm, UNQUANTIZED))
         mean, half = mean_interval(np.array(list(pairs.values())))
         axes.errorbar(kl, mean, half, fmt="o", ms=7, capsize=4, color=COLORS["blue"])
-        place = {"xytext": (9, 5), "textcoords": "offset points"}
-        axes.annotate(arm.split(",")[1].upper(), (kl, mean), **place)
+        scheme = arm.split(",")[1].upper()
+        axes.annotate(scheme, (kl, mean), xytext=(9, 5), textcoords="offset points")
     axes.set_xscale("log")
     axes.margins(x=0.12)
     axes.set_xlabel("mean KL of rollouts and trainer (rollout/kl_k3), uncorrected")
