@@ -38,6 +38,7 @@ from qurl_megatron.bench.record import Case, Figure, progress
 from qurl_megatron.bench.rollout_engines import config_of
 from qurl_megatron.checkpoints.ops import hf_shapes
 from qurl_megatron.config import RolloutConfig, SyncConfig
+from qurl_megatron.engines.kinds import LOADER
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.fleet.tenancy import ANSWER_S, LEASE_S, RENEW_S
@@ -51,7 +52,7 @@ from qurl_megatron.types import Prompt
 from qurl_megatron.wire import packed
 from qurl_megatron.wire.files import FilesReceiver, FilesSender
 from qurl_megatron.wire.lease import ENDPOINT, Lease, Owner
-from qurl_megatron.wire.message import LOADER, Blob, Piece, Receipt, aligned, encoded, message_in
+from qurl_megatron.wire.message import Blob, Piece, Receipt, aligned, encoded, message_in
 
 TP = 8  # GPUs of an engine; tensor ranks of the trainer
 GROUP = 16  # responses of a prompt

@@ -8,6 +8,9 @@ torch nor any engine, since recipes are checked against its rows.
 from dataclasses import dataclass
 from typing import Literal
 
+LOADER = "qurl_megatron.engines.sglang.loader.load"
+"""``load_format`` of our updates: the function that SGLang imports and calls with each message."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:

@@ -27,6 +27,7 @@ import msgspec
 import orjson
 
 from qurl_megatron.config.keys import names_a_user
+from qurl_megatron.engines.kinds import LOADER
 from qurl_megatron.engines.starting import API_KEY
 from qurl_megatron.fleet.answer import Info, parsed, read_info, uncollected
 from qurl_megatron.kit import event_loop
@@ -34,7 +35,6 @@ from qurl_megatron.kit.errors import Foreseen, keep_secret
 from qurl_megatron.kit.record import Malformed, convert, shortened
 from qurl_megatron.wire import packed
 from qurl_megatron.wire.lease import ENDPOINT, LeaseRequest, LeaseVerdict, Owner
-from qurl_megatron.wire.message import LOADER
 
 GENERATE = "/generate"
 CONTROL_BYTES = 16 << 20  # of an answer to anything but a generation

@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from qurl_megatron.config.sections import RolloutConfig
-from qurl_megatron.engines.kinds import ENGINE_KINDS, UNKNOWN, EngineKind
+from qurl_megatron.engines.kinds import ENGINE_KINDS, LOADER, UNKNOWN, EngineKind
 from qurl_megatron.engines.starting import API_KEY, SERVE_COMMAND, Start, given_key
 from qurl_megatron.fleet import process
 from qurl_megatron.fleet.answer import Info, Routed
@@ -44,7 +44,6 @@ from qurl_megatron.kit.stop import stop_comes
 from qurl_megatron.observe.text import how_many
 from qurl_megatron.tensors.arch import StopIds
 from qurl_megatron.wire.lease import Names, Owner
-from qurl_megatron.wire.message import LOADER
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 DEATH_S = 0.5  # a connection breaks a moment before its process is seen to have died

@@ -28,9 +28,6 @@ from qurl_megatron.kit.record import LARGEST, Count, Malformed, Record, Seconds,
 from qurl_megatron.tensors.slice import Shard, Slice, part_at
 
 FORMAT = "qurl-update-4"
-LOADER = "qurl_megatron.engines.sglang.loader.load"
-"""``load_format`` of our updates: the function that SGLang imports and calls with each message."""
-
 ALIGNMENT = 64  # bytes; pieces begin at multiples, so that any dtype can view them
 BLOBS_BYTES = 1 << 28  # more than the unpacked description of any bucket has
 WORDS = 4 << 20  # summed at a time on a GPU, to bound memory

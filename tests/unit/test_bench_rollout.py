@@ -49,16 +49,7 @@ class Engine:
     def __init__(self, tokens=lambda asked: asked):
         self.asked, self.tokens = [], tokens
 
-    def session(self):
-        return self
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *error):
-        pass
-
-    async def generate(self, prompts, params, rid, read, *, limit):
+    async def generate(self, http, prompts, params, rid, read, *, limit):
         self.asked.append(params[0])
         return [{"output_ids": [1] * self.tokens(params[0]["max_new_tokens"])}]
 

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
+from qurl_megatron.engines.kinds import LOADER
 from qurl_megatron.fleet.answer import uncollected
 from qurl_megatron.fleet.client import EngineClient, EngineError, deadline
-from qurl_megatron.wire.message import LOADER
 from tests.support.fake_engine import FakeEngine, _EngineHandler
 from tests.support.waiting import PATIENCE_S
 

@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from qurl_megatron.engines.embedded.endpoints import bound
+from qurl_megatron.engines.kinds import LOADER
 from qurl_megatron.fleet.client import EngineError
 from qurl_megatron.tensors.arch import facts_of
 from qurl_megatron.wire.lease import ENDPOINT
-from qurl_megatron.wire.message import LOADER, Message, payload
+from qurl_megatron.wire.message import Message, payload
 from tests.support.engine_models import LiveServer, write_model
 from tests.support.generating import generate
 

@@ -36,13 +36,13 @@ from qurl_megatron.engines.embedded.decoder import DTYPES, Decoder
 from qurl_megatron.engines.embedded.engine import Engine
 from qurl_megatron.engines.embedded.protocol import RequestLimits, parse_generate
 from qurl_megatron.engines.embedded.read_weights import read_weights, refuse_other_scheme
-from qurl_megatron.engines.kinds import ENGINE_KINDS
+from qurl_megatron.engines.kinds import ENGINE_KINDS, LOADER
 from qurl_megatron.engines.starting import wait_for_end_of_stdin
 from qurl_megatron.kit.disk import write_whole
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.arch import arch_of, facts_of, read_eos
 from qurl_megatron.wire.lease import ENDPOINT, Lease
-from qurl_megatron.wire.message import LOADER, message_in
+from qurl_megatron.wire.message import message_in
 from qurl_megatron.wire.session import UpdateEnd
 
 log = logging.getLogger(__name__)

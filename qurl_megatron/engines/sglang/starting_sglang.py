@@ -16,12 +16,12 @@ import torch
 
 from qurl_megatron.checkpoints.places import description_of
 from qurl_megatron.config.sections import RolloutConfig
+from qurl_megatron.engines.kinds import LOADER
 from qurl_megatron.engines.sglang import compiling
 from qurl_megatron.engines.starting import Launch, Start, refuse_without_gpu
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.quant.export import CONFIGS
 from qurl_megatron.schemes import SCHEMES
-from qurl_megatron.wire.message import LOADER
 
 CPU_OPTIONS = {
     "--device": "cpu",
