@@ -125,7 +125,7 @@ def test_without_the_key_there_is_no_answer_and_nobody_sees_it(engine):
         assert httpx.get(server.client.url + "/health", trust_env=False).status_code == 200
         for ask in (
             stranger.weight_version,
-            stranger.pause,
+            partial(stranger.pause, "retract"),
             partial(generate, stranger, [[1]], {}),
         ):
             with pytest.raises(EngineError, match="401"):
