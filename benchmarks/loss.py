@@ -153,7 +153,7 @@ def _on_ranks(
 
 
 def measure(tensor: int, names: list[str], options: argparse.Namespace, out: Path) -> int:
-    """Be one rank; the leading one writes the seconds and the bytes of the worst."""
+    """Run one rank; the leading one writes the seconds and the bytes of the worst."""
     if options.device == "cpu":
         torch.set_num_threads(_threads(tensor, options))
     with megatron_runtime(ParallelConfig(tensor=tensor)) as ranks:

@@ -235,7 +235,7 @@ def uncorrected(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def against_kl(record: Mapping[str, Any]) -> list[str]:
-    """The table of the uncorrected arms by their KL, and their slope."""
+    """Return the table of the uncorrected arms by their KL, and the sentence of their slope."""
     lines = ["| rollouts | KL | pairs | to unquantized, 95 % interval |", "|---|---:|---:|---:|"]
     for arm, kl in uncorrected(record).items():
         pairs = differences(record, (arm, UNQUANTIZED))

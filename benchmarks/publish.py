@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 def measure(
     options: argparse.Namespace, rollout: RolloutConfig, model: Path, work: Path, memory: Path
 ) -> int:
-    """Be one training rank; the leading one writes the measurements.
+    """Run one training rank; the leading one writes the measurements.
 
     Args:
         rollout: all but the engine's tensor size.

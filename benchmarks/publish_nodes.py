@@ -130,7 +130,7 @@ def _measured(
 
 
 def rank_of(options: argparse.Namespace) -> int:
-    """Be one training rank; the leading one writes the measurements."""
+    """Run one training rank; the leading one writes the measurements."""
     torch.set_num_threads(1)
     place_under_launcher()
     work, run_dir = options.work, options.work / f"run-{options.nodes}"

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 
 def train(spec: str, folder: Path, options: argparse.Namespace) -> None:
-    """Be one process, the only rank, and write its measurements."""
+    """Train on a single rank in this process, and write the measurements."""
     if spec == "local":
         for name in FUSED:
             sys.modules[name] = None  # type: ignore[assignment]  # imports of it fail

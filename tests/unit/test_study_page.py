@@ -5,9 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from scipy import stats
 
+from benchmarks import study_pictures
 from benchmarks.join_studies import joined
 from benchmarks.join_studies import main as join
 from benchmarks.mismatch_page import kept
@@ -186,6 +188,11 @@ def test_what_is_not_corrected_falls_with_the_logarithm_of_its_kl():
     intervals = against_kl(study)[2:]
     assert intervals[0] == "| INT8 | 0.001 | 2 | -0.5 ± 6.4 |"  # 12.706 / 2
     assert intervals[-1] == "Slope: -4.0 ± 12.7 points for each factor of ten in KL."
+    axes = Figure().add_subplot()
+    study_pictures.against_kl(axes, [study])
+    places = {text.get_text(): tuple(text.xy) for text in axes.texts}
+    assert places["INT8"] == pytest.approx((1e-3, -0.5))
+    assert places["INT4"] == pytest.approx((1e-1, -8.5))
     table = to_unquantized(study)
     assert len(table) == 4 and "| proximal | INT4 | 2 | -8.5 ±" in table[3]
 

@@ -131,7 +131,7 @@ def launches(start: Start) -> list[Launch]:
         raise ConfigError(wrong)
     if start.empty:  # the model's description is enough
         start = replace(start, model_dir=description_of(start.model_dir))
-    result = []
+    engines = []
     for index, port in enumerate(start.port_files.values()):
         options: list[str] = []
         if gpus:
@@ -139,8 +139,8 @@ def launches(start: Start) -> list[Launch]:
             options += ["--base-gpu-id", str(first)]
             if config.colocate:
                 options.append("--enable-memory-saver")  # the trainer borrows its memory
-        result.append(engine_launch(start, python, port, [*options, *config.engine_args]))
-    return result
+        engines.append(engine_launch(start, python, port, [*options, *config.engine_args]))
+    return engines
 
 
 def misplaced(config: RolloutConfig, gpus: int, trainer_ranks: int) -> str | None:
