@@ -62,16 +62,15 @@ def run(options: argparse.Namespace) -> list[Case]:
             train(recipe, settings, options.steps, run_dir)
             return read_run(run_dir)
 
-        runs = {}
-        for name in options.case or DEFAULT_CASES:
-            settings = (*options.overrides, *name.split())
-            model = Path(load(recipe, settings).model.path)  # refuses impossible settings
-            runs[name] = partial(once, settings)
-        if not model.exists():
-            progress(f"making {model}")
-            train(recipe, settings, 1, Path(folder) / "making")
+        cases = {name: (*options.overrides, *name.split()) for name in options.case or DEFAULT_CASES}
+        # Loading all of them first refuses impossible settings before anything runs.
+        models = {load(recipe, settings).model.path: settings for settings in cases.values()}
+        for model, settings in models.items():
+            if not Path(model).exists():
+                progress(f"making {model}")
+                train(recipe, settings, 1, Path(folder) / f"run-{next(numbers)}")
         measured = in_turns(
-            runs,
+            {name: partial(once, settings) for name, settings in cases.items()},
             repeats=options.repeats,
             warm_up=0,
             seen=lambda name, usual: progress(f"{name}: {usual.seconds['step']:.2f} s a step"),

@@ -123,6 +123,7 @@ class Offered:
             return
         if self._start_at is not None:
             if now >= self._start_at and may_start:
+                self._start_at = now + PAUSE_S  # of the next try, where this one fails
                 self.process.start()
                 self._start_at = None
             return

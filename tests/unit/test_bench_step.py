@@ -79,6 +79,13 @@ def test_by_default_three_stalenesses_are_compared(bench):
     assert [given["train.steps"] for given in bench.started] == ["1", "4", "4", "4"]
 
 
+def test_cases_of_other_models_have_theirs_made_first(bench, tmp_path):
+    bench("--case", "train.seed=1", "--case", f"model.path={tmp_path / 'other'}")
+    made = [(Path(given["model.path"]).name, given["train.steps"]) for given in bench.started]
+    assert made == [("model", "1"), ("other", "1"), ("model", "4"), ("other", "4")]
+    assert len({given["train.run_dir"] for given in bench.started}) == 4
+
+
 def test_a_case_is_the_recipe_with_its_overrides_beside_the_longer_side(bench):
     def took(given: dict) -> dict[str, float]:
         return {"rollout": 2.0, "train": 3.0 / int(given["parallel.data"])}

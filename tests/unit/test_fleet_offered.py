@@ -72,6 +72,16 @@ def test_an_engine_that_ends_is_withdrawn_and_started_again_after_a_pause(engine
     look_until(one, lambda: offers(tmp_path))
 
 
+def test_one_that_cannot_be_started_is_tried_again_after_a_pause(tmp_path):
+    process = EngineProcess("engine-0", Launch(("./missing",), {}), tmp_path)
+    one = offered(process, tmp_path)
+    with pytest.raises(ConfigError, match="./missing cannot be started"):
+        one.look(0.0)
+    one.look(PAUSE_S - 1)
+    with pytest.raises(ConfigError, match="cannot be started"):
+        one.look(PAUSE_S)
+
+
 def test_none_is_started_again_while_the_trainer_has_its_memory(tmp_path):
     start = Start(
         config=RolloutConfig(),
