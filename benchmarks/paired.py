@@ -191,13 +191,14 @@ def comparisons(record: Mapping[str, Any], contrasts: Sequence[Contrast] = PRIMA
 
 
 def gaps(record: Mapping[str, Any]) -> list[tuple[str, str, dict[Place, float]]]:
-    """Return each arm's label, its scheme, and its differences to the unquantized arm."""
+    """Return each arm's label, its quantized rollouts, and its differences to unquantized."""
     arms = []
     for arm in record["groups"]:
         pairs = differences(record, (arm, UNQUANTIZED))
         if arm != UNQUANTIZED and len(pairs) > 1:
             method, scheme = arm.split(",")
-            arms.append((record["methods"][method]["label"], scheme.upper(), pairs))
+            rollouts = NOTHING if scheme == "none" else scheme.upper()
+            arms.append((record["methods"][method]["label"], rollouts, pairs))
     return arms
 
 

@@ -39,6 +39,7 @@ from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import group
 from qurl_megatron.wire.message import Blob, Turn, checksum, in_turn, piece_of
 from qurl_megatron.wire.session import open_receiver
+from qurl_megatron.wire.store import host_store, join_store
 from qurl_megatron.wire.transport import Receiver
 
 TRAINERS = 2
@@ -64,9 +65,9 @@ class TrainingRank:
         if direct:
             group.chains_of = lambda engines, *_: [[name] for name in engines]
         if rank == 0:
-            store = group.host_store(ADDRESS, PATIENCE_S)
+            store = host_store(ADDRESS, PATIENCE_S)
         else:
-            store = group.join_store(ADDRESS, port, PATIENCE_S)
+            store = join_store(ADDRESS, port, PATIENCE_S)
         self._sender = group.GroupSender(
             store, rank, TRAINERS, timeout_s=PATIENCE_S, connect_timeout_s=PATIENCE_S
         )

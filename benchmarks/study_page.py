@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.join_studies import ENDED
 from benchmarks.paired import (
     PRIMARY_HARD,
+    against_kl,
     at_equal_seconds,
     collapses,
     comparisons,
@@ -29,7 +29,7 @@ from benchmarks.paired import (
 from benchmarks.study_pictures import IMAGES, PICTURES, png
 from qurl_megatron.evaluation.study_results import NOTHING, TRAINED
 from qurl_megatron.kit.disk import read_json, write_whole
-from qurl_megatron.observe.text import MINUS, how_many
+from qurl_megatron.observe.text import MINUS
 
 DOCS = Path(__file__).parents[1] / "docs"
 Record = Mapping[str, Any]  # what a study.json holds
@@ -145,14 +145,6 @@ def weights(fast: Record, slow: Record) -> list[str]:
     return lines
 
 
-def progress(record: Record) -> list[str]:
-    """Return the progress of a study whose results stay unseen until its last run has ended."""
-    states = [run["state"] for run in record["runs"].values()]
-    ended = sum(state in ENDED for state in states)
-    parts = len(record["environments"])
-    return [f"{ended} of its {len(states)} runs have ended, in {how_many(parts, 'part')}."]
-
-
 TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
     "four bits": ("results/study.md", ("study_cpu",), lambda record: corrections(record, "int4")),
     "eight bits": ("results/study.md", ("study_cpu",), lambda record: corrections(record, "int8")),
@@ -160,9 +152,11 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
     "scales": ("results/study.md", ("study_cpu",), scales),
     "weights": ("results/study.md", ("weights_lr1e-4", "weights_lr1e-6"), weights),
     "UAQ or learning rate": ("algorithms.md", ("uaq_or_lr",), uaq_or_lr),
-    "one block, progress": ("results/preregistered.md", ("one_block",), progress),
     "doses, sorting": ("results/README.md", ("dose_sort",), doses),
     "doses, spiral": ("results/README.md", ("dose_spiral",), doses),
+    "one block, tests": ("results/README.md", ("one_block",), comparisons),
+    "one block, to unquantized": ("results/README.md", ("one_block",), to_unquantized),
+    "one block, KL": ("results/README.md", ("one_block",), against_kl),
     "hard, gate": ("results/README.md", ("hard",), gate),
     "hard, tests": ("results/README.md", ("hard",), lambda r: comparisons(r, PRIMARY_HARD)),
     "hard, to unquantized": ("results/README.md", ("hard",), to_unquantized),

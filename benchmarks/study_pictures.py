@@ -29,6 +29,7 @@ from benchmarks.paired import (
     uncorrected,
     upper_bound,
 )
+from qurl_megatron.evaluation.study_results import NOTHING
 from qurl_megatron.kit.disk import read_json
 from qurl_megatron.observe.drawing import COLORS, STYLE
 
@@ -83,7 +84,7 @@ def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
         axes.plot([mean - half, mean + half], [place] * 2, color=color, lw=2)
         axes.plot(mean, place, "o", ms=7, color=color)
         axes.plot(models, [place] * len(models), "|", ms=9, color=COLORS["muted"], zorder=1)
-        labels.append(f"{label}, {scheme}")
+        labels.append(label if scheme == NOTHING else f"{label}, {scheme}")
     axes.axvline(0, color=COLORS["ink"], lw=1)
     axes.axvspan(-MARGIN, MARGIN, color=COLORS["rule"], zorder=0)
     axes.set_xlabel("points to unquantized; line: 95 % interval of the pairs; bars: models")
@@ -91,7 +92,7 @@ def to_unquantized(axes: Axes, records: Sequence[Record]) -> None:
 
 
 def against_kl(axes: Axes, records: Sequence[Record]) -> None:
-    """The difference of each uncorrected arm to the unquantized one, over its KL."""
+    """Draw the difference of each uncorrected arm to the unquantized one, over its KL."""
     (record,) = records
     for arm, kl in uncorrected(record).items():
         pairs = differences(record, (arm, UNQUANTIZED))
@@ -135,6 +136,18 @@ PICTURES = {
         ("dose_sort", "dose_spiral"),
         doses,
         5.2,
+    ),
+    "one_block.png": Picture(
+        "Trained policies on sorting: points to unquantized rollouts",
+        ("one_block",),
+        to_unquantized,
+        5.0,
+    ),
+    "one_block_kl.png": Picture(
+        "What is lost without a correction, by the KL of rollouts and trainer",
+        ("one_block",),
+        against_kl,
+        3.6,
     ),
     "hard.png": Picture(
         "Trained policies where four bits are hard: points to unquantized rollouts",

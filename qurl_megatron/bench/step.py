@@ -62,7 +62,9 @@ def run(options: argparse.Namespace) -> list[Case]:
             train(recipe, settings, options.steps, run_dir)
             return read_run(run_dir)
 
-        cases = {name: (*options.overrides, *name.split()) for name in options.case or DEFAULT_CASES}
+        cases = {
+            name: (*options.overrides, *name.split()) for name in options.case or DEFAULT_CASES
+        }
         # Loading all of them first refuses impossible settings before anything runs.
         models = {load(recipe, settings).model.path: settings for settings in cases.values()}
         for model, settings in models.items():

@@ -204,7 +204,7 @@ def _reduce_ms(devices: list) -> float | None:
         return None
     import torch
 
-    from qurl_megatron.wire.group import within
+    from qurl_megatron.wire.link import within
 
     def reduce() -> None:
         torch.cuda.nccl.all_reduce(parts)

@@ -40,7 +40,7 @@ def link_ms(devices: list, patience_s: float) -> float | None:
         return None
     from torch import device
 
-    from qurl_megatron.wire.group import host_store
+    from qurl_megatron.wire.store import host_store
 
     address = address_for_others(one_node=False)
     store = host_store(address, LINK_S)  # until the last pair is done
@@ -97,7 +97,8 @@ def _pair_ms(
     import torch
     from torch.distributed import PrefixStore
 
-    from qurl_megatron.wire.group import join_store, open_group, unwatched, within
+    from qurl_megatron.wire.link import open_group, unwatched, within
+    from qurl_megatron.wire.store import join_store
 
     seconds, groups = LINK_S * (turn + 1), []
 

@@ -237,7 +237,7 @@ def run_rank(config: RunConfig, prepare: Callable[[], None] | None = None) -> in
     from qurl_megatron.fleet.client import EngineError
     from qurl_megatron.rewards.pool import RewardDown
     from qurl_megatron.training.guard import Collapse
-    from qurl_megatron.wire.group import LinkError
+    from qurl_megatron.wire.link import LinkError
 
     try:
         refuse_environment()

@@ -53,8 +53,8 @@ from qurl_megatron.training.state import (
     stop_sentence,
     tell_done,
 )
-from qurl_megatron.wire.group import check_host
 from qurl_megatron.wire.lease import Owner
+from qurl_megatron.wire.store import check_host
 from qurl_megatron.wire.transport import settle_nccl
 
 

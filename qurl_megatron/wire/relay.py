@@ -21,17 +21,10 @@ from torch import Tensor
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.tensors.slice import Shard
 from qurl_megatron.wire import SLOTS
-from qurl_megatron.wire.group import (
-    CONNECT_S,
-    LinkError,
-    gist,
-    join_store,
-    leave_in,
-    store_of,
-    take_from,
-)
+from qurl_megatron.wire.link import CONNECT_S, LinkError
 from qurl_megatron.wire.message import Blob, Receipt, aligned, fill, lay_out
 from qurl_megatron.wire.shared_memory import MemoryReceiver, MemorySender, memory_folder
+from qurl_megatron.wire.store import gist, join_store, leave_in, store_of, take_from
 from qurl_megatron.wire.transport import Place, Site
 
 

@@ -13,7 +13,7 @@ from qurl_megatron.actor.megatron import megatron_runtime
 from qurl_megatron.config import QuantConfig, SyncConfig
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish import publisher
-from qurl_megatron.wire.group import LinkError
+from qurl_megatron.wire.link import LinkError
 from qurl_megatron.wire.message import checksum, piece_of
 from qurl_megatron.wire.relay import RelaySender, layout, peers
 from qurl_megatron.wire.transport import Site

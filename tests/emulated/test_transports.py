@@ -4,9 +4,10 @@ import torch
 import torch.distributed as dist
 
 from qurl_megatron.tensors.slice import Shard
-from qurl_megatron.wire.group import GroupSender, host_store, join_store
+from qurl_megatron.wire.group import GroupSender
 from qurl_megatron.wire.message import piece_of
 from qurl_megatron.wire.session import open_receiver
+from qurl_megatron.wire.store import host_store, join_store
 from tests.support.ranks import run_on_ranks
 
 HOST = "127.0.0.1"

@@ -24,9 +24,10 @@ from qurl_megatron.fleet.client import EngineClient, EngineError
 from qurl_megatron.fleet.collect import collect
 from qurl_megatron.fleet.fleet import EngineRecord, Fleet
 from qurl_megatron.types import Prompt
-from qurl_megatron.wire.group import GroupSender, host_store
+from qurl_megatron.wire.group import GroupSender
 from qurl_megatron.wire.lease import Names
 from qurl_megatron.wire.shared_memory import MemorySender
+from qurl_megatron.wire.store import host_store
 from qurl_megatron.wire.transport import Sender
 from tests.sglang.engines import PYTHON, START_S, Case, answers, checkpoints, difference, running
 from tests.sglang.trainer import OWNER, file_senders, publish

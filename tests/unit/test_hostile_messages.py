@@ -21,7 +21,7 @@ from qurl_megatron.fleet.tenancy import Member, read_members
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.publisher import _blobs_for
 from qurl_megatron.wire import message
-from qurl_megatron.wire.group import Hello, LinkError, read_hello
+from qurl_megatron.wire.link import Hello, LinkError, read_hello
 from qurl_megatron.wire.message import Blob, Message, Piece, Receipt, message_in, payload
 from qurl_megatron.wire.transport import received
 from tests.support.fuzz import damaged, examples

@@ -19,17 +19,11 @@ from qurl_megatron.fleet.fleet import EngineRecord
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.publisher import Publisher, refuse_whole_experts
 from qurl_megatron.wire import group, transport
-from qurl_megatron.wire.group import (
-    GroupSender,
-    Link,
-    LinkError,
-    host_store,
-    join_store,
-    unwatched,
-    within,
-)
+from qurl_megatron.wire.group import GroupSender
+from qurl_megatron.wire.link import WATCHDOG, Link, LinkError, unwatched, within
 from qurl_megatron.wire.message import Blob, Receipt, checksum, piece_of
 from qurl_megatron.wire.session import open_receiver
+from qurl_megatron.wire.store import host_store, join_store
 from qurl_megatron.wire.transport import Site
 from tests.support.remote import Remote, together
 from tests.support.shards import shard
@@ -683,12 +677,12 @@ def test_a_call_without_a_deadline_gets_one_and_is_undone_when_it_comes_back_lat
 def test_groups_are_made_without_a_watchdog_and_leave_the_environment_as_it_was(
     before, monkeypatch
 ):
-    monkeypatch.delenv(group.WATCHDOG, raising=False)
+    monkeypatch.delenv(WATCHDOG, raising=False)
     if before is not None:
-        monkeypatch.setenv(group.WATCHDOG, before)
+        monkeypatch.setenv(WATCHDOG, before)
     with unwatched():
-        assert os.environ[group.WATCHDOG] == "0"
-    assert os.environ.get(group.WATCHDOG) == before
+        assert os.environ[WATCHDOG] == "0"
+    assert os.environ.get(WATCHDOG) == before
 
 
 class Fleet:
