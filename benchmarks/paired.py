@@ -58,6 +58,13 @@ PRIMARY = (
     Contrast("align=full - TIS", ("align_full,int4", "tis,int4"), "different"),
 )
 
+UNPLANNED = (
+    Contrast("TIS - Eq. 1, INT4", ("tis,int4", "proximal,int4"), "different"),
+    Contrast("TIS - Eq. 1, INT5", ("tis,int5", "proximal,int5"), "different"),
+    Contrast("ACR - Eq. 1, INT4", ("acr,int4", "proximal,int4"), "different"),
+    Contrast("UAQ - TIS, INT4", ("tis_uaq,int4", "tis,int4"), "different"),
+)
+"""Differences of S1 that were asked for once its results were known."""
 
 UNQUANTIZED, EQ1 = "unquantized,none", "proximal,int4"
 STEPS = 40
@@ -227,12 +234,13 @@ def gate(record: Mapping[str, Any]) -> list[str]:
 
 
 def uncorrected(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the mean ``rollout/kl_k3`` of each arm by Eq. 1 on quantized rollouts."""
-    return {
+    """Return in rising order the mean ``rollout/kl_k3`` of each arm by Eq. 1 on quantized rollouts."""
+    kl = {
         arm: group["kl_mean"]["mean"]
         for arm, group in record["groups"].items()
         if arm.startswith("proximal,")
     }
+    return dict(sorted(kl.items(), key=lambda arm: arm[1]))
 
 
 def against_kl(record: Mapping[str, Any]) -> list[str]:
@@ -357,7 +365,15 @@ def main() -> None:
     args = parser.parse_args()
     record = json.loads(args.record.read_text(encoding="utf-8"))
     if record["name"] == "one_block":
-        lines = [*comparisons(record), "", *to_unquantized(record), "", *against_kl(record)]
+        lines = [
+            *comparisons(record),
+            "",
+            *comparisons(record, UNPLANNED),
+            "",
+            *to_unquantized(record),
+            "",
+            *against_kl(record),
+        ]
     elif record["name"] == "hard":
         lines = [
             *gate(record),

@@ -17,6 +17,7 @@ from scipy import stats
 
 from benchmarks.paired import (
     PRIMARY_HARD,
+    UNPLANNED,
     against_kl,
     at_equal_seconds,
     collapses,
@@ -155,6 +156,11 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Callable[..., list[str]]]] = {
     "doses, sorting": ("results/README.md", ("dose_sort",), doses),
     "doses, spiral": ("results/README.md", ("dose_spiral",), doses),
     "one block, tests": ("results/README.md", ("one_block",), comparisons),
+    "one block, unplanned": (
+        "results/README.md",
+        ("one_block",),
+        lambda r: comparisons(r, UNPLANNED),
+    ),
     "one block, to unquantized": ("results/README.md", ("one_block",), to_unquantized),
     "one block, KL": ("results/README.md", ("one_block",), against_kl),
     "hard, gate": ("results/README.md", ("hard",), gate),

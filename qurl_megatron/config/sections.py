@@ -157,7 +157,8 @@ class QuantConfig(Section, name="quant", on_resume="fork"):
     of the run, so that a weight that has not moved keeps its code."""
 
     uaq_scale: float = key(1.5, at_least(1.0), on_resume="never")
-    """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off."""
+    """Update-aware factor s folded once into each norm/linear pair; 1.0 turns the folding off. By
+    default the paper's; where it was measured it acted as a larger learning rate, no more."""
 
     diagnostics_every: int = key(1, at_least(0), on_resume="change")
     """Steps between measurements of code flips, of Eqs. 13 and 14 and of the share of an update
