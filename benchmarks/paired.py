@@ -234,7 +234,7 @@ def gate(record: Mapping[str, Any]) -> list[str]:
 
 
 def uncorrected(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return in rising order the mean ``rollout/kl_k3`` of each arm by Eq. 1 on quantized rollouts."""
+    """Return each quantized arm of Eq. 1 with its mean ``rollout/kl_k3``, the lowest first."""
     kl = {
         arm: group["kl_mean"]["mean"]
         for arm, group in record["groups"].items()
