@@ -18,7 +18,7 @@ import torch
 from qurl_megatron.fleet.fleet import EngineRecord
 from qurl_megatron.kit.errors import ConfigError
 from qurl_megatron.publish.publisher import Publisher, refuse_whole_experts
-from qurl_megatron.wire import group, transport
+from qurl_megatron.wire import group, link, transport
 from qurl_megatron.wire.group import GroupSender
 from qurl_megatron.wire.link import WATCHDOG, Link, LinkError, unwatched, within
 from qurl_megatron.wire.message import Blob, Receipt, checksum, piece_of
@@ -647,15 +647,15 @@ def test_a_group_of_calls_is_closed_where_one_of_them_fails():
 def test_what_never_comes_is_given_up_at_the_deadline(monkeypatch):
     waits: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
-    monkeypatch.setattr(group, "time", clock)
+    monkeypatch.setattr(link, "time", clock)
     with pytest.raises(LinkError, match="timed out"):
-        link = nccl_link(Backend())
-        link.finish(*link.receive([(0, torch.zeros(1))], 0), 7.0)
+        one = nccl_link(Backend())
+        one.finish(*one.receive([(0, torch.zeros(1))], 0), 7.0)
     assert sum(waits) == pytest.approx(7.0, abs=0.01)
 
 
 def test_an_abort_that_does_not_come_back_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(group, "ABORT_S", 0.0)
+    monkeypatch.setattr(link, "ABORT_S", 0.0)
     backend = Backend(stuck=True)
     nccl_link(backend).abort()
     assert backend.calls == ["abort"]
